@@ -1,0 +1,49 @@
+# The front door. Every target works on a fresh clone: it installs what it needs first.
+SHELL := /bin/bash
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two workers, because that is what the smallest machine has; each test keeps to one thread then.
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-convergence benchmark lint format typecheck clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## Create .venv with the pinned development set (once).
+
+$(STAMP): requirements-dev.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train it with GRPO.
+	$(BIN)/python examples/compare_heads.py
+	$(BIN)/python examples/train_grpo.py
+
+test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test
+
+test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence
+
+benchmark: $(STAMP) ## Measure memory, time and error beside eager PyTorch and liger-kernel.
+	$(BIN)/python -m benchmark.run
+
+lint: $(STAMP) ## Check style and formatting; changes nothing.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Rewrite files in the project's style.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(STAMP) ## Check the types of the package.
+	$(BIN)/mypy
+
+clean: ## Remove the virtual environment and every cache.
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

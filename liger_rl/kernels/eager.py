@@ -1,0 +1,107 @@
+"""Fold and gradient of a tile of logits in plain PyTorch, for CPU and any device without Triton.
+
+Formulas, with z the transformed logits and p = exp(z - lse):
+
+    logp = z_y - lse,  entropy = lse - sum_v p_v z_v
+    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
+"""
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.transform import LogitTransform
+
+# exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned word) is NaN.
+LOWEST_LOG_PROBABILITY = -200.0
+
+
+def fold(
+    logits: Tensor,  # (n, v) any float dtype, or more rows when `rows` picks n of them
+    targets: Tensor,  # (n,) token ids of the whole vocabulary
+    first: int,  # vocabulary id of the tile's first column
+    bias: Tensor | None,  # (v,)
+    transform: LogitTransform,
+    state: Fold,  # (n,) each, updated in place
+    rows: Tensor | None = None,  # (n,) flat index into logits.shape[:-1]
+) -> None:
+    z = _transformed(_take(logits, rows), bias, transform)
+    peak = torch.maximum(state.peak, z.amax(-1))
+    kept = (state.peak - peak).exp_()
+    shifted = z - peak[:, None]
+    if state.moment is None:
+        exp = shifted.exp_()
+    else:
+        shifted.clamp_(min=LOWEST_LOG_PROBABILITY)
+        exp = shifted.exp()
+        moment = state.moment + (state.peak - peak) * state.sum_exp
+        state.moment.copy_(kept * moment + (exp * shifted).sum(-1))
+    state.sum_exp.mul_(kept).add_(exp.sum(-1))
+    state.peak.copy_(peak)
+    column, hit = _target_column(targets, first, z.shape[-1])
+    state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
+
+
+def grad(
+    logits: Tensor,  # as in fold
+    targets: Tensor,
+    first: int,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each
+    out: Tensor,  # (n, v), or as many rows as logits when `rows` picks n of them; dL/dlogits is written here
+    rows: Tensor | None = None,
+) -> None:
+    z = _transformed(_take(logits, rows), bias, transform)
+    column, hit = _target_column(targets, first, z.shape[-1])
+    log_p = z - tokens.lse[:, None]
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        grad_z = log_p.exp_()
+        grad_z.mul_(-tokens.grad_logps[:, None])
+        at_target = tokens.at_target
+    else:
+        log_p.clamp_(min=LOWEST_LOG_PROBABILITY)
+        p = log_p.exp()
+        # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
+        grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
+        entropy_at_target = (-p * grad_z).gather(-1, column[:, None]).squeeze(-1)
+        grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+        at_target = tokens.at_target + entropy_at_target
+    elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
+    grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
+    grad_x = _times_derivative(grad_z, z, transform).to(out.dtype)
+    if rows is None:
+        out.copy_(grad_x)
+    else:
+        out.index_copy_(0, rows, grad_x)
+
+
+def _take(logits: Tensor, rows: Tensor | None) -> Tensor:
+    return logits if rows is None else logits[torch.unravel_index(rows, logits.shape[:-1])]
+
+
+def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """-> column of the target in the tile, clamped into it, and whether it is really there."""
+    column = targets - first
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    """z in float32; may be `logits` itself, so the caller must not write to it."""
+    x = logits.float()
+    if bias is not None:
+        x = x + bias.float()
+    if transform.softcap is None:
+        factor = transform.scale / transform.temperature
+        return x if factor == 1.0 else x * factor
+    capped = (x * (transform.scale / transform.softcap)).tanh_()
+    return capped.mul_(transform.softcap / transform.temperature)
+
+
+def _times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
+    """dL/dx in the memory of grad_z: dz/dx = scale / temperature (1 - tanh^2)."""
+    if transform.softcap is not None:
+        tanh = z * (transform.temperature / transform.softcap)
+        grad_z.mul_(tanh.square_().neg_().add_(1.0))
+    factor = transform.scale / transform.temperature
+    return grad_z if factor == 1.0 else grad_z.mul_(factor)

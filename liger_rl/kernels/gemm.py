@@ -1,0 +1,23 @@
+"""Matrix products that take low-precision factors and keep their float32 accumulators."""
+
+import torch
+from torch import Tensor
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (m, k) @ b (k, n) -> float32 (m, n), never rounded to the factors' dtype on the way."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (m, n) float32 += a (m, k) @ b (k, n), in place."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

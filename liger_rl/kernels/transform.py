@@ -1,0 +1,33 @@
+"""What a model does to its lm_head's output before the softmax."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
+
+    Args:
+        temperature: sampling temperature, > 0.
+        softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
+        scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
+
+    Raises:
+        TypeError: an option is not a number.
+        ValueError: an option is not positive and finite.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "softcap", "scale"):
+            value = getattr(self, name)
+            if name == "softcap" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, got {value}")

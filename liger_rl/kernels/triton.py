@@ -1,0 +1,241 @@
+"""Fold and gradient of a tile of logits as Triton kernels: one read of the tile each, any number of columns.
+
+The signatures and formulas are those of `liger_rl.kernels.eager`. Rows go on grid axis 0, which is not limited to
+65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.transform import LogitTransform
+
+LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
+MAX_BLOCK = 4096
+
+
+@triton.jit
+def _tanh(u):
+    # exp of a negative number never overflows; the absolute error is one rounding of 1.
+    e = tl.exp(-2.0 * tl.abs(u))
+    tanh = (1.0 - e) / (1.0 + e)
+    return tl.where(u < 0, -tanh, tanh)
+
+
+@triton.jit
+def _transformed(logits, bias, columns, inside, gain, cap, CAPPED: tl.constexpr):
+    """-> z and tanh^2, float32; `gain` and `cap` as `_constants` makes them."""
+    x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    z = x * gain
+    square = 0.0
+    if CAPPED:
+        tanh = _tanh(z)
+        square = tanh * tanh
+        z = tanh * cap
+    return z, square
+
+
+@triton.jit(do_not_specialize=["first"])
+def _fold_kernel(
+    logits,  # (rows, columns) with `offsets` in elements, or `stride` between rows
+    offsets,
+    stride,
+    targets,
+    bias,
+    peaks,
+    sums,
+    target_logits,
+    moments,
+    columns,
+    first,
+    gain,
+    cap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if offsets is not None:
+        logits += tl.load(offsets + row)
+    else:
+        logits += row * stride
+    column_of_target = tl.load(targets + row) - first
+    peak = tl.load(peaks + row)
+    total = tl.load(sums + row)
+    target = tl.load(target_logits + row)
+    moment = 0.0
+    if moments is not None:
+        moment = tl.load(moments + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z, _ = _transformed(logits, bias, column, inside, gain, cap, CAPPED)
+        target += tl.sum(tl.where(column == column_of_target, z, 0.0))
+        # Only now, so that a softcap cannot make the lanes past the end finite again.
+        z = tl.where(inside, z, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(z))
+        kept = tl.exp(peak - new_peak)
+        shifted = z - new_peak
+        exp = tl.exp(shifted)
+        if moments is not None:
+            moment = kept * (moment + (peak - new_peak) * total)
+            moment += tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY))
+        total = total * kept + tl.sum(exp)
+        peak = new_peak
+    tl.store(peaks + row, peak)
+    tl.store(sums + row, total)
+    tl.store(target_logits + row, target)
+    if moments is not None:
+        tl.store(moments + row, moment)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _grad_kernel(
+    logits,
+    offsets,
+    stride,
+    out,
+    out_rows,  # row of `out` for each program, or None: the program's own number
+    out_stride,
+    targets,
+    bias,
+    lse_of,
+    grad_logps,
+    at_target,
+    entropies,
+    grad_entropies,
+    columns,
+    first,
+    gain,
+    cap,
+    slope,  # scale / temperature
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if offsets is not None:
+        logits += tl.load(offsets + row)
+        out += tl.load(out_rows + row) * out_stride
+    else:
+        logits += row * stride
+        out += row * out_stride
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    z, square = _transformed(logits, bias, column, inside, gain, cap, CAPPED)
+    log_p = z - tl.load(lse_of + row)
+    p = tl.exp(log_p)
+    hit = column == tl.load(targets + row) - first
+    grad = tl.where(hit, tl.load(at_target + row), -tl.load(grad_logps + row) * p)
+    if entropies is not None:
+        log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
+        grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+    grad *= slope
+    if CAPPED:
+        grad *= 1.0 - square
+    tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def fold(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    state: Fold,
+    rows: Tensor | None = None,
+) -> None:
+    """As `eager.fold`; the last dimension of `logits` must be contiguous."""
+    assert logits.stride(-1) == 1
+    n = targets.numel()
+    if n == 0:
+        return
+    gain, cap, _ = _constants(transform)
+    block = _block(logits.shape[-1])
+    with _on(logits.device):
+        _fold_kernel[(n,)](
+            logits,
+            None if rows is None else _offsets(logits, rows),
+            logits.stride(0),
+            targets,
+            bias,
+            *state,
+            logits.shape[-1],
+            first,
+            gain,
+            cap,
+            CAPPED=transform.softcap is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+
+
+def grad(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    tokens: TokenGradients,
+    out: Tensor,
+    rows: Tensor | None = None,
+) -> None:
+    """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
+    assert logits.stride(-1) == 1
+    assert out.stride(-1) == 1
+    n, columns = targets.numel(), logits.shape[-1]
+    if n == 0:
+        return
+    gain, cap, slope = _constants(transform)
+    block = _block(columns)
+    with _on(logits.device):
+        _grad_kernel[(n, triton.cdiv(columns, block))](
+            logits,
+            None if rows is None else _offsets(logits, rows),
+            logits.stride(0),
+            out,
+            rows,
+            out.stride(0),
+            targets,
+            bias,
+            *tokens,
+            columns,
+            first,
+            gain,
+            cap,
+            slope,
+            CAPPED=transform.softcap is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+
+
+def _constants(transform: LogitTransform) -> tuple[float, float, float]:
+    """-> gain, cap, slope: z = cap * tanh(gain * x), or gain * x without a softcap, and dz/dx = slope (1 - tanh^2)."""
+    slope = transform.scale / transform.temperature
+    if transform.softcap is None:
+        return slope, 1.0, slope
+    return transform.scale / transform.softcap, transform.softcap / transform.temperature, slope
+
+
+def _block(columns: int) -> int:
+    return min(MAX_BLOCK, triton.next_power_of_2(columns))
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+def _offsets(logits: Tensor, rows: Tensor) -> Tensor:
+    """Offset in elements of each picked row, whatever the strides of the leading dimensions."""
+    index = torch.unravel_index(rows, logits.shape[:-1])
+    return sum(i * stride for i, stride in zip(index, logits.stride()[:-1], strict=True))
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,293 @@
+"""Per-token log-probabilities from an lm_head or from logits: checks, mask compaction, scatter back."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_rl.kernels import for_device
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.projection import LinearLogProbs, ProjectionOptions
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+IDENTITY = LogitTransform()
+
+
+class LogProbs(NamedTuple):
+    """Per-token results, float32, shaped like `targets`, 0 at masked tokens."""
+
+    logps: Tensor
+    """log-probability of the target in nats, <= 0, differentiable."""
+    entropy: Tensor | None
+    """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+    grad_tolerance: float = 0.0,
+    unbiased: bool = False,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    vocab_parallel: None = None,
+) -> LogProbs:
+    """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
+
+    Equal to
+
+        z = transform(hidden @ weight.T + bias)
+        logps = torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
+
+    except that the logits stay float32 from the product's accumulators on, exist one tile at a time, and masked
+    tokens are dropped before the first product. The backward recomputes them, for tokens with a non-zero gradient
+    only. Under autocast the products run in autocast's dtype. Two host syncs on CUDA: one counts the live tokens
+    here, one the tokens with a gradient in the backward.
+
+    Args:
+        hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
+        weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast).
+        targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token.
+        mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing.
+        bias: (V,), added to the head's output before the transform.
+        transform: temperature, softcap and scale of the logits.
+        entropy: also return each token's entropy, from the same pass.
+        grad_tolerance: 0.0, the exact backward, is the only value so far.
+        unbiased: belongs to grad_tolerance > 0.
+        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
+        vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
+
+    Returns:
+        LogProbs(logps, entropy).
+
+    Raises:
+        TypeError: an argument of a type or dtype that is not listed above.
+        ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
+    """
+    compute_dtype = check_linear(hidden, weight, targets, mask, bias)
+    vocab = weight.shape[0]
+    if not isinstance(transform, LogitTransform):
+        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        _check_chunk(name, value)
+    if grad_tolerance != 0.0:
+        raise ValueError(f"grad_tolerance must be 0.0, the exact backward, so far; got {grad_tolerance}")
+    if unbiased:
+        raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
+    if vocab_parallel is not None:
+        raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
+
+    flat_targets = targets.reshape(-1).long()
+    live = live_tokens(flat_targets, mask, vocab, "weight")
+    options = ProjectionOptions(
+        transform=transform,
+        entropy=entropy,
+        compute_dtype=compute_dtype,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab,
+    )
+    index = live.positions if live.dead else None
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options)
+    return _spread(outputs, index, targets.shape)
+
+
+def logits_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    entropy: bool = False,
+) -> LogProbs:
+    """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
+
+    For callers who already hold logits; the gradient comes back in the logits' dtype, exactly 0 at masked tokens.
+
+    Args:
+        logits: (B, T, V) or (N, V), float32, bfloat16 or float16; leading dimensions may have any strides, so a
+            slice such as `logits[:, :-1]` is not copied.
+        targets: (B, T) or (N,) integer token ids in [0, V); a negative one masks its token.
+        mask: shaped like targets, bool or 0/1.
+        transform, entropy: as in `linear_logprobs`.
+
+    Returns, raises: as `linear_logprobs`.
+    """
+    _check_floating("logits", logits)
+    if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be (B, T, V) or (N, V), got {tuple(logits.shape)}")
+    _check_tokens(targets, mask, logits.shape[:-1], logits, "logits")
+    if not isinstance(transform, LogitTransform):
+        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    flat_targets = targets.reshape(-1).long()
+    live = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
+    outputs = _LogitsLogProbs.apply(logits, flat_targets, live.positions, live.dead, transform, entropy)
+    return _spread(outputs, live.positions if live.dead else None, targets.shape)
+
+
+class _LogitsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, live, dead, transform, entropy):
+        ctx.set_materialize_grads(False)
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        state = Fold.start(live.numel(), logits.device, entropy=entropy)
+        fold = for_device(logits.device).fold
+        for start, stop in _row_spans(live.numel(), logits):
+            rows = live[start:stop]
+            fold(logits, targets[rows], 0, None, transform, state.take(slice(start, stop)), rows)
+        statistics = state.finish()
+        ctx.transform, ctx.dead = transform, dead
+        ctx.save_for_backward(logits, targets, live, *statistics)
+        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logps, grad_entropy):
+        logits, targets, live, *statistics = ctx.saved_tensors
+        if grad_logps is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        if grad_logps is None:
+            grad_logps = torch.zeros_like(grad_entropy)
+        tokens = TokenGradients.of(TokenStatistics(*statistics), grad_logps.float(), grad_entropy)
+        rows_of_out = targets.numel()
+        allocate = torch.zeros if ctx.dead else torch.empty
+        out = allocate(rows_of_out, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        grad = for_device(logits.device).grad
+        for start, stop in _row_spans(live.numel(), logits):
+            rows = live[start:stop]
+            grad(logits, targets[rows], 0, None, ctx.transform, tokens.take(slice(start, stop)), out, rows)
+        return out.view(logits.shape), None, None, None, None, None
+
+
+class LiveTokens(NamedTuple):
+    """The tokens that count."""
+
+    positions: Tensor  # (n,) flat, ascending
+    dead: int  # how many do not
+
+
+def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
+    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync."""
+    live = flat_targets >= 0
+    if mask is not None:
+        live = live & (mask.reshape(-1) != 0)
+    outside = live & (flat_targets >= vocab)
+    largest = torch.where(outside, flat_targets, -1)
+    count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
+    if count[1]:
+        raise ValueError(
+            f"target ids must be in [0, {vocab}) from {source}, or negative, or masked; "
+            f"{count[1]} of them are not, the largest is {count[2]}"
+        )
+    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
+    index = torch.argsort(live.logical_not(), stable=True)[: count[0]]
+    return LiveTokens(index, live.numel() - count[0])
+
+
+def _spread(outputs: tuple[Tensor, Tensor | None], index: Tensor | None, shape: torch.Size) -> LogProbs:
+    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
+
+    def spread(values: Tensor) -> Tensor:
+        if index is not None:
+            values = values.new_zeros(shape.numel()).index_copy(0, index, values)
+        return values.view(shape)
+
+    logps, entropy = outputs
+    return LogProbs(spread(logps), None if entropy is None else spread(entropy))
+
+
+def _row_spans(rows: int, logits: Tensor) -> list[tuple[int, int]]:
+    """Triton reads rows where they lie; eager kernels copy them to float32, so few at a time."""
+    step = rows if logits.is_cuda else (16 << 20) // (4 * logits.shape[-1])
+    step = max(step, 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def check_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    targets_name: str = "targets",
+) -> torch.dtype:
+    """Raise as `linear_logprobs` says for what can be seen without reading values; -> dtype of the products."""
+    _check_floating("hidden", hidden)
+    _check_floating("weight", weight)
+    if hidden.dim() not in (2, 3):
+        raise ValueError(f"hidden must be (B, T, H) or (N, H), got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight must be (V, H) with H = {hidden.shape[-1]} from hidden, got {tuple(weight.shape)}")
+    _check_device("weight", weight, hidden, "hidden")
+    if bias is not None:
+        _check_floating("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
+        _check_device("bias", bias, hidden, "hidden")
+    _check_tokens(targets, mask, hidden.shape[:-1], hidden, "hidden", targets_name)
+    return _compute_dtype(hidden, weight, bias)
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+
+
+def _check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
+
+
+def _check_tokens(
+    targets: Tensor,
+    mask: Tensor | None,
+    shape: torch.Size,
+    like: Tensor,
+    source: str,
+    targets_name: str = "targets",
+) -> None:
+    expected = "(B, T)" if len(shape) == 2 else "(N,)"
+    for name, tensor, dtypes in (
+        (targets_name, targets, INTEGER_DTYPES),
+        ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
+    ):
+        if name == "mask" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
+            raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
+        _check_device(name, tensor, like, source)
+
+
+def _check_chunk(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(f"{name} must be {hidden.dtype} from hidden (or run under autocast), got {tensor.dtype}")
+    return hidden.dtype

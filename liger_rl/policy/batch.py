@@ -1,0 +1,96 @@
+"""What a policy loss knows of a batch besides the log-probabilities: checked and aligned once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedBatch:
+    """A `PolicyBatch` as losses compute with it: every column in the shape and dtype of the log-probabilities, and 0
+    wherever the mask is 0, whatever the caller left there."""
+
+    advantages: Tensor
+    mask: Tensor
+    """bool"""
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    importance_ratio: Tensor | None
+    num_items_in_batch: int | float | Tensor | None
+
+    def log_ratio(self, logps: Tensor) -> Tensor:
+        """logp - old, differentiable; without old log-probabilities they are the current ones, detached."""
+        return logps - (logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch:
+    """The columns of a batch: one entry per token, (B, T), or packed (N,).
+
+    Attributes:
+        advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
+        completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all.
+        old_per_token_logps: log-probabilities in nats under the policy that sampled; None means the current ones,
+            detached (ratio 1).
+        ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
+        importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence;
+            multiplies the policy term, without gradient.
+        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), a number or a 0-dim
+            tensor, for the reductions that divide by it.
+    """
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    importance_ratio: Tensor | None = None
+    num_items_in_batch: int | float | Tensor | None = None
+
+    def align(self, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> "AlignedBatch":
+        """Every column checked and in `shape`, (B, T) or (N,), and `dtype`; 0 where the mask is 0; a mask in any case.
+
+        Raises:
+            TypeError: a column is not a tensor of numbers.
+            ValueError: a column's shape or device does not fit.
+        """
+        if len(shape) not in (1, 2):
+            raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
+        if self.completion_mask is None:
+            mask = torch.ones(shape, dtype=torch.bool, device=device)
+        else:
+            mask = self._column("completion_mask", shape, device) != 0
+
+        def clean(name: str, *, per_sequence: bool = False) -> Tensor | None:
+            if getattr(self, name) is None:
+                return None
+            column = self._column(name, shape, device, per_sequence=per_sequence)
+            return torch.where(mask, column.detach().to(dtype), 0.0)
+
+        advantages = clean("advantages", per_sequence=True)
+        if advantages is None:
+            raise TypeError("advantages must be a real tensor, got NoneType")
+        return AlignedBatch(
+            advantages=advantages,
+            mask=mask,
+            old_per_token_logps=clean("old_per_token_logps"),
+            ref_per_token_logps=clean("ref_per_token_logps"),
+            importance_ratio=clean("importance_ratio", per_sequence=True),
+            num_items_in_batch=self.num_items_in_batch,
+        )
+
+    def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
+        column = getattr(self, name)
+        if not isinstance(column, Tensor) or column.is_complex():
+            kind = f"a tensor of {column.dtype}" if isinstance(column, Tensor) else type(column).__name__
+            raise TypeError(f"{name} must be a real tensor, got {kind}")
+        if column.device != device:
+            raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
+        if column.shape == shape:
+            return column
+        expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)}"
+        if per_sequence and len(shape) == 2:
+            if column.shape in ((shape[0],), (shape[0], 1)):
+                return column.reshape(shape[0], 1).expand(shape)
+            expected += f" or (B,) = ({shape[0]},)"
+        raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")

@@ -1,0 +1,77 @@
+"""Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
+
+A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights at masked tokens are 0. Because
+they are weights, micro-batches that share their global counts add up to the whole batch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.sequences import sequence_length
+
+Reduction = Callable[[AlignedBatch], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceMean:
+    """m / (len_b B): the mean over sequences of their token means. arXiv:2402.03300 eq. 3."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        length = sequence_length(batch)
+        return batch.mask / (length * max(length.shape[0], 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMean:
+    """m / sum m: the mean over this batch's tokens, TRL's "bnpo"."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return batch.mask / batch.mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalTokenMean:
+    """m / (num_items_in_batch / world_size): the mean over the whole optimiser step's tokens. arXiv:2503.14476 eq. 10.
+
+    Without `num_items_in_batch` in the batch, the mean over this batch's tokens.
+
+    Attributes:
+        world_size: ranks whose gradients are averaged afterwards, as data parallelism does.
+    """
+
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size must be an int of at least 1, got {self.world_size}")
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        if batch.num_items_in_batch is None:
+            return TokenMean()(batch)
+        per_rank = batch.num_items_in_batch / self.world_size
+        if isinstance(per_rank, Tensor):
+            return batch.mask / per_rank.clamp(min=1)
+        return batch.mask / max(per_rank, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedLengthMean:
+    """m / (B max_completion_length): no token counts more for its sequence being short. arXiv:2503.20783 sec. 3.
+
+    Attributes:
+        max_completion_length: tokens a completion may have, > 0; there is no default.
+    """
+
+    max_completion_length: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.max_completion_length) and self.max_completion_length > 0):
+            raise ValueError(f"max_completion_length must be positive and finite, got {self.max_completion_length}")
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        sequences = max(sequence_length(batch).shape[0], 1)
+        return batch.mask / (sequences * self.max_completion_length)

@@ -1,0 +1,231 @@
+"""The tile loop: per-token softmax statistics of hidden @ weight.T, and its gradients, one tile of logits at a time.
+
+The forward folds tiles into a few numbers per token. The backward drops the tokens without a gradient, recomputes
+the tiles of the others and turns each into its two products at once. Vocabulary tiles are the outer loop of both,
+so that a tile of the weight is read, and under autocast converted, once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+
+# Working memory of one pass where the caller names no chunk: large enough that the products run at full speed,
+# small beside what a training step holds anyway. Measured in benchmark/results.
+WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
+MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
+CHUNK_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionOptions:
+    """How to compute, as opposed to what: everything the autograd Function takes that is not a tensor."""
+
+    transform: LogitTransform
+    entropy: bool
+    compute_dtype: torch.dtype
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+
+
+class Tiles(NamedTuple):
+    """Upper bounds of a tile's sides."""
+
+    tokens: int
+    vocab: int
+
+
+def plan_tiles(
+    tokens: int, vocab: int, hidden_size: int, device: torch.device, options: ProjectionOptions, *, backward: bool
+) -> Tiles:
+    """Tiles whose logits, gradients and per-tile float32 copies of a weight tile fit the workspace."""
+    kind = device.type if device.type in WORKSPACE_BYTES else "cpu"
+    chunk_tokens = options.chunk_tokens or MAX_CHUNK_TOKENS[kind]
+    chunk_tokens = max(1, min(chunk_tokens, tokens))
+    if options.chunk_vocab is not None:
+        return Tiles(chunk_tokens, min(options.chunk_vocab, vocab))
+    # Eager kernels work on a float32 copy of the tile; Triton's read it once and write the gradient.
+    bytes_per_logit = 4 + (options.compute_dtype.itemsize if backward else 0) if kind == "cuda" else 12
+    bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
+    columns = WORKSPACE_BYTES[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+    return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
+
+
+def fold_projection(
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H) any dtype
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    options: ProjectionOptions,
+) -> TokenStatistics:
+    """Statistics of every token, in a forward's one product (2 n H V)."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    fold = for_device(hidden.device).fold
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, backward=False)
+    state = Fold.start(n, hidden.device, entropy=options.entropy)
+    for first, last in _spans(vocab, tiles.vocab):
+        weight_tile = weight[first:last].to(options.compute_dtype)
+        bias_tile = None if bias is None else bias[first:last]
+        for start, stop in _spans(n, tiles.tokens):
+            # Not given a name: a name would keep this tile alive while the next one is allocated.
+            fold(
+                gemm.matmul(hidden[start:stop], weight_tile.T),
+                targets[start:stop],
+                first,
+                bias_tile,
+                options.transform,
+                state.take(slice(start, stop)),
+            )
+    return state.finish()
+
+
+class ProjectionGradients(NamedTuple):
+    """None where not asked for."""
+
+    hidden: Tensor | None  # (n, H) float32
+    weight: Tensor | None  # (V, H) like the weight
+    bias: Tensor | None  # (V,) like the bias
+
+
+def grad_projection(
+    hidden: Tensor,  # (n, H) in the compute dtype: the tokens with a gradient
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    options: ProjectionOptions,
+    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+) -> ProjectionGradients:
+    """Gradients from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and weight."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    grad = for_device(hidden.device).grad
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, backward=True)
+    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+
+    def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
+        logits = gemm.matmul(hidden[start:stop], weight_tile.T)
+        in_place = logits.dtype == options.compute_dtype
+        out = logits if in_place else torch.empty_like(logits, dtype=options.compute_dtype)
+        bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
+        grad(logits, targets[start:stop], first, bias_tile, options.transform, tokens.take(slice(start, stop)), out)
+        return out
+
+    token_spans = _spans(n, tiles.tokens)
+    for first, last in _spans(vocab, tiles.vocab):
+        weight_tile = weight[first:last].to(options.compute_dtype)
+        weight_total = _WeightTotal(grad_weight, first, last, parts=len(token_spans))
+        bias_parts = []
+        for start, stop in token_spans:
+            tile = tile_gradient(weight_tile, first, start, stop)
+            if grad_hidden is not None:
+                gemm.accumulate(grad_hidden[start:stop], tile, weight_tile)
+            weight_total.add(tile, hidden[start:stop])
+            if grad_bias is not None:
+                bias_parts.append(tile.sum(0, dtype=torch.float32))
+            del tile
+        weight_total.store()
+        if grad_bias is not None:
+            grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
+    return ProjectionGradients(grad_hidden, grad_weight, grad_bias)
+
+
+class _WeightTotal:
+    """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once."""
+
+    def __init__(self, grad_weight: Tensor | None, first: int, last: int, *, parts: int) -> None:
+        self.out = None if grad_weight is None else grad_weight[first:last]
+        self.total: Tensor | None = None
+        if self.out is not None and self.out.dtype == torch.float32:
+            self.total = self.out.zero_()
+        elif self.out is not None and (parts != 1 or not self.out.is_cuda):
+            self.total = torch.zeros_like(self.out, dtype=torch.float32)
+
+    def add(self, tile: Tensor, hidden: Tensor) -> None:
+        if self.out is None:
+            return
+        if self.total is not None:
+            gemm.accumulate(self.total, tile.T, hidden)
+        else:
+            # One part: the product's own float32 accumulators are the sum, so it may round on its way out.
+            torch.mm(tile.T, hidden, out=self.out)
+
+    def store(self) -> None:
+        if self.out is not None and self.total is not None and self.total is not self.out:
+            self.out.copy_(self.total)
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """(hidden, weight, bias, targets, live) -> (logps, entropy) of the live tokens; gradients for the first three."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, live, options):
+        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them
+        ctx.set_materialize_grads(False)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = _gather(hidden, live, options.compute_dtype)
+            live_targets = targets if live is None else targets[live]
+            statistics = fold_projection(rows, weight, bias, live_targets, options)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics)
+        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logps, grad_entropy):
+        hidden, weight, bias, targets, live, *statistics = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if grad_logps is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        with torch.autocast(hidden.device.type, enabled=False):
+            if grad_logps is None:
+                grad_logps = torch.zeros_like(grad_entropy)
+            tokens = TokenGradients.of(TokenStatistics(*statistics), grad_logps.float(), grad_entropy)
+            wanted = select_rows(tokens)
+            if wanted is not None:
+                tokens = tokens.take(wanted)
+                live = wanted if live is None else live[wanted]
+            rows = _gather(hidden, live, ctx.options.compute_dtype)
+            row_targets = targets if live is None else targets[live]
+            gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs)
+            del rows
+            grad_hidden = None
+            if gradients.hidden is not None:
+                grad_hidden = _scatter(gradients.hidden, live, hidden)
+        return grad_hidden, gradients.weight, gradients.bias, None, None, None
+
+
+def select_rows(tokens: TokenGradients) -> Tensor | None:
+    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients and not be dropped
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
+    index = wanted.nonzero().squeeze(1)
+    return None if index.numel() == wanted.numel() else index
+
+
+def _spans(total: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, total)) for start in range(0, total, max(step, 1))]
+
+
+def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows = hidden if live is None else hidden[live]
+    return rows.to(dtype).contiguous()
+
+
+def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:
+    """(n, H) float32 -> (N, H) like `hidden`, zero where no row is live."""
+    if live is None:
+        return grad_rows.to(hidden.dtype)
+    out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    # In pieces, so that the converted copy stays small beside the float32 rows.
+    for start, stop in _spans(grad_rows.shape[0], MAX_CHUNK_TOKENS["cuda"]):
+        out.index_copy_(0, live[start:stop], grad_rows[start:stop].to(hidden.dtype))
+    return out
