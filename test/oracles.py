@@ -1,0 +1,162 @@
+"""What the results should be: full logits and plain loops, float64. Imports nothing of the package under test."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def transformed(
+    logits: Tensor, *, temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0
+) -> Tensor:
+    z = scale * logits
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def logits_logprobs(logits: Tensor, targets: Tensor, **transform) -> tuple[Tensor, Tensor]:
+    """-> log-probability of each target and entropy, in the dtype of `logits`; (..., V) and (...)."""
+    log_p = transformed(logits, **transform).log_softmax(-1)
+    logps = log_p.gather(-1, targets.long()[..., None]).squeeze(-1)
+    p = log_p.exp()
+    return logps, -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+
+
+def logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """-> (logps, entropy) in float64 from the full logits."""
+    logits = hidden.double() @ weight.double().mT
+    if bias is not None:
+        logits = logits + bias.double()
+    return logits_logprobs(logits, targets, temperature=temperature, softcap=softcap, scale=scale)
+
+
+def eager_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **transform):
+    """What one writes in PyTorch without thinking: logits in the inputs' dtype, the softmax in float32."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return logits_logprobs(logits.float(), targets, **transform)
+
+
+def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Twice the error of eager PyTorch, plus one rounding to `dtype` of the largest value."""
+    truth = truth.double()
+    rounding = torch.finfo(dtype).eps * truth.abs().max().item()
+    return 2.0 * (eager.double() - truth).abs().max().item() + rounding
+
+
+def max_error(found: Tensor, truth: Tensor) -> float:
+    return (found.double() - truth.double()).abs().max().item()
+
+
+def clip_bounds(ratio: float, advantage: float, eps_low: float, eps_high: float) -> tuple[bool, bool]:
+    """-> whether the gradient is cut at the lower bound, at the upper bound."""
+    return ratio < 1 - eps_low and advantage < 0, ratio > 1 + eps_high and advantage > 0
+
+
+def ratios(logps: Tensor, old: Tensor | None, mask: Tensor, level: str) -> list[list[Tensor | None]]:
+    """Importance ratio of every token of (B, T), None at masked tokens."""
+    rows, columns = logps.shape
+    result: list[list[Tensor | None]] = [[None] * columns for _ in range(rows)]
+    for b in range(rows):
+        inside = [t for t in range(columns) if mask[b, t] != 0]
+        log_ratio = {t: logps[b, t] - (logps[b, t].detach() if old is None else old[b, t]) for t in inside}
+        for t in inside:
+            if level == "sequence":
+                result[b][t] = torch.exp(sum(log_ratio.values()) / len(inside))
+            else:
+                result[b][t] = torch.exp(log_ratio[t])
+    return result
+
+
+def token_losses(
+    logps: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,) or (B, T)
+    mask: Tensor,  # (B, T)
+    *,
+    old: Tensor | None = None,
+    ref: Tensor | None = None,
+    importance_ratio: Tensor | None = None,  # (B,), (B, 1) or (B, T)
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    delta: float | None = None,
+    level: str = "token",
+    beta: float = 0.0,
+) -> list[list[Tensor | None]]:
+    """Clipped policy loss with a k3 penalty of every token, None at masked tokens."""
+    rows, columns = logps.shape
+    result: list[list[Tensor | None]] = [[None] * columns for _ in range(rows)]
+    for b, row in enumerate(ratios(logps, old, mask, level)):
+        for t, r in enumerate(row):
+            if r is None:
+                continue
+            a = advantages[b].item() if advantages.dim() == 1 else advantages[b, t].item()
+            if r < 1 - eps_low:
+                clipped = torch.full_like(r, 1 - eps_low)
+            elif r > 1 + eps_high:
+                clipped = torch.full_like(r, 1 + eps_high)
+            else:
+                clipped = r
+            first = r if delta is None or r <= delta else torch.full_like(r, delta)
+            loss = -(first * a if first * a <= clipped * a else clipped * a)
+            if importance_ratio is not None:
+                per_sequence = importance_ratio.dim() == 1 or importance_ratio.shape[1] == 1
+                loss = loss * (importance_ratio[b] if per_sequence else importance_ratio[b, t]).item()
+            if beta != 0.0:
+                difference = ref[b, t] - logps[b, t]
+                loss = loss + beta * (torch.exp(difference) - difference - 1)
+            result[b][t] = loss
+    return result
+
+
+def reduce(
+    losses: list[list[Tensor | None]],
+    reduction: str,
+    *,
+    num_items_in_batch: float | None = None,
+    world_size: int = 1,
+    max_completion_length: int | None = None,
+) -> Tensor:
+    rows = [[loss for loss in row if loss is not None] for row in losses]
+    batch, count = len(rows), sum(len(row) for row in rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        for loss in row:
+            if reduction in ("grpo", "gspo"):
+                total = total + loss / (len(row) * batch)
+            elif reduction == "bnpo" or (reduction == "dapo" and num_items_in_batch is None):
+                total = total + loss / count
+            elif reduction == "dapo":
+                total = total + loss / (float(num_items_in_batch) / world_size)
+            elif reduction == "dr_grpo":
+                total = total + loss / (batch * max_completion_length)
+            else:
+                raise KeyError(reduction)
+    return total
+
+
+def policy_metrics(logps, advantages, mask, *, old=None, ref=None, eps_low=0.2, eps_high=0.2, level="token"):
+    """Means over the tokens that count: kl_ref, clip_low, clip_high, clip_ratio."""
+    sums = {"kl_ref": 0.0, "clip_low": 0.0, "clip_high": 0.0, "clip_ratio": 0.0}
+    count = 0
+    for b, row in enumerate(ratios(logps, old, mask, level)):
+        for t, r in enumerate(row):
+            if r is None:
+                continue
+            count += 1
+            a = advantages[b].item() if advantages.dim() == 1 else advantages[b, t].item()
+            low, high = clip_bounds(r.item(), a, eps_low, eps_high)
+            sums["clip_low"] += low
+            sums["clip_high"] += high
+            sums["clip_ratio"] += low or high
+            if ref is not None:
+                difference = (ref[b, t] - logps[b, t]).item()
+                sums["kl_ref"] += math.exp(difference) - difference - 1
+    return {name: value / max(count, 1) for name, value in sums.items()}

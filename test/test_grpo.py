@@ -1,0 +1,368 @@
+"""FusedLinearGRPOLoss against oracle log-probabilities in an oracle loss, and against liger-kernel's Triton loss."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracles
+from liger_rl import FusedLinearGRPOLoss, KLPenalty, PolicyBatch, TokenLoss, TokenMean, linear_logprobs, ppo_loss_fn
+from liger_rl.kernels import gemm
+from liger_rl.policy.penalties import k3
+from liger_rl.policy.presets import build_preset
+
+TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Head(NamedTuple):
+    hidden: Tensor  # (B, T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor  # (V,)
+
+
+def problem(batch=4, length=7, hidden_size=16, vocab=129, *, device="cpu", noise=0.3, transform=None):
+    """-> head, ids, and the columns of a batch whose ratios cross the usual bounds."""
+    head = Head(
+        torch.randn(batch, length, hidden_size, device=device),
+        torch.randn(vocab, hidden_size, device=device) / math.sqrt(hidden_size),
+        torch.randn(vocab, device=device),
+    )
+    ids = torch.randint(vocab, (batch, length), device=device)
+    current = oracles.logprobs(head.hidden, head.weight, ids, head.bias, **(transform or {}))[0].float()
+    lengths = 1 + (torch.arange(batch, device=device) * 5 + length - 1) % length
+    columns = {
+        "advantages": torch.randn(batch, device=device),
+        "mask": torch.arange(length, device=device) < lengths[:, None],
+        "old_per_token_logps": current + noise * torch.randn(batch, length, device=device),
+        "ref_per_token_logps": current + noise * torch.randn(batch, length, device=device),
+        "importance_ratio": torch.exp(0.2 * torch.randn(batch, length, device=device)),
+    }
+    return head, ids, columns
+
+
+def leaves_of(head: Head, dtype=torch.float32) -> Head:
+    return Head(*(t.detach().to(dtype, copy=True).requires_grad_() for t in head))
+
+
+def oracle(head, ids, columns, reduction, transform, counts, **options):
+    """-> loss and gradients in float64."""
+    leaves = leaves_of(Head(*(t.cpu() for t in head)), torch.float64)
+    columns = {name: value.cpu() for name, value in columns.items()}
+    logps = oracles.logprobs(leaves.hidden, leaves.weight, ids.cpu(), leaves.bias, **transform)[0]
+    losses = oracles.token_losses(
+        logps,
+        columns["advantages"],
+        columns["mask"],
+        old=columns["old_per_token_logps"].double(),
+        ref=columns["ref_per_token_logps"].double(),
+        importance_ratio=columns["importance_ratio"],
+        **options,
+    )
+    loss = oracles.reduce(losses, reduction, **counts)
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+PRESET_CASES = [
+    # preset, module options, transform, num_items_in_batch, loop options, loop counts
+    ("grpo", {"beta": 0.1}, {}, None, {"beta": 0.1}, {}),
+    ("bnpo", {"delta": 1.3}, {"temperature": 0.7}, None, {"delta": 1.3}, {}),
+    ("dapo", {"epsilon_high": 0.28}, {"softcap": 3.0}, None, {"eps_high": 0.28}, {}),
+    ("dapo", {"world_size": 2}, {}, 51, {}, {"num_items_in_batch": 51, "world_size": 2}),
+    ("dr_grpo", {"max_completion_length": 11}, {"scale": 0.5}, None, {}, {"max_completion_length": 11}),
+    (
+        "gspo",
+        {"epsilon_low": 0.03, "epsilon_high": 0.04, "beta": 0.04},
+        {"temperature": 1.4, "softcap": 4.0, "scale": 2.0},
+        None,
+        {"eps_low": 0.03, "eps_high": 0.04, "beta": 0.04, "level": "sequence"},
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("preset", "options", "transform", "count", "told", "counts"), PRESET_CASES)
+@pytest.mark.parametrize("chunks", [{}, {"chunk_tokens": 5, "chunk_vocab": 50}], ids=["default", "tiny"])
+def test_presets(preset, options, transform, count, told, counts, chunks, device):
+    head, ids, columns = problem(device=device, transform=transform)
+    leaves = leaves_of(head)
+    module = FusedLinearGRPOLoss(preset, **options, **transform, **chunks)
+    found = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, num_items_in_batch=count, **columns)
+    found.loss.backward()
+    loss, gradients = oracle(head, ids, columns, preset, transform, counts, **told)
+    assert found.loss.dtype == torch.float32
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    for leaf, expected in zip(leaves, gradients, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(leaf.grad.double().cpu(), expected, rtol=1e-4, atol=1e-6)
+    assert set(found.metrics) == {"clip_low", "clip_high", "clip_ratio"} | ({"kl_ref"} if "beta" in options else set())
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_nothing_under_the_mask_matters(garbage, device):
+    head, ids, columns = problem(device=device)
+    keep = columns["mask"]
+    module = FusedLinearGRPOLoss("gspo", beta=0.1)
+
+    def run(hidden, ids, columns):
+        leaves = leaves_of(head._replace(hidden=hidden))
+        result = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns)
+        result.loss.backward()
+        return [result.loss.detach(), *(leaf.grad for leaf in leaves), *result.metrics.values()]
+
+    dirty = {
+        name: value.masked_fill(~keep, garbage) if name.endswith(("logps", "ratio")) else value
+        for name, value in columns.items()
+    }
+    found = run(head.hidden.masked_fill(~keep[..., None], garbage), ids.masked_fill(~keep, 10**9), dirty)
+    for mine, expected in zip(found, run(head.hidden, ids, columns), strict=True):
+        assert torch.equal(mine, expected)
+    # A negative id masks as the mask does.
+    by_id = run(head.hidden, ids.masked_fill(~keep, -100), {**columns, "mask": None})
+    for mine, expected in zip(by_id, run(head.hidden, ids, columns), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_packed_tokens():
+    head, ids, columns = problem()
+    padded = FusedLinearGRPOLoss("dapo")(head.hidden, head.weight, ids, bias=head.bias, **columns).loss
+    keep = columns["mask"]
+    columns["advantages"] = columns["advantages"][:, None].expand(keep.shape)
+    packed = {name: value[keep] for name, value in columns.items() if name != "mask"}
+    found = FusedLinearGRPOLoss("dapo")(head.hidden[keep], head.weight, ids[keep], bias=head.bias, **packed).loss
+    torch.testing.assert_close(found, padded, rtol=1e-6, atol=1e-7)
+
+
+def test_low_precision_head():
+    head, ids, columns = problem()
+    head = Head(*(t.bfloat16() for t in head))
+    leaves = leaves_of(head, torch.bfloat16)
+    found = FusedLinearGRPOLoss("grpo")(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns).loss
+    found.backward()
+    loss, gradients = oracle(head, ids, columns, "grpo", {}, {})
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    for leaf, expected in zip(leaves, gradients, strict=True):
+        assert leaf.grad.dtype == torch.bfloat16
+        scale = torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
+        torch.testing.assert_close(leaf.grad.double(), expected, rtol=0.0, atol=2 * scale)
+
+
+def test_own_objective():
+    """A callable in place of a name; the penalty and the importance ratio still apply."""
+    head, ids, columns = problem()
+
+    def reinforce(logps, batch):
+        return TokenLoss(-batch.advantages * logps)
+
+    leaves = leaves_of(head)
+    module = FusedLinearGRPOLoss(reinforce, reduction=TokenMean(), beta=0.1, temperature=0.9)
+    found = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns)
+    doubles = leaves_of(head, torch.float64)
+    logps = oracles.logprobs(doubles.hidden, doubles.weight, ids, doubles.bias, temperature=0.9)[0]
+    kl = torch.exp(columns["ref_per_token_logps"] - logps) - (columns["ref_per_token_logps"] - logps) - 1
+    tokens = -columns["importance_ratio"] * columns["advantages"][:, None] * logps + 0.1 * kl
+    expected = tokens[columns["mask"]].mean()
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert set(found.metrics) == {"kl_ref"}
+    for mine, other in zip(
+        torch.autograd.grad(found.loss, leaves), torch.autograd.grad(expected, doubles), strict=True
+    ):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-6)
+
+
+def test_own_reduction_in_place_of_a_presets():
+    head, ids, columns = problem()
+    mine = FusedLinearGRPOLoss("grpo", reduction=TokenMean())(head.hidden, head.weight, ids, **columns).loss
+    other = FusedLinearGRPOLoss("bnpo")(head.hidden, head.weight, ids, **columns).loss
+    assert torch.equal(mine, other)
+
+
+def test_reference_logps_use_the_modules_transform_and_carry_no_gradient():
+    head, ids, columns = problem()
+    leaves = leaves_of(head)
+    module = FusedLinearGRPOLoss("grpo", temperature=0.6, softcap=5.0)
+    found = module.reference_logps(leaves.hidden, leaves.weight, ids, columns["mask"], bias=leaves.bias)
+    expected = oracles.logprobs(head.hidden, head.weight, ids, head.bias, temperature=0.6, softcap=5.0)[0]
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    keep = columns["mask"]
+    torch.testing.assert_close(found[keep].double(), expected[keep], rtol=1e-5, atol=1e-5)
+    assert (found[~keep] == 0).all()
+
+
+def test_on_policy_without_old_has_ratio_one():
+    head, ids, columns = problem()
+    module = FusedLinearGRPOLoss("bnpo")
+    result = module(head.hidden, head.weight, ids, columns["advantages"], columns["mask"])
+    expected = -columns["advantages"][:, None].expand(ids.shape)[columns["mask"]].mean()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert result.metrics["clip_ratio"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "arguments"),
+    [
+        ("hidden", ValueError, {"hidden": torch.zeros(7, 4, 1, 16)}),
+        ("weight", ValueError, {"weight": torch.zeros(129, 15)}),
+        ("bias", ValueError, {"bias": torch.zeros(3)}),
+        ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(4, 8, dtype=torch.int64)}),
+        ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(4, 7)}),
+        ("ids", ValueError, {"selected_token_ids": torch.full((4, 7), 129)}),
+        ("mask", ValueError, {"mask": torch.ones(4)}),
+        ("advantages", ValueError, {"advantages": torch.zeros(3)}),
+        ("advantages", TypeError, {"advantages": None}),
+        ("old_per_token_logps", ValueError, {"old_per_token_logps": torch.zeros(4, 6)}),
+        ("ref_per_token_logps", ValueError, {"ref_per_token_logps": None}),
+        ("importance_ratio", ValueError, {"importance_ratio": torch.zeros(4, 2)}),
+    ],
+)
+def test_bad_arguments_are_named_before_any_product(name, error, arguments, monkeypatch):
+    head, ids, columns = problem()
+    good = {"hidden": head.hidden, "weight": head.weight, "selected_token_ids": ids, **columns}
+
+    def fail(*args):
+        pytest.fail("a product was computed")
+
+    monkeypatch.setattr(gemm, "matmul", fail)
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        FusedLinearGRPOLoss("grpo", beta=0.1)(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "arguments"),
+    [
+        ("dapo.*grpo", ValueError, {"loss_type": "ppo2"}),
+        ("epsilon_low", ValueError, {"loss_type": "grpo", "epsilon": 0.1}),
+        ("max_completion_length", ValueError, {"loss_type": "dr_grpo"}),
+        ("epsilon_low", ValueError, {"loss_type": "grpo", "epsilon_low": -0.1}),
+        ("temperature", ValueError, {"loss_type": "grpo", "temperature": 0.0}),
+        ("beta", ValueError, {"loss_type": "grpo", "beta": -1.0}),
+        ("loss_type", TypeError, {"loss_type": 3}),
+        ("reduction", ValueError, {"loss_type": lambda logps, batch: TokenLoss(logps)}),
+        ("delta", ValueError, {"loss_type": lambda logps, batch: None, "reduction": TokenMean(), "delta": 2.0}),
+    ],
+)
+def test_bad_options(match, error, arguments):
+    with pytest.raises(error, match=match):
+        FusedLinearGRPOLoss(**arguments)
+
+
+# --- liger-kernel's Triton loss, on full logits -----------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    batch: int
+    length: int
+    hidden_size: int
+    vocab: int
+    loss_type: str = "dapo"
+    level: str = "token"
+    beta: float = 0.0
+    temperature: float = 1.0
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    delta: float | None = None
+    masked: bool = True
+    old: bool = True
+    count: int | None = None
+
+
+SEQUENCE = {"level": "sequence", "eps_low": 0.03, "eps_high": 0.04}
+CASES = [
+    Case(1, 17, 8, 33, "grpo"),
+    Case(3, 9, 12, 131, "grpo", beta=0.04),
+    Case(4, 6, 16, 1000, "grpo", beta=0.1, temperature=0.7, masked=False),
+    Case(5, 7, 20, 257, "grpo", eps_low=0.1, eps_high=0.3, delta=1.5),
+    Case(6, 5, 7, 77, "grpo", beta=0.04, **SEQUENCE),
+    Case(8, 4, 16, 513, "grpo", temperature=1.3, masked=False, **SEQUENCE),
+    Case(2, 11, 9, 300, "bnpo"),
+    Case(7, 3, 31, 65, "bnpo", beta=0.2, temperature=0.9),
+    Case(6, 6, 10, 129, "bnpo", delta=1.02, **SEQUENCE),
+    Case(3, 8, 24, 2500, "dapo", eps_high=0.28),
+    Case(4, 5, 16, 99, "dapo", beta=0.04, count=37, temperature=0.9),
+    Case(5, 5, 5, 55, "dapo", count=80, **SEQUENCE),
+    Case(2, 13, 16, 4099, "dapo", masked=False, delta=1.3),
+    Case(3, 10, 11, 222, "dr_grpo"),
+    Case(6, 4, 13, 101, "dr_grpo", beta=0.1, temperature=1.5),
+    Case(7, 4, 18, 401, "dr_grpo", beta=0.02, **SEQUENCE),
+    Case(4, 5, 16, 129, "grpo", beta=0.1, old=False),
+    Case(4, 5, 16, 129, "grpo", old=False, **SEQUENCE),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.loss_type}-{c.level}-{c.batch}x{c.length}x{c.vocab}")
+def test_chunked_vs_triton_grpo_loss(case):
+    """Tiles of logits and autograd here, full logits and a hand-written backward there."""
+    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss", reason="liger-kernel is not installed")
+    head, ids, columns = problem(
+        case.batch, case.length, case.hidden_size, case.vocab,
+        device=TRITON_DEVICE, transform={"temperature": case.temperature},
+    )  # fmt: skip
+    # That loss has no bias and reads one position more than there are ids.
+    current = oracles.logprobs(head.hidden, head.weight, ids, temperature=case.temperature)[0].float()
+    old = current + 0.3 * torch.randn_like(current) if case.old else None
+    ref = current + 0.3 * torch.randn_like(current) if case.beta else None
+    mask = columns["mask"] if case.masked else None
+    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    length = 2 * case.length if case.loss_type == "dr_grpo" else None
+    extended = torch.cat([head.hidden, torch.randn_like(head.hidden[:, :1])], 1)
+
+    def theirs(reduce):
+        hidden, weight = extended.clone().requires_grad_(), head.weight.clone().requires_grad_()
+        result = liger.triton_grpo_loss(
+            (hidden @ weight.mT).contiguous(), old, ref, ids, columns["advantages"],
+            None if mask is None else mask.float(), case.temperature, case.beta, case.eps_low, case.eps_high, False,
+            case.loss_type, length, case.level, reduce, delta=case.delta, num_items_in_batch=case.count,
+        )  # fmt: skip
+        return result, (hidden, weight)
+
+    options = {"epsilon_low": case.eps_low, "epsilon_high": case.eps_high, "delta": case.delta, "beta": case.beta}
+    options["importance_sampling_level"] = case.level
+    if length is not None:
+        options["max_completion_length"] = length
+    module = FusedLinearGRPOLoss(
+        case.loss_type, **options, temperature=case.temperature, chunk_tokens=5, chunk_vocab=48
+    )
+    hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
+
+    # Token by token.
+    objective, _, penalty = build_preset(case.loss_type, **options)
+    batch = PolicyBatch(
+        advantages=columns["advantages"], completion_mask=mask, old_per_token_logps=old, ref_per_token_logps=ref
+    )
+    logps = linear_logprobs(hidden, weight, ids, mask=mask, transform=module.transform).logps
+    tokens = ppo_loss_fn(logps, batch, objective, None, kl=penalty).loss
+    (their_tokens, their_kl, their_clipped), _ = theirs(reduce=False)
+    torch.testing.assert_close(tokens, their_tokens, rtol=1e-5, atol=1e-5)
+    clipping = objective(logps, batch.align(ids.shape, ids.device, torch.float32))
+    clipped = (clipping.clip_low | clipping.clip_high).expand_as(ids) & counted
+    assert torch.equal(clipped, their_clipped.bool())
+    assert clipped.any() == case.old
+    if case.beta:
+        torch.testing.assert_close(k3(logps, ref)[counted], their_kl[counted], rtol=1e-5, atol=1e-5)
+
+    # Reduced, with gradients of the head.
+    found = module(
+        hidden, weight, ids, columns["advantages"], mask,
+        old_per_token_logps=old, ref_per_token_logps=ref, num_items_in_batch=case.count,
+    )  # fmt: skip
+    (their_loss, their_metrics), their_leaves = theirs(reduce=True)
+    torch.testing.assert_close(found.loss, their_loss, rtol=1e-5, atol=1e-6)
+    names = ["kl_ref", "clip_ratio"] if case.beta else ["clip_ratio"]
+    for name, value in zip(names, their_metrics, strict=True):
+        torch.testing.assert_close(found.metrics[name], value, rtol=1e-5, atol=1e-6)
+    mine = torch.autograd.grad(found.loss, (hidden, weight))
+    grad_hidden, grad_weight = torch.autograd.grad(their_loss, their_leaves)
+    assert grad_weight.any()
+    for a, b in ((mine[0], grad_hidden[:, :-1]), (mine[1], grad_weight)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+def test_kl_penalty_is_k3_with_its_coefficient():
+    logps, ref = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
+    assert k3(logps, ref).item() == pytest.approx(math.exp(-0.5) + 0.5 - 1, rel=1e-6)
+    batch = PolicyBatch(advantages=torch.zeros(1), ref_per_token_logps=ref)
+    loss = ppo_loss_fn(logps, batch, build_preset("grpo")[0], TokenMean(), kl=KLPenalty(beta=3.0)).loss
+    assert loss.item() == pytest.approx(3 * (math.exp(-0.5) - 0.5), rel=1e-6)

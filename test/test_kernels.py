@@ -1,0 +1,207 @@
+"""Triton kernels against the eager ones, tile by tile; on CPU in Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+
+import oracles
+from liger_rl import LogitTransform, linear_logprobs, logits_logprobs, projection
+from liger_rl.kernels import eager
+from liger_rl.kernels.statistics import Fold, TokenGradients
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from liger_rl.kernels import triton
+
+# Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too large for Triton's interpreter")
+CAPPED = LogitTransform(temperature=1.6, softcap=2.0, scale=1.7)
+CASES = [
+    # rows, spans of columns folded in sequence, dtype, transform, bias, entropy
+    (5, [(0, 129)], torch.float32, LogitTransform(), False, False),
+    (5, [(0, 129)], torch.float32, LogitTransform(), False, True),
+    (1, [(0, 1)], torch.float32, LogitTransform(), True, True),
+    (3, [(0, 64), (64, 128), (128, 131)], torch.float32, LogitTransform(temperature=0.7), True, True),
+    (4, [(0, 7), (7, 8), (8, 200)], torch.bfloat16, CAPPED, True, True),
+    (4, [(0, 100), (100, 200)], torch.float16, CAPPED, False, False),
+    (2, [(0, 4096), (4096, 5000)], torch.bfloat16, LogitTransform(scale=0.3), False, True),
+    (2, [(0, 9001)], torch.float32, LogitTransform(softcap=30.0), True, True),
+    pytest.param(300, [(0, 151936)], torch.bfloat16, LogitTransform(), False, True, marks=NEEDS_GPU),
+    pytest.param(
+        300, [(0, 65536), (65536, 131072), (131072, 151936)], torch.float32, CAPPED, True, True, marks=NEEDS_GPU
+    ),
+]
+
+
+def make(rows, spans, dtype, bias):
+    vocab = spans[-1][1]
+    logits = (3 * torch.randn(rows, vocab)).to(DEVICE, dtype)
+    biases = torch.randn(vocab).to(DEVICE, dtype) if bias else None
+    return logits, torch.randint(vocab, (rows,)).to(DEVICE), biases
+
+
+def folded(kernels, logits, targets, spans, biases, transform, *, entropy, rows=None):
+    state = Fold.start(targets.shape[0], DEVICE, entropy=entropy)
+    for first, last in spans:
+        tile = logits[..., first:last]
+        kernels.fold(tile, targets, first, None if biases is None else biases[first:last], transform, state, rows)
+    return state
+
+
+def token_gradients(statistics, entropy):
+    n = statistics.logps.shape[0]
+    grad_entropy = torch.randn(n).to(DEVICE) if entropy else None
+    return TokenGradients.of(statistics, torch.randn(n).to(DEVICE), grad_entropy)
+
+
+@pytest.mark.parametrize(("rows", "spans", "dtype", "transform", "bias", "entropy"), CASES)
+def test_fold(rows, spans, dtype, transform, bias, entropy):
+    logits, targets, biases = make(rows, spans, dtype, bias)
+    found = folded(triton, logits, targets, spans, biases, transform, entropy=entropy)
+    expected = folded(eager, logits, targets, spans, biases, transform, entropy=entropy)
+    assert (found.moment is None) == (not entropy)
+    for name, mine, other in zip(Fold._fields, found, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    x = logits.double() if biases is None else logits.double() + biases.double()
+    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
+    truth = oracles.logits_logprobs(x, targets, **options)
+    statistics = found.finish()
+    torch.testing.assert_close(statistics.logps.double(), truth[0], rtol=1e-5, atol=1e-5)
+    if entropy:
+        torch.testing.assert_close(statistics.entropy.double(), truth[1], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "spans", "dtype", "transform", "bias", "entropy"), CASES)
+def test_grad(rows, spans, dtype, transform, bias, entropy):
+    """Each tile's gradient, in float32 and rounded to the logits' dtype."""
+    logits, targets, biases = make(rows, spans, dtype, bias)
+    statistics = folded(eager, logits, targets, spans, biases, transform, entropy=True).finish()
+    tokens = token_gradients(statistics, entropy)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        for first, last in spans:
+            arguments = (logits[:, first:last], targets, first, None if biases is None else biases[first:last])
+            outs = []
+            for kernels in (triton, eager):
+                out = torch.full((rows, last - first), math.nan, device=DEVICE, dtype=out_dtype)
+                kernels.grad(*arguments, transform, tokens, out)
+                outs.append(out.float())
+            tolerance = 1e-5 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps
+            torch.testing.assert_close(*outs, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_picked_rows_of_strided_logits(entropy):
+    """`rows` picks from (B, T) rows that are not contiguous, and writes only the rows it picks."""
+    logits = (3 * torch.randn(3, 6, 150)).to(DEVICE)[:, 1:-1, :129]
+    rows = torch.tensor([7, 0, 11, 2, 5], device=DEVICE)
+    targets = torch.randint(129, (5,)).to(DEVICE)
+    transform = LogitTransform(temperature=0.8)
+    spans = [(0, 100), (100, 129)]
+    states = [folded(k, logits, targets, spans, None, transform, entropy=True, rows=rows) for k in (triton, eager)]
+    plain = folded(eager, logits.reshape(12, 129)[rows], targets, spans, None, transform, entropy=True)
+    for mine, other, expected in zip(*states, plain, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-5)
+    tokens = token_gradients(plain.finish(), entropy)
+    reference = torch.zeros(5, 129, device=DEVICE)
+    eager.grad(logits.reshape(12, 129)[rows], targets, 0, None, transform, tokens, reference)
+    for kernels in (triton, eager):
+        out = torch.full((3, 4, 129), 77.0, device=DEVICE)
+        kernels.grad(logits, targets, 0, None, transform, tokens, out.view(12, 129), rows)
+        torch.testing.assert_close(out.view(12, 129)[rows], reference, rtol=1e-5, atol=1e-5)
+        untouched = torch.ones(12, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
+        assert (out.view(12, 129)[untouched] == 77.0).all()
+
+
+def test_fold_into_part_of_a_state():
+    """The tile loop folds chunks of tokens into views of one state."""
+    spans = [(0, 129)]
+    logits, targets, _ = make(6, spans, torch.float32, False)
+    state = Fold.start(6, DEVICE, entropy=True)
+    for part in (slice(0, 4), slice(4, 6)):
+        triton.fold(logits[part], targets[part], 0, None, LogitTransform(), state.take(part))
+    whole = folded(triton, logits, targets, spans, None, LogitTransform(), entropy=True)
+    for mine, expected in zip(state, whole, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_banned_words_and_large_logits():
+    """-inf columns and logits of +-1e4, a whole tile of -inf included, in either order."""
+    logits = torch.randn(4, 96, device=DEVICE)
+    logits[0, 10:60] = -math.inf
+    logits[1] *= 1e4
+    logits[2, :32] = -math.inf
+    logits[3, 64:] = -math.inf
+    targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
+    spans = [(0, 32), (32, 64), (64, 96)]
+    states = [folded(k, logits, targets, spans, None, LogitTransform(), entropy=True) for k in (triton, eager)]
+    finished = [state.finish() for state in states]
+    for mine, other in zip(*finished, strict=True):
+        assert mine.isfinite().all()
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    truth = oracles.logits_logprobs(logits.double().clamp(min=-1e6), targets)
+    torch.testing.assert_close(finished[0].logps.double(), truth[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(finished[0].entropy.double(), truth[1], rtol=1e-5, atol=1e-5)
+    tokens = token_gradients(finished[1], True)
+    outs = []
+    for kernels in (triton, eager):
+        outs.append(torch.full_like(logits, math.nan))
+        kernels.grad(logits, targets, 0, None, LogitTransform(), tokens, outs[-1])
+    assert outs[0].isfinite().all()
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk_tokens", "chunk_vocab"), [(None, None), (4, 50)])
+def test_linear_logprobs_on_triton(dtype, chunk_tokens, chunk_vocab, monkeypatch):
+    monkeypatch.setattr(projection, "for_device", lambda device: triton)
+    hidden = torch.randn(2, 5, 16).to(DEVICE, dtype).requires_grad_()
+    weight = (torch.randn(129, 16) / 2).to(DEVICE, dtype).requires_grad_()
+    bias = torch.randn(129).to(DEVICE, dtype).requires_grad_()
+    targets = torch.randint(129, (2, 5)).to(DEVICE)
+    targets[0, 2:] = -100
+    keep = targets >= 0
+    coefficients = torch.randn(2, 2, 5).to(DEVICE) * keep
+
+    def gradients(outputs):
+        return torch.autograd.grad((outputs[0] * coefficients[0] + outputs[1] * coefficients[1]).sum(), leaves)
+
+    leaves = (hidden, weight, bias)
+    options = {"temperature": 0.8, "softcap": 4.0, "scale": 1.5}
+    found = linear_logprobs(
+        hidden, weight, targets, bias=bias, transform=LogitTransform(**options), entropy=True,
+        chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab,
+    )  # fmt: skip
+    clamped = targets.clamp(min=0)
+    eager_outputs = oracles.eager_logprobs(hidden, weight, clamped, bias, **options)
+    truth_outputs = oracles.logprobs(hidden, weight, clamped, bias, **options)
+    for mine, expected in zip(found, truth_outputs, strict=True):
+        assert oracles.max_error(mine[keep], expected[keep]) < 1e-5
+    truth = gradients_in_float64(leaves, clamped, coefficients, options)
+    for mine, other, expected in zip(gradients(found), gradients(eager_outputs), truth, strict=True):
+        assert oracles.max_error(mine, expected) <= oracles.error_budget(other, expected, dtype)
+
+
+def gradients_in_float64(leaves, targets, coefficients, options):
+    hidden, weight, bias = (t.detach().double().requires_grad_() for t in leaves)
+    logps, entropy = oracles.logprobs(hidden, weight, targets, bias, **options)
+    loss = (logps * coefficients[0] + entropy * coefficients[1]).sum()
+    return torch.autograd.grad(loss, (hidden, weight, bias))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="takes 13 GB of GPU memory")
+def test_more_than_two_to_the_31_logits():
+    """Offsets are 64 bit: the last rows of 4.4e9 bytes of logits are read and written where they lie."""
+    rows, vocab = 15000, 151936
+    assert rows * vocab > 2**31
+    logits = torch.randn(1000, vocab, device=DEVICE, dtype=torch.bfloat16).repeat(15, 1).requires_grad_()
+    targets = torch.randint(vocab, (1000,), device=DEVICE).repeat(15)
+    logps = logits_logprobs(logits, targets).logps
+    assert torch.equal(logps[-1000:], logps[:1000])
+    expected = oracles.logits_logprobs(logits.detach()[-3:].double(), targets[-3:])[0]
+    torch.testing.assert_close(logps[-3:].double(), expected, rtol=1e-5, atol=1e-5)
+    logps.sum().backward()
+    assert torch.equal(logits.grad[-1000:], logits.grad[:1000])
+    assert logits.grad[-1].any()

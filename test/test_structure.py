@@ -1,0 +1,173 @@
+"""The house rules, read off the source: who may import whom, and which words belong in which room."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import liger_rl
+
+PACKAGE = Path(liger_rl.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
+# Room -> what of the package it may import, as prefixes of module names.
+ALLOWED = {
+    "__init__": ["grpo", "kernels.transform", "logprobs", "one_pass", "policy", "distributed"],
+    "distributed": [],
+    "kernels": ["kernels"],
+    "projection": ["kernels", "distributed"],
+    "policy": ["policy", "distributed"],
+    "one_pass": ["projection", "kernels", "distributed"],
+    "logprobs": ["projection", "kernels", "distributed"],
+    "grpo": ["one_pass", "logprobs", "policy", "kernels.transform"],
+    "reference": ["kernels.transform", "policy"],
+    "integrations": [""],
+}
+OUTSIDE = {"kernels": {"torch", "triton"}}  # every other room: torch alone, integrations: anything
+POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
+VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
+
+
+def module_name(path: Path) -> str:
+    """Name below the package: "kernels.triton"; "kernels" for kernels/__init__.py; "__init__" for the package's."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_name(path): ast.parse(path.read_text()) for path in FILES}
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Full names of every module a tree imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner.removeprefix("liger_rl.") in MODULES else node.module)
+    return found
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    names = {name for name in imports(tree) if name.split(".")[0] == "liger_rl"}
+    return {name.removeprefix("liger_rl").removeprefix(".") or "__init__" for name in names}
+
+
+def top_level(tree: ast.Module) -> ast.Module:
+    """What runs at import: everything but the bodies of functions."""
+
+    class Drop(ast.NodeTransformer):
+        def visit_FunctionDef(self, node):
+            return None
+
+        visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    return Drop().visit(ast.parse(ast.unparse(tree)))
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "attr", "name", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def words(identifier: str) -> set[str]:
+    """ "clip_ratio" and "ClipRatio" -> clip, ratio, and the whole."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", identifier).lower()
+    return {*snake.split("_"), snake}
+
+
+def test_every_room_is_in_the_plan():
+    assert {room(module) for module in MODULES} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_import_direction(module):
+    allowed = ALLOWED[room(module)]
+    for name in own_imports(MODULES[module]):
+        fits = any(prefix in ("", name) or name.startswith(prefix + ".") for prefix in allowed)
+        assert fits, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) != "integrations"])
+def test_outside_imports(module):
+    outside = {name.split(".")[0] for name in imports(MODULES[module])} - {"liger_rl"} - sys.stdlib_module_names
+    assert outside <= OUTSIDE.get(room(module), {"torch"})
+
+
+def test_no_circles():
+    graph = {module: own_imports(tree) - {module} for module, tree in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_rules_see_what_they_forbid():
+    """The checks above are no use if they cannot find anything."""
+    tree = ast.parse("def f():\n    from liger_rl.kernels import gemm\n    import trl.trainer\nimport liger_rl.policy")
+    assert own_imports(tree) == {"kernels.gemm", "policy"}
+    assert "trl.trainer" in imports(tree)
+    assert imports(top_level(tree)) == {"liger_rl.policy"}
+    assert "clip" in words("clip_low") & words("PPOClip")
+    assert "lm_head" in words("lm_head")
+
+
+def test_triton_is_imported_by_its_own_room_and_only_when_needed():
+    for module, tree in MODULES.items():
+        at_import = imports(top_level(tree))
+        if module != "kernels.triton":
+            assert not {name for name in at_import if name.split(".")[0] == "triton"}, module
+            assert "liger_rl.kernels.triton" not in at_import, module
+
+
+def test_importing_the_package_loads_no_other_system():
+    # torch may import triton by itself, so what counts is what the package adds to torch.
+    code = "import sys, torch; before = set(sys.modules); import liger_rl; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    added = done.stdout.split()
+    assert "liger_rl.grpo" in added
+    assert not {name.split(".")[0] for name in added} & (SYSTEMS | {"triton"})
+    assert not [name for name in added if name.startswith(("liger_rl.integrations", "liger_rl.kernels.triton"))]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "forbidden"),
+    [(("kernels", "projection", "one_pass"), POLICY_WORDS), (("policy",), VOCABULARY_WORDS)],
+    ids=["no policy word on the vocabulary side", "no vocabulary word on the policy side"],
+)
+def test_words(rooms, forbidden):
+    trees = {module: tree for module, tree in MODULES.items() if room(module) in rooms}
+    assert trees
+    found = {(m, name) for m, tree in trees.items() for name in identifiers(tree) if words(name) & forbidden}
+    assert not found
+
+
+def test_public_names_are_documented():
+    for name in liger_rl.__all__:
+        value = getattr(liger_rl, name)
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue  # a table, such as PRESETS: its room's docstring explains it
+        document = inspect.getdoc(value) or ""
+        # A dataclass or NamedTuple without one gets its signature for a docstring.
+        assert document, name
+        assert not document.startswith(f"{name}("), name
+
+
+def test_public_names_are_sorted_and_complete():
+    tree = MODULES["__init__"]
+    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(liger_rl.__all__) == imported
