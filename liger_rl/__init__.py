@@ -4,29 +4,67 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.policy.batch import PolicyBatch
+from liger_rl.policy.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
 from liger_rl.policy.loss import PolicyLoss, ppo_loss_fn
-from liger_rl.policy.objectives import PPOClip, TokenLoss
-from liger_rl.policy.penalties import KLPenalty
+from liger_rl.policy.metrics import Metric, reduce_metrics
+from liger_rl.policy.objectives import (
+    CISPO,
+    DPPO,
+    GMPO,
+    SAPO,
+    VESPO,
+    ClipCov,
+    KLCov,
+    PPOClip,
+    Reinforce,
+    TokenLoss,
+)
+from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import PRESETS
-from liger_rl.policy.reductions import FixedLengthMean, GlobalTokenMean, SequenceMean, TokenMean
+from liger_rl.policy.reductions import (
+    FixedLengthMean,
+    GlobalTokenMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    TokenSum,
+)
+from liger_rl.policy.sequences import Segments
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CISPO",
+    "DPPO",
+    "GMPO",
     "PRESETS",
+    "SAPO",
+    "VESPO",
+    "ClipCov",
+    "EntropyBonus",
     "FixedLengthMean",
     "FusedLinearGRPOLoss",
     "GlobalTokenMean",
+    "KLCov",
     "KLPenalty",
     "LogProbs",
     "LogitTransform",
+    "Metric",
+    "OffPolicySequenceMask",
     "PPOClip",
     "PolicyBatch",
     "PolicyLoss",
+    "Reinforce",
+    "SamplerCorrection",
+    "Segments",
     "SequenceMean",
+    "SequenceSum",
     "TokenLoss",
     "TokenMean",
+    "TokenSum",
+    "TopEntropyMask",
     "linear_logprobs",
     "logits_logprobs",
     "ppo_loss_fn",
+    "reduce_metrics",
 ]

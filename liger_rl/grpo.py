@@ -1,5 +1,6 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -7,61 +8,63 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import check_linear, linear_logprobs
+from liger_rl.logprobs import LogProbs, check_linear, linear_logprobs
 from liger_rl.policy.batch import PolicyBatch
+from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms
+from liger_rl.policy.metrics import MetricsLevel
 from liger_rl.policy.objectives import Objective
-from liger_rl.policy.penalties import KLPenalty
-from liger_rl.policy.presets import build_preset
+from liger_rl.policy.penalties import EntropyBonus, KLPenalty
+from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
+from liger_rl.policy.sequences import Segments
 
 
 class FusedLinearGRPOLoss(nn.Module):
     """loss = ppo_loss_fn(linear_logprobs(hidden, weight, selected_token_ids), ...), one call.
 
     Args:
-        loss_type: a preset's name ("grpo", "bnpo", "dapo", "dr_grpo", "gspo"), or an objective of your own: a callable
-            (logps, batch) -> TokenLoss, which then needs `reduction`.
+        loss_type: a preset's name (the keys of `PRESETS`: "grpo", "dapo", "gspo", "cispo", ...), or an objective of
+            your own: a callable (logps, batch) -> TokenLoss, which then needs `reduction`.
         reduction: a callable (batch) -> weights in place of the preset's.
-        temperature, softcap, scale: of `LogitTransform`.
+        sampler_correction: makes importance ratios from `sampling_per_token_logps`.
+        corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
+        metrics: "none", "loss", "basic" or "with_entropy".
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`.
-        options: fields of the preset's objective (`epsilon_low`, `epsilon_high`, `delta`, `importance_sampling_level`),
-            of its reduction (`max_completion_length`, `world_size`) and of `KLPenalty` (`beta`).
+        options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
+            (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.
         TypeError: loss_type is neither a name nor callable.
     """
 
-    objective: Objective
-    reduction: Reduction
-    kl: KLPenalty
-
     def __init__(
         self,
         loss_type: str | Objective = "dapo",
         *,
         reduction: Reduction | None = None,
+        sampler_correction: SamplerCorrection | None = None,
+        corrections: Sequence[Correction] = (),
+        metrics: MetricsLevel = "loss",
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        transform_names = [f.name for f in fields(LogitTransform)]
-        self.transform = LogitTransform(**{name: options.pop(name) for name in transform_names if name in options})
+        self.transform = LogitTransform(**_taken(options, LogitTransform))
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
-        if isinstance(loss_type, str):
-            self.objective, preset_reduction, self.kl = build_preset(loss_type, **options)
-            self.reduction = preset_reduction if reduction is None else reduction
-        elif callable(loss_type):
-            if reduction is None:
-                raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-            unknown = sorted(set(options) - {f.name for f in fields(KLPenalty)})
-            if unknown:
-                raise ValueError(f"{', '.join(unknown)}: options of an objective of your own are its own attributes")
-            self.objective, self.reduction, self.kl = loss_type, reduction, KLPenalty(**options)
-        else:
-            raise TypeError(f"loss_type must be a name or a callable objective, got {type(loss_type).__name__}")
+        parts = _parts(loss_type, reduction, options)
+        self.terms = PolicyTerms(
+            objective=parts.objective,
+            reduction=parts.reduction if reduction is None else reduction,
+            kl=parts.kl,
+            entropy_bonus=parts.entropy_bonus,
+            sampler_correction=sampler_correction,
+            corrections=tuple(corrections),
+            metrics=metrics,
+        )
 
     def forward(
         self,
@@ -74,7 +77,10 @@ class FusedLinearGRPOLoss(nn.Module):
         bias: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
+        sampling_per_token_logps: Tensor | None = None,
         importance_ratio: Tensor | None = None,
+        segments: Segments | None = None,
+        num_sequences: int | Tensor | None = None,
         num_items_in_batch: int | float | Tensor | None = None,
     ) -> PolicyLoss:
         """Policy loss of one batch.
@@ -86,11 +92,12 @@ class FusedLinearGRPOLoss(nn.Module):
             advantages: (B,) or (B, T) / (N,).
             mask: (B, T) or (N,), the completion tokens that count; None counts all.
             bias: (V,) of the lm_head.
-            old_per_token_logps, ref_per_token_logps, importance_ratio, num_items_in_batch: see `PolicyBatch`.
+            old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
+                num_sequences, num_items_in_batch: see `PolicyBatch`.
 
         Returns:
-            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of 0-dim tensors (`kl_ref` when beta > 0,
-            `clip_ratio`, `clip_low`, `clip_high`).
+            PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
+            `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
 
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument.
@@ -104,11 +111,17 @@ class FusedLinearGRPOLoss(nn.Module):
             completion_mask=counted,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
+            sampling_per_token_logps=sampling_per_token_logps,
             importance_ratio=importance_ratio,
+            segments=segments,
+            num_sequences=num_sequences,
             num_items_in_batch=num_items_in_batch,
         )
-        terms = PolicyTerms.prepare(batch, self.reduction, self.kl, counted.shape, counted.device, torch.float32)
-        return terms.loss(self._logps(hidden, weight, selected_token_ids, counted, bias), self.objective)
+        policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
+        logps, entropy = self._logprobs(
+            hidden, weight, selected_token_ids, counted, bias, entropy=self.terms.needs_entropy
+        )
+        return policy_loss(logps, entropy)
 
     @torch.no_grad()
     def reference_logps(
@@ -124,9 +137,11 @@ class FusedLinearGRPOLoss(nn.Module):
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        return self._logps(hidden, weight, selected_token_ids, mask, bias)
+        return self._logprobs(hidden, weight, selected_token_ids, mask, bias, entropy=False).logps
 
-    def _logps(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _logprobs(
+        self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor | None, bias: Tensor | None, *, entropy: bool
+    ) -> LogProbs:
         return linear_logprobs(
             hidden,
             weight,
@@ -134,9 +149,28 @@ class FusedLinearGRPOLoss(nn.Module):
             mask=mask,
             bias=bias,
             transform=self.transform,
+            entropy=entropy,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
-        ).logps
+        )
 
     def extra_repr(self) -> str:
-        return f"{self.objective}, {self.reduction}, {self.kl}, {self.transform}"
+        return f"{self.terms}, {self.transform}"
+
+
+def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dict[str, Any]) -> LossParts:
+    if isinstance(loss_type, str):
+        return build_preset(loss_type, **options)
+    if not callable(loss_type):
+        raise TypeError(f"loss_type must be a name or a callable objective, got {type(loss_type).__name__}")
+    if reduction is None:
+        raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
+    kl, entropy_bonus = KLPenalty(**_taken(options, KLPenalty)), EntropyBonus(**_taken(options, EntropyBonus))
+    if options:
+        raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
+    return LossParts(loss_type, reduction, kl, entropy_bonus)
+
+
+def _taken(options: dict[str, Any], part: type) -> dict[str, Any]:
+    """Those options that are fields of a dataclass, taken out."""
+    return {f.name: options.pop(f.name) for f in fields(part) if f.name in options}

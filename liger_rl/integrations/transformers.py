@@ -83,7 +83,7 @@ def swap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     head = _checked_head(model)
     swapped: Any = model
     swapped._fused_transform = _probed_transform(model, head)
-    swapped.__class__ = _with_fused_head(type(swapped))
+    swapped.__class__ = _with_fused_head(type(swapped))  # type: ignore[arg-type]
     return swapped
 
 

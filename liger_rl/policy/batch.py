@@ -1,9 +1,12 @@
 """What a policy loss knows of a batch besides the log-probabilities: checked and aligned once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from liger_rl.policy.sequences import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +19,14 @@ class AlignedBatch:
     """bool"""
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
     importance_ratio: Tensor | None
+    importance_ratio_per_sequence: bool
+    segments: Segments | None
+    num_sequences: int | Tensor | None
     num_items_in_batch: int | float | Tensor | None
+    entropy: Tensor | None = None
+    """Detached, where the caller has it."""
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """logp - old, differentiable; without old log-probabilities they are the current ones, detached."""
@@ -34,8 +43,12 @@ class PolicyBatch:
         old_per_token_logps: log-probabilities in nats under the policy that sampled; None means the current ones,
             detached (ratio 1).
         ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
+        sampling_per_token_logps: log-probabilities in nats that the sampler (an inference engine) reported; NaN where
+            it has none. For `SamplerCorrection` and `OffPolicySequenceMask`.
         importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence;
             multiplies the policy term, without gradient.
+        segments: which sequence each token of a packed batch belongs to; needed by what is per sequence.
+        num_sequences: divisor of means over sequences, a number or a 0-dim tensor; None is B, or segments.count.
         num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), a number or a 0-dim
             tensor, for the reductions that divide by it.
     """
@@ -44,10 +57,13 @@ class PolicyBatch:
     completion_mask: Tensor | None = None
     old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
     importance_ratio: Tensor | None = None
+    segments: Segments | None = None
+    num_sequences: int | Tensor | None = None
     num_items_in_batch: int | float | Tensor | None = None
 
-    def align(self, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> "AlignedBatch":
+    def align(self, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> AlignedBatch:
         """Every column checked and in `shape`, (B, T) or (N,), and `dtype`; 0 where the mask is 0; a mask in any case.
 
         Raises:
@@ -70,14 +86,42 @@ class PolicyBatch:
         advantages = clean("advantages", per_sequence=True)
         if advantages is None:
             raise TypeError("advantages must be a real tensor, got NoneType")
+        ratio = self.importance_ratio
         return AlignedBatch(
             advantages=advantages,
             mask=mask,
             old_per_token_logps=clean("old_per_token_logps"),
             ref_per_token_logps=clean("ref_per_token_logps"),
+            sampling_per_token_logps=clean("sampling_per_token_logps"),
             importance_ratio=clean("importance_ratio", per_sequence=True),
-            num_items_in_batch=self.num_items_in_batch,
+            importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
+            segments=self._checked_segments(shape, device),
+            num_sequences=self._divisor(shape),
+            num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch),
         )
+
+    def _checked_segments(self, shape: torch.Size, device: torch.device) -> Segments | None:
+        if self.segments is None:
+            return None
+        if len(shape) != 1:
+            raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
+        if not isinstance(self.segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(self.segments).__name__}")
+        index = self.segments.index
+        if index.shape != shape or index.device != device:
+            raise ValueError(
+                f"segments.index must be (N,) = {tuple(shape)} on {device} as the log-probabilities, "
+                f"got {tuple(index.shape)} on {index.device}"
+            )
+        return self.segments
+
+    def _divisor(self, shape: torch.Size) -> int | Tensor | None:
+        given = _count("num_sequences", self.num_sequences)
+        if given is not None:
+            return given
+        if len(shape) == 2:
+            return max(shape[0], 1)
+        return None if self.segments is None else max(self.segments.count, 1)
 
     def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
         column = getattr(self, name)
@@ -94,3 +138,18 @@ class PolicyBatch:
                 return column.reshape(shape[0], 1).expand(shape)
             expected += f" or (B,) = ({shape[0]},)"
         raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
+
+
+def _count(name: str, value: Any) -> Any:
+    """A divisor given by the caller: positive where it is a number; a tensor is not read, that would be a sync."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
+        return value.reshape(())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return value

@@ -1,17 +1,21 @@
-"""The policy loss on per-token log-probabilities: objective, corrections, penalty, reduction."""
+"""The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
-from liger_rl.policy.metrics import loss_metrics
+from liger_rl.policy.corrections import Correction, SamplerCorrection
+from liger_rl.policy.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.policy.objectives import Objective
-from liger_rl.policy.penalties import KLPenalty
+from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
 
 NO_PENALTY = KLPenalty()
+NO_BONUS = EntropyBonus()
 
 
 class PolicyLoss(NamedTuple):
@@ -19,8 +23,98 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     """() in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens."""
-    metrics: dict[str, Tensor]
-    """0-dim float32 tensors by name, without gradient; see `liger_rl.policy.metrics`."""
+    metrics: dict[str, Metric]
+    """By name, without gradient; see `liger_rl.policy.metrics`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """What a loss is made of, apart from the batch.
+
+    Attributes:
+        objective: callable (logps, batch) -> TokenLoss.
+        reduction: callable (batch) -> one weight per token, or None to leave tokens unreduced.
+        kl: penalty for leaving the reference policy.
+        entropy_bonus: reward for entropy.
+        sampler_correction: makes `importance_ratio` from the sampler's log-probabilities.
+        corrections: callables (logps, batch) -> factor on the policy term.
+        metrics: "none", "loss", "basic" or "with_entropy".
+    """
+
+    objective: Objective
+    reduction: Reduction | None
+    kl: KLPenalty = NO_PENALTY
+    entropy_bonus: EntropyBonus = NO_BONUS
+    sampler_correction: SamplerCorrection | None = None
+    corrections: Sequence[Correction] = ()
+    metrics: MetricsLevel = "loss"
+
+    def __post_init__(self) -> None:
+        if not callable(self.objective):
+            raise TypeError(f"objective must be callable, got {type(self.objective).__name__}")
+        if self.reduction is not None and not callable(self.reduction):
+            raise TypeError(f"reduction must be callable or None, got {type(self.reduction).__name__}")
+        if self.metrics not in LEVELS:
+            raise ValueError(f"metrics must be one of {list(LEVELS)}, got {self.metrics!r}")
+        if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
+            raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the head has to return entropies."""
+        restricted = any(getattr(correction, "restricts_entropy", False) for correction in self.corrections)
+        return restricted or self.entropy_bonus.entropy_coef != 0.0 or self.metrics == "with_entropy"
+
+    def prepare(
+        self, batch: PolicyBatch, shape: torch.Size, device: torch.device, dtype: torch.dtype
+    ) -> "PreparedLoss":
+        """All that does not depend on the log-probabilities, so that mistakes show before those are computed."""
+        self.kl.check(batch)
+        aligned = batch.align(shape, device, dtype)
+        if self.sampler_correction is not None:
+            self.sampler_correction.check(aligned)
+            per_sequence = self.sampler_correction.level == "sequence"
+            ratio = self.sampler_correction.ratio(aligned)
+            aligned = replace(aligned, importance_ratio=ratio, importance_ratio_per_sequence=per_sequence)
+        for part in (self.objective, *self.corrections):
+            if hasattr(part, "check"):
+                part.check(aligned)
+        return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
+
+
+class PreparedLoss(NamedTuple):
+    terms: PolicyTerms
+    batch: AlignedBatch
+    weights: Tensor | None  # one per token; None leaves tokens unreduced
+
+    def __call__(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+        terms, batch = self.terms, self.batch
+        # `where` and not a product: a masked NaN stays out of the value and of the gradient.
+        logps = torch.where(batch.mask, per_token_logps, 0.0)
+        if entropy is not None:
+            entropy = torch.where(batch.mask, entropy.to(logps.dtype), 0.0)
+            batch = replace(batch, entropy=entropy.detach())
+        token_loss = terms.objective(logps, batch)
+        loss = token_loss.loss
+        kept = batch.mask
+        for correction in terms.corrections:
+            factor = correction(logps, batch)
+            loss = loss * factor
+            if getattr(correction, "restricts_entropy", False):
+                kept = kept & (factor != 0)
+        if batch.importance_ratio is not None and not getattr(terms.objective, "takes_importance_ratio", False):
+            loss = loss * batch.importance_ratio
+        kl = terms.kl(logps, batch, token_loss.ratio)
+        if kl is not None:
+            loss = loss + terms.kl.beta * kl
+        loss = torch.where(batch.mask, loss, 0.0)
+        if self.weights is not None:
+            loss = (loss * self.weights).sum()
+        if terms.entropy_bonus.entropy_coef != 0.0:
+            if entropy is None:
+                raise ValueError(f"entropy must be given with entropy_coef = {terms.entropy_bonus.entropy_coef}")
+            loss = loss + terms.entropy_bonus(entropy, kept)
+        return PolicyLoss(loss, policy_metrics(terms.metrics, logps, token_loss, kl, batch))
 
 
 def ppo_loss_fn(
@@ -29,61 +123,52 @@ def ppo_loss_fn(
     objective: Objective,
     reduction: Reduction | None,
     *,
+    entropy: Tensor | None = None,
     kl: KLPenalty = NO_PENALTY,
+    entropy_bonus: EntropyBonus = NO_BONUS,
+    sampler_correction: SamplerCorrection | None = None,
+    corrections: Sequence[Correction] = (),
+    metrics: MetricsLevel = "loss",
 ) -> PolicyLoss:
-    """sum_t weight_t (importance_ratio_t objective_t + beta kl_t) over the tokens that count.
+    """sum_t weight_t (importance_ratio_t factor_t objective_t + beta kl_t) - entropy_coef mean entropy.
 
     Args:
         per_token_logps: (B, T) or packed (N,) log-probabilities in nats under the current policy, with gradient.
         batch: the other columns.
         objective: callable (logps, batch) -> TokenLoss, such as `PPOClip()` or your own.
         reduction: callable (batch) -> one weight per token, such as `SequenceMean()`; None leaves tokens unreduced.
+        entropy: entropies in nats shaped like per_token_logps, with gradient if there is a bonus; for the bonus, a
+            `TopEntropyMask` and the metrics "with_entropy".
         kl: penalty for leaving the reference policy.
+        entropy_bonus: reward for entropy.
+        sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
+        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`.
+        metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.policy.metrics`.
 
     Raises:
-        TypeError, ValueError: columns that do not fit together, or a KL penalty without a reference.
+        TypeError, ValueError: columns that do not fit together, or an option without what it needs.
     """
-    if not isinstance(per_token_logps, Tensor) or not per_token_logps.is_floating_point():
-        kind = per_token_logps.dtype if isinstance(per_token_logps, Tensor) else type(per_token_logps).__name__
-        raise TypeError(f"per_token_logps must be a floating tensor, got {kind}")
+    terms = PolicyTerms(
+        objective=objective,
+        reduction=reduction,
+        kl=kl,
+        entropy_bonus=entropy_bonus,
+        sampler_correction=sampler_correction,
+        corrections=corrections,
+        metrics=metrics,
+    )
+    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
+        if name == "entropy" and column is None:
+            continue
+        if not isinstance(column, Tensor) or not column.is_floating_point():
+            kind = column.dtype if isinstance(column, Tensor) else type(column).__name__
+            raise TypeError(f"{name} must be a floating tensor, got {kind}")
+        if column.shape != per_token_logps.shape:
+            raise ValueError(
+                f"{name} must be {tuple(per_token_logps.shape)} as per_token_logps, got {tuple(column.shape)}"
+            )
+    if terms.needs_entropy and entropy is None:
+        raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
-    terms = PolicyTerms.prepare(batch, reduction, kl, per_token_logps.shape, per_token_logps.device, dtype)
-    return terms.loss(per_token_logps.to(dtype), objective)
-
-
-class PolicyTerms(NamedTuple):
-    """All of a loss that does not depend on the log-probabilities, checked before they are computed."""
-
-    batch: AlignedBatch
-    weights: Tensor | None  # one per token; None leaves tokens unreduced
-    kl: KLPenalty
-
-    @classmethod
-    def prepare(
-        cls,
-        batch: PolicyBatch,
-        reduction: Reduction | None,
-        kl: KLPenalty,
-        shape: torch.Size,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> "PolicyTerms":
-        kl.check(batch)
-        aligned = batch.align(shape, device, dtype)
-        return cls(aligned, None if reduction is None else reduction(aligned), kl)
-
-    def loss(self, per_token_logps: Tensor, objective: Objective) -> PolicyLoss:
-        batch, mask = self.batch, self.batch.mask
-        # `where` and not a product: a masked NaN stays out of the value and of the gradient.
-        logps = torch.where(mask, per_token_logps, 0.0)
-        token_loss = objective(logps, batch)
-        loss = token_loss.loss
-        if batch.importance_ratio is not None:
-            loss = loss * batch.importance_ratio
-        kl_per_token = self.kl(logps, batch)
-        if kl_per_token is not None:
-            loss = loss + self.kl.beta * kl_per_token
-        loss = torch.where(mask, loss, 0.0)
-        if self.weights is not None:
-            loss = (loss * self.weights).sum()
-        return PolicyLoss(loss, loss_metrics(token_loss, kl_per_token, batch))
+    prepared = terms.prepare(batch, per_token_logps.shape, per_token_logps.device, dtype)
+    return prepared(per_token_logps.to(dtype), entropy)

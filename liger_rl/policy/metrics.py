@@ -1,32 +1,163 @@
-"""What a training loop wants to see of a step, from vectors that are there anyway; 0-dim tensors, never synced."""
+"""What a training loop wants to see of a step: 0-dim tensors, each with the way it is merged, never synced.
+
+Three kinds: the sums of a step over micro-batches and ranks, maxima and minima. A mean is kept as its sum and its
+count until it is read, so that merging is exact, and a rank without tokens is neutral: 0 to sums, -inf to maxima,
++inf to minima.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.objectives import TokenLoss
+from liger_rl.policy.sequences import sequence_length
+
+ReductionKind = Literal["sum", "max", "min"]
+MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
+LEVELS: tuple[str, ...] = get_args(MetricsLevel)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a step and how it is merged.
+
+    Attributes:
+        total: () the sum, maximum or minimum, without gradient.
+        reduction: "sum", "max" or "min", over micro-batches and ranks.
+        count: () for a mean, what the merged total is divided by when it is read; itself merged by sum.
+    """
+
+    total: Tensor
+    reduction: ReductionKind = "sum"
+    count: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """() the number itself."""
+        return self.total if self.count is None else self.total / self.count.clamp(min=1)
+
+    def item(self) -> float:
+        """The number on the host; this waits for the device."""
+        return self.value.item()
+
+    __float__ = item
 
 
 @torch.no_grad()
-def loss_metrics(token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch) -> dict[str, Tensor]:
-    """Means over the tokens that count, float32 without gradient.
+def policy_metrics(
+    level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
+) -> dict[str, Metric]:
+    """Metrics by name, at one of four levels.
 
-    `kl_ref`: KL to the reference in nats, when there is a penalty. `clip_low`, `clip_high`, `clip_ratio`: share of
-    tokens whose gradient is cut at the lower bound, the upper one, either; when the objective clips.
+    none: nothing.
+    loss: `kl_ref`, mean KL to the reference in nats, when there is a penalty; `clip_low`, `clip_high`, `clip_ratio`,
+        the shares of tokens whose gradient is cut at the lower bound, the upper, either, when the objective clips.
+    basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
+        `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
+        is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and
+        `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`.
+    with_entropy: these and `entropy`, weighted as new_logprobs.
     """
-    mask = batch.mask
-    count = mask.sum().clamp(min=1)
+    if level == "none":
+        return {}
+    mask, dtype = batch.mask, logps.dtype
+    metrics: dict[str, Metric] = {}
+    count = mask.sum()
 
-    def mean(values: Tensor) -> Tensor:
-        return torch.where(mask, values.float(), 0.0).sum() / count
+    def mean(values: Tensor) -> Metric:
+        return Metric(torch.where(mask, values.to(dtype), 0.0).sum(), count=count)
 
-    metrics = {}
     if kl is not None:
         metrics["kl_ref"] = mean(kl)
-    if token_loss.clip_low is not None:
-        metrics["clip_low"] = mean(token_loss.clip_low)
-    if token_loss.clip_high is not None:
-        metrics["clip_high"] = mean(token_loss.clip_high)
-    if token_loss.clip_low is not None and token_loss.clip_high is not None:
-        metrics["clip_ratio"] = mean(token_loss.clip_low | token_loss.clip_high)
+    low, high = token_loss.clip_low, token_loss.clip_high
+    if low is not None and high is not None:
+        metrics |= {"clip_low": mean(low), "clip_high": mean(high), "clip_ratio": mean(low | high)}
+    if level == "loss":
+        return metrics
+
+    if batch.num_sequences is None:
+        raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
+    weight = mask / (sequence_length(batch) * batch.num_sequences)
+    log_ratio = batch.log_ratio(logps)
+    ratio = log_ratio.exp()
+
+    def weighted(values: Tensor) -> Metric:
+        return Metric(torch.where(mask, values.to(dtype) * weight, 0.0).sum())
+
+    metrics |= {
+        "new_logprobs": weighted(logps),
+        "old_logprobs": weighted(logps - log_ratio),
+        "ratio_new_old": weighted(ratio),
+        "kl_new_old": weighted(ratio - log_ratio - 1),
+        "advantage": weighted(batch.advantages),
+        "ratio_new_old_sum": Metric(torch.where(mask, ratio, 0.0).sum()),
+        "ratio_new_old_squared_sum": Metric(torch.where(mask, ratio.square(), 0.0).sum()),
+        "num_tokens": Metric(count.to(dtype)),
+        "max_advantage": Metric(_extreme(torch.amax, batch, -math.inf), "max"),
+        "min_advantage": Metric(_extreme(torch.amin, batch, math.inf), "min"),
+    }
+    if token_loss.outside is not None:
+        metrics["clipped_ratio_fraction"] = weighted(token_loss.outside)
+    if level == "with_entropy":
+        if batch.entropy is None:
+            raise ValueError('entropy must be given for metrics "with_entropy", got None')
+        metrics["entropy"] = weighted(batch.entropy)
     return metrics
+
+
+def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
+    values = torch.where(batch.mask, batch.advantages, neutral).flatten()
+    return reduce(torch.cat([values, values.new_full((1,), neutral)]))
+
+
+AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
+
+
+@torch.no_grad()
+def reduce_metrics(
+    parts: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
+) -> dict[str, Metric]:
+    """One step's metrics from those of its micro-batches and, with `all_reduce`, of all ranks.
+
+    Args:
+        parts: metrics of micro-batches; names may be missing from some.
+        all_reduce: (values, kind) -> values merged over ranks, called once per kind with everything of that kind;
+            every rank must have the same names.
+
+    Raises:
+        ValueError: a name that is merged in two ways.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = metric if name not in merged else _merge(name, merged[name], metric)
+    if all_reduce is None:
+        return merged
+    for kind in get_args(ReductionKind):
+        names = sorted(name for name, metric in merged.items() if metric.reduction == kind)
+        tensors = [merged[name].total for name in names]
+        counted = [name for name in names if merged[name].count is not None] if kind == "sum" else []
+        tensors += [merged[name].count.to(merged[name].total.dtype) for name in counted]  # type: ignore[union-attr]
+        if not tensors:
+            continue
+        values = all_reduce(torch.stack(tensors), kind).unbind()
+        counts = dict(zip(counted, values[len(names) :], strict=True))
+        for name, value in zip(names, values, strict=False):
+            merged[name] = Metric(value, kind, counts.get(name))
+    return merged
+
+
+def _merge(name: str, a: Metric, b: Metric) -> Metric:
+    if a.reduction != b.reduction or (a.count is None) != (b.count is None):
+        raise ValueError(f"metric {name} must be merged in one way, got {a.reduction} and {b.reduction}")
+    if a.reduction == "max":
+        return Metric(torch.maximum(a.total, b.total), "max")
+    if a.reduction == "min":
+        return Metric(torch.minimum(a.total, b.total), "min")
+    count = None if a.count is None or b.count is None else a.count + b.count
+    return Metric(a.total + b.total, "sum", count)

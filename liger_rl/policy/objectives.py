@@ -1,45 +1,68 @@
 """Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
 
-An objective is any callable `(logps, batch) -> TokenLoss` on the aligned columns of a `AlignedBatch`. It sees clean
-zeros at masked tokens, and its values there are dropped.
+An objective is any callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. It sees clean zeros at
+masked tokens, and its values there are dropped. Three attributes are read where an objective has them:
+
+    token_local: bool, whether a token's gradient depends on that token alone.
+    takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
+    check(batch): raises ValueError where the batch has something that the objective cannot mean.
+
+Ratios: r_t = exp(logp_t - old_t). All bounds are numbers of a frozen dataclass, validated when it is made.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
-from liger_rl.policy.sequences import sequence_mean
+from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
 
 class TokenLoss(NamedTuple):
     """What an objective says of each token, shaped like the log-probabilities or broadcastable to them."""
 
     loss: Tensor
+    ratio: Tensor | None = None
+    """The un-clamped probability ratio that the objective uses, differentiable."""
     clip_low: Tensor | None = None
     """bool: the ratio is under the lower bound and the gradient is cut for it."""
     clip_high: Tensor | None = None
     """bool: the ratio is over the upper bound and the gradient is cut for it."""
+    outside: Tensor | None = None
+    """bool: the ratio is outside the bounds, whatever the advantage's sign."""
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
 
 
+# Above it exp is near float32's end, and a clipped token's zero gradient times an infinite ratio would be NaN.
+MAX_LOG_RATIO = 80.0
+
+
 def token_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
     """r_t = exp(logp_t - old_t), (B, T) or (N,)."""
-    return torch.exp(batch.log_ratio(logps))
+    return batch.log_ratio(logps).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def sequence_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """R = exp(mean over the sequence of logp - old), (B, 1), through which gradient flows. arXiv:2507.18071 eq. 7."""
-    return torch.exp(sequence_mean(batch.log_ratio(logps), batch))
+    """R = exp(mean over the sequence of logp - old), through which gradient flows. arXiv:2507.18071."""
+    return sequence_mean(batch.log_ratio(logps), batch).clamp(max=MAX_LOG_RATIO).exp()
 
 
-RATIOS: dict[str, Callable[[Tensor, AlignedBatch], Tensor]] = {"token": token_ratio, "sequence": sequence_ratio}
+def sequence_token_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
+    """R without gradient times exp(logp_t - logp_t without gradient): GSPO-token, arXiv:2507.18071 eq. 14."""
+    return sequence_ratio(logps.detach(), batch) * torch.exp(logps - logps.detach())
+
+
+RATIOS: dict[str, Callable[[Tensor, AlignedBatch], Tensor]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +70,309 @@ class PPOClip:
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     Attributes:
-        epsilon_low, epsilon_high: distance of the bounds from 1, >= 0. Apart from each other: arXiv:2503.14476 eq. 10.
+        epsilon_low, epsilon_high: distance of the bounds from 1, >= 0. Apart from each other: arXiv:2503.14476.
         delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high: two-sided clipping, arXiv:2505.07291.
-        importance_sampling_level: "token", r per token, or "sequence", one r per sequence (GSPO).
+        dual_clip: c > 1; where A < 0 the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
+        importance_sampling_level: "token", r per token; "sequence", one r per sequence (GSPO); "sequence_token", the
+            sequence's value with each token's own gradient (GSPO-token).
+        mean_advantages: use the mean of the advantages over each sequence, as Fast-LLM's GSPO does; the same where
+            they are one per sequence.
     """
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
+    dual_clip: float | None = None
     importance_sampling_level: str = "token"
+    mean_advantages: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epsilon_low", "epsilon_high"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        _at_least_zero(self, "epsilon_low", "epsilon_high")
         if self.delta is not None and not self.delta > 0:
             raise ValueError(f"delta must be above 0, or None, got {self.delta}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
         if self.importance_sampling_level not in RATIOS:
             raise ValueError(
                 f"importance_sampling_level must be one of {sorted(RATIOS)}, got {self.importance_sampling_level!r}"
             )
 
+    @property
+    def token_local(self) -> bool:
+        return self.importance_sampling_level == "token"
+
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = RATIOS[self.importance_sampling_level](logps, batch)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
         unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        advantages = batch.advantages
+        advantages = sequence_mean(batch.advantages, batch) if self.mean_advantages else batch.advantages
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
-        return TokenLoss(loss, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
+        if self.dual_clip is not None:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+        return _clipped(loss, ratio, advantages, low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO:
+    """-clip(r, max=epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
+
+    Attributes:
+        epsilon_high: the bound of r itself, > 0, not its distance from 1. TRL's default is 0.2, arXiv:2510.13786
+            recommends 5.
+    """
+
+    epsilon_high: float = 0.2
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "epsilon_high")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = token_ratio(logps, batch)
+        loss = -ratio.detach().clamp(max=self.epsilon_high) * batch.advantages * logps
+        outside = ratio > self.epsilon_high
+        return TokenLoss(loss, ratio, torch.zeros_like(outside), outside & (batch.advantages > 0), outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO:
+    """-sigmoid(t (r - 1)) 4 / t A, t = sapo_temperature_pos where A > 0, else sapo_temperature_neg. arXiv:2511.20347.
+
+    Attributes:
+        sapo_temperature_pos, sapo_temperature_neg: steepness of the gate, > 0.
+    """
+
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = token_ratio(logps, batch)
+        steepness = torch.where(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
+        return TokenLoss(-torch.sigmoid(steepness * (ratio - 1)) * (4 / steepness) * batch.advantages, ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO:
+    """-phi A logp, phi = exp(lambda + k log w - lambda w) without gradient, per sequence.
+
+    log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20); k and lambda by the sign
+    of A, A >= 0 positive. The importance ratio is part of w and multiplies nothing. arXiv:2602.10693, as in TRL's
+    `get_gamma_weights`.
+
+    Attributes:
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the weight, >= 0.
+    """
+
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    token_local: ClassVar[bool] = False
+    takes_importance_ratio: ClassVar[bool] = True
+
+    LOWEST: ClassVar[float] = math.log(1e-8)
+    HIGHEST: ClassVar[float] = 20.0
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.importance_ratio_per_sequence:
+            raise ValueError(
+                "importance_ratio must be per token, (B, T), for VESPO, which sums its logarithm over the sequence; "
+                "got one per sequence"
+            )
+
+    @torch.no_grad()
+    def weight(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        """phi, per sequence and sign of the advantage."""
+        log_w = sequence_sum(batch.log_ratio(logps).clamp(-20.0, 20.0), batch)
+        if batch.importance_ratio is not None:
+            log_correction = batch.importance_ratio.log().clamp(self.LOWEST, self.HIGHEST)
+            log_w = log_w + sequence_sum(torch.where(batch.mask, log_correction, 0.0), batch)
+        log_w = log_w.clamp(self.LOWEST, self.HIGHEST)
+        positive = batch.advantages >= 0
+        k = torch.where(positive, self.vespo_k_pos, self.vespo_k_neg)
+        rate = torch.where(positive, self.vespo_lambda_pos, self.vespo_lambda_neg).clamp(min=1e-4)
+        return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        return TokenLoss(-self.weight(logps, batch) * batch.advantages * logps, token_ratio(logps, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPO:
+    """-exp(mean over the sequence of clipped log r) A: the geometric mean of clipped ratios. arXiv:2507.20673.
+
+    Each log r is clipped at -epsilon_low where A < 0 and at epsilon_high where A > 0, in log space.
+
+    Attributes:
+        epsilon_low, epsilon_high: bounds of log r, >= 0.
+    """
+
+    epsilon_low: float = 0.4
+    epsilon_high: float = 0.4
+    token_local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "epsilon_low", "epsilon_high")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        log_ratio, advantages = batch.log_ratio(logps), batch.advantages
+        one_sided = torch.where(
+            advantages > 0, log_ratio.clamp(max=self.epsilon_high), log_ratio.clamp(min=-self.epsilon_low)
+        )
+        loss = -torch.exp(sequence_mean(one_sided, batch)) * sequence_mean(advantages, batch)
+        low, high = math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
+        return _clipped(loss, log_ratio.exp(), advantages, low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce:
+    """-A logp. Williams 1992; with group advantages GPG, arXiv:2504.02546."""
+
+    token_local: ClassVar[bool] = True
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        return TokenLoss(-batch.advantages * logps, token_ratio(logps, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO:
+    """-min(r, ratio_cap) A logp, r without gradient, 0 where the probability has moved too far. arXiv:2602.04879.
+
+    Binary total variation: a token is dropped where p - p_old > divergence_high for A > 0, or < -divergence_low
+    otherwise. verl's `dppo_tv`; its gradient is prime-rl's default loss where r is under the cap.
+
+    Attributes:
+        divergence_low, divergence_high: bounds of the change of probability, in [0, 1].
+        ratio_cap: upper bound of r, > 0.
+    """
+
+    divergence_low: float = 0.2
+    divergence_high: float = 0.2
+    ratio_cap: float = 20.0
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "divergence_low", "divergence_high")
+        _above_zero(self, "ratio_cap")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio, advantages = token_ratio(logps, batch), batch.advantages
+        detached = logps.detach()
+        change = detached.exp() - (detached - batch.log_ratio(detached)).exp()
+        too_high, too_low = change > self.divergence_high, change < -self.divergence_low
+        dropped = torch.where(advantages > 0, too_high, too_low)
+        loss = torch.where(dropped, 0.0, -ratio.detach().clamp(max=self.ratio_cap) * advantages * logps)
+        return TokenLoss(loss, ratio, too_low & (advantages < 0), too_high & (advantages > 0), too_low | too_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov:
+    """PPO-clip with the gradient of a few tokens of high covariance cut. arXiv:2505.22617, verl's `clip_cov`.
+
+    Of the tokens whose covariance (A - mean A)(logp - mean logp) lies between the bounds and which PPO does not clip,
+    max(1, floor(clip_cov_ratio * tokens)) random ones have loss 0.
+
+    Attributes:
+        epsilon_low, epsilon_high: as in `PPOClip`.
+        clip_cov_ratio: share of the tokens to cut, in (0, 1].
+        clip_cov_lb, clip_cov_ub: bounds of the covariance.
+        seed: of the random choice, which also depends on the log-probabilities' shape alone.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    seed: int = 0
+    token_local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "epsilon_low", "epsilon_high")
+        _share(self, "clip_cov_ratio")
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        plain = PPOClip(epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)(logps, batch)
+        assert plain.clip_low is not None
+        assert plain.clip_high is not None
+        covariance = _covariance(logps, batch)
+        eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
+        eligible = eligible & ~(plain.clip_low | plain.clip_high)
+        generator = torch.Generator(device=logps.device).manual_seed(self.seed)
+        lottery = torch.rand(logps.shape, generator=generator, device=logps.device)
+        cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
+        return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCov:
+    """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
+
+    Attributes:
+        kl_cov_ratio: share of the tokens that are held back, in (0, 1]; at least one token is.
+        ppo_kl_coef: how strongly, >= 0.
+    """
+
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 1.0
+    token_local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _share(self, "kl_cov_ratio")
+        _at_least_zero(self, "ppo_kl_coef")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = token_ratio(logps, batch)
+        covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
+        held = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
+        penalty = torch.where(held, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
+        return TokenLoss(-ratio * batch.advantages + penalty, ratio)
+
+
+def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    under, over = ratio < low, ratio > high
+    return TokenLoss(loss, ratio, under & (advantages < 0), over & (advantages > 0), under | over)
+
+
+@torch.no_grad()
+def _covariance(logps: Tensor, batch: AlignedBatch) -> Tensor:
+    """(A - mean A)(logp - mean logp), the means over the batch's tokens."""
+    count = batch.mask.sum().clamp(min=1)
+    return (batch.advantages - batch.advantages.sum() / count) * (logps - logps.sum() / count)
+
+
+def _rank(keys: Tensor) -> Tensor:
+    """Place of each element in ascending order, ties by position; without a host sync, unlike a choice of indices."""
+    return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
+
+
+def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
+    return (batch.mask.sum() * share).floor().clamp(min=1)
+
+
+def _at_least_zero(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+
+
+def _above_zero(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be above 0 and finite, got {value}")
+
+
+def _share(options: object, name: str) -> None:
+    if not 0 < getattr(options, name) <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {getattr(options, name)}")

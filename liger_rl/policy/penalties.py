@@ -1,6 +1,7 @@
-"""Penalties added to the policy term."""
+"""Terms added to the policy term: distance from the reference policy, and entropy."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,38 +9,87 @@ from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 
+# exp stays finite in float32 under it, however far the policies are apart.
+MAX_LOG_RATIO = 80.0
+
+
+def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
+    """logp - ref, unbiased and of either sign. http://joschu.net/blog/kl-approx.html"""
+    return logps - ref_per_token_logps
+
+
+def k2(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
+    """(logp - ref)^2 / 2 >= 0, biased, with the KL's own gradient in expectation. http://joschu.net/blog/kl-approx.html"""
+    return (logps - ref_per_token_logps).square() / 2
+
 
 def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
     """exp(ref - logp) - (ref - logp) - 1 >= 0, an unbiased estimate of KL(policy || reference) per sampled token.
 
     http://joschu.net/blog/kl-approx.html
     """
-    difference = ref_per_token_logps - logps
+    difference = (ref_per_token_logps - logps).clamp(max=MAX_LOG_RATIO)
     # expm1(d) - d keeps the digits that exp(d) - d - 1 loses where policy and reference agree.
     return torch.expm1(difference) - difference
 
 
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """+ beta k3(logp, ref). At beta == 0 nothing is computed.
+    """+ beta kl(logp, ref). At beta == 0 nothing is computed.
 
     Attributes:
         beta: coefficient, >= 0.
+        kl_estimator: "k1", "k2" or "k3".
+        importance_weighted: multiply the estimate by the objective's un-clamped ratio, through which gradient flows:
+            TRL's `use_bias_correction_kl`, DeepSeek-V3.2, arXiv:2512.02556.
     """
 
     beta: float = 0.0
+    kl_estimator: str = "k3"
+    importance_weighted: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.beta) and self.beta >= 0):
             raise ValueError(f"beta must be at least 0 and finite, got {self.beta}")
+        if self.kl_estimator not in ESTIMATORS:
+            raise ValueError(f"kl_estimator must be one of {sorted(ESTIMATORS)}, got {self.kl_estimator!r}")
 
     def check(self, batch: PolicyBatch) -> None:
         """Raises ValueError where the penalty is asked for and the batch has no reference."""
         if self.beta != 0.0 and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 
-    def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor | None:
+    def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:
         """-> KL per token in nats, before the coefficient, or None at beta == 0."""
         if self.beta == 0.0 or batch.ref_per_token_logps is None:
             return None
-        return k3(logps, batch.ref_per_token_logps)
+        kl = ESTIMATORS[self.kl_estimator](logps, batch.ref_per_token_logps)
+        if self.importance_weighted:
+            if ratio is None:
+                raise ValueError("importance_weighted needs an objective that returns its ratio, got None")
+            kl = kl * ratio
+        return kl
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBonus:
+    """- entropy_coef * mean entropy of the tokens that count, as TRL has it: independent of the reduction.
+
+    With a `TopEntropyMask` among the corrections, the mean is over the tokens it keeps.
+
+    Attributes:
+        entropy_coef: coefficient; 0 computes nothing.
+    """
+
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
+
+    def __call__(self, entropy: Tensor, kept: Tensor) -> Tensor:
+        """Entropies in nats and the bool mask of tokens they count at, (B, T) or (N,) -> the term, ()."""
+        return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / kept.sum().clamp(min=1)

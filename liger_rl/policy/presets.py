@@ -2,11 +2,29 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from liger_rl.policy.objectives import Objective, PPOClip
-from liger_rl.policy.penalties import KLPenalty
-from liger_rl.policy.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, TokenMean
+from liger_rl.policy.objectives import (
+    CISPO,
+    DPPO,
+    GMPO,
+    SAPO,
+    VESPO,
+    ClipCov,
+    KLCov,
+    Objective,
+    PPOClip,
+    Reinforce,
+)
+from liger_rl.policy.penalties import EntropyBonus, KLPenalty
+from liger_rl.policy.reductions import (
+    FixedLengthMean,
+    GlobalTokenMean,
+    Reduction,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+)
 
 
 @dataclass(frozen=True)
@@ -21,12 +39,29 @@ PRESETS: Mapping[str, Preset] = {
     "bnpo": Preset(PPOClip, TokenMean),
     "dapo": Preset(PPOClip, GlobalTokenMean),
     "dr_grpo": Preset(PPOClip, FixedLengthMean),
+    "luspo": Preset(PPOClip, SequenceSum),
+    "cispo": Preset(CISPO, GlobalTokenMean),
+    "sapo": Preset(SAPO, SequenceMean),
+    "vespo": Preset(VESPO, GlobalTokenMean),
     "gspo": Preset(PPOClip, SequenceMean, {"importance_sampling_level": "sequence"}),
+    "gspo_token": Preset(PPOClip, SequenceMean, {"importance_sampling_level": "sequence_token"}),
+    "gmpo": Preset(GMPO, SequenceMean),
+    "gpg": Preset(Reinforce, GlobalTokenMean),
+    "dppo": Preset(DPPO, GlobalTokenMean),
+    "clip_cov": Preset(ClipCov, TokenMean),
+    "kl_cov": Preset(KLCov, TokenMean),
 }
 
 
-def build_preset(loss_type: str, **options: Any) -> tuple[Objective, Reduction, KLPenalty]:
-    """-> the preset's objective, reduction and KL penalty, each with the options that are its fields.
+class LossParts(NamedTuple):
+    objective: Objective
+    reduction: Reduction
+    kl: KLPenalty
+    entropy_bonus: EntropyBonus
+
+
+def build_preset(loss_type: str, **options: Any) -> LossParts:
+    """-> the preset's objective, reduction and penalties, each with the options that are its fields.
 
     Raises:
         ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
@@ -34,18 +69,26 @@ def build_preset(loss_type: str, **options: Any) -> tuple[Objective, Reduction, 
     if loss_type not in PRESETS:
         raise ValueError(f"loss_type must be one of {sorted(PRESETS)}, got {loss_type!r}")
     preset = PRESETS[loss_type]
-    parts = (preset.objective, preset.reduction, KLPenalty)
+    parts = (preset.objective, preset.reduction, KLPenalty, EntropyBonus)
     known = [name for part in parts for name in _options(part)]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"loss_type {loss_type!r} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        raise ValueError(
+            f"loss_type {loss_type!r} has no option {', '.join(unknown)}; it has {', '.join(known)}{_hint(unknown)}"
+        )
     chosen = {**preset.defaults, **options}
     for part in parts:
         for name, required in _options(part).items():
             if required and chosen.get(name) is None:
                 raise ValueError(f"loss_type {loss_type!r} needs {name}, which has no default")
-    objective, reduction, kl = (part(**{k: chosen[k] for k in _options(part) if k in chosen}) for part in parts)
-    return objective, reduction, kl
+    return LossParts(*(part(**{k: chosen[k] for k in _options(part) if k in chosen}) for part in parts))
+
+
+def _hint(unknown: list[str]) -> str:
+    if "importance_sampling_level" not in unknown:
+        return ""
+    clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
+    return f". A ratio per sequence has a meaning where the ratio carries the gradient: {', '.join(clipping)}"
 
 
 def _options(part: type) -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
-A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights at masked tokens are 0. Because
-they are weights, micro-batches that share their global counts add up to the whole batch.
+A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights at masked tokens are 0. Because they
+are weights, micro-batches that share their global counts add up to the whole batch.
 """
 
 import math
@@ -18,11 +18,18 @@ Reduction = Callable[[AlignedBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean:
-    """m / (len_b B): the mean over sequences of their token means. arXiv:2402.03300 eq. 3."""
+    """m / (len_b num_sequences): the mean over sequences of their token means. arXiv:2402.03300."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        length = sequence_length(batch)
-        return batch.mask / (length * max(length.shape[0], 1))
+        return batch.mask / (sequence_length(batch) * _sequences(batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSum:
+    """m / num_sequences: the mean over sequences of their token sums; longer sequences weigh more. arXiv:2602.05261."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return batch.mask / _sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,7 @@ class TokenMean:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTokenMean:
-    """m / (num_items_in_batch / world_size): the mean over the whole optimiser step's tokens. arXiv:2503.14476 eq. 10.
+    """m / (num_items_in_batch / world_size): the mean over the whole optimiser step's tokens. arXiv:2503.14476.
 
     Without `num_items_in_batch` in the batch, the mean over this batch's tokens.
 
@@ -52,15 +59,14 @@ class GlobalTokenMean:
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
             return TokenMean()(batch)
-        per_rank = batch.num_items_in_batch / self.world_size
-        if isinstance(per_rank, Tensor):
-            return batch.mask / per_rank.clamp(min=1)
-        return batch.mask / max(per_rank, 1)
+        return batch.mask / (_divisor(batch.num_items_in_batch) / self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLengthMean:
-    """m / (B max_completion_length): no token counts more for its sequence being short. arXiv:2503.20783 sec. 3.
+    """m / (num_sequences max_completion_length): no token counts more for its sequence being short.
+
+    Dr. GRPO, arXiv:2503.20783.
 
     Attributes:
         max_completion_length: tokens a completion may have, > 0; there is no default.
@@ -73,5 +79,25 @@ class FixedLengthMean:
             raise ValueError(f"max_completion_length must be positive and finite, got {self.max_completion_length}")
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        sequences = max(sequence_length(batch).shape[0], 1)
-        return batch.mask / (sequences * self.max_completion_length)
+        return batch.mask / (_sequences(batch) * self.max_completion_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSum:
+    """m: the sum over tokens, for callers with a divisor of their own."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return batch.mask.to(batch.advantages.dtype)
+
+
+def _divisor(count: int | float | Tensor) -> float | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def _sequences(batch: AlignedBatch) -> float | Tensor:
+    if batch.num_sequences is None:
+        raise ValueError(
+            "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by the "
+            "number of sequences; got neither"
+        )
+    return _divisor(batch.num_sequences)

@@ -1,0 +1,131 @@
+"""Factors on the policy term, without gradient: for what the sampler did differently, and for tokens to leave out.
+
+A correction is any callable `(logps, batch) -> factor` on an `AlignedBatch`, the factor broadcastable to the tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.sequences import sequence_mean, sequence_sum
+
+Correction = Callable[[Tensor, AlignedBatch], Tensor]
+LEVELS = ("token", "sequence")
+MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerCorrection:
+    """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
+
+    Per token, or exp of the sum over the sequence. A token without a sampling log-probability (NaN) has ratio 1.
+
+    Attributes:
+        level: "token" or "sequence".
+        mode: "truncate" clamps the ratio into the bounds, "mask" makes it 0 outside them.
+        ratio_min, ratio_max: bounds of the ratio, None for none.
+    """
+
+    level: str = "sequence"
+    mode: str = "mask"
+    ratio_min: float | None = None
+    ratio_max: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("level", LEVELS), ("mode", MODES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
+        low = -math.inf if self.ratio_min is None else self.ratio_min
+        high = math.inf if self.ratio_max is None else self.ratio_max
+        if not (low < high and high > 0):
+            raise ValueError(f"ratio_min must be under ratio_max, got {self.ratio_min} and {self.ratio_max}")
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.importance_ratio is not None:
+            raise ValueError("importance_ratio must be None with a SamplerCorrection, which computes it")
+        for name in ("old_per_token_logps", "sampling_per_token_logps"):
+            if getattr(batch, name) is None:
+                raise ValueError(f"{name} must be given for a SamplerCorrection, got None")
+
+    @torch.no_grad()
+    def ratio(self, batch: AlignedBatch) -> Tensor:
+        """-> (B, T) or (N,) per token; at level "sequence" (B, 1) or (N,)."""
+        assert batch.old_per_token_logps is not None
+        assert batch.sampling_per_token_logps is not None
+        difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
+        ratio = (difference if self.level == "token" else sequence_sum(difference, batch)).exp()
+        if self.mode == "truncate":
+            return ratio.clamp(self.ratio_min, self.ratio_max)
+        low = -math.inf if self.ratio_min is None else self.ratio_min
+        high = math.inf if self.ratio_max is None else self.ratio_max
+        return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicySequenceMask:
+    """0 on sequences with A < 0 whose mean of sampling - logp is above the threshold. DeepSeek-V3.2, arXiv:2512.02556.
+
+    The sampling log-probabilities are the batch's, or its old ones where it has none, or the current ones.
+
+    Attributes:
+        threshold: in nats per token.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.threshold):
+            raise ValueError(f"threshold must be a number, got {self.threshold}")
+
+    @torch.no_grad()
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        sampling = batch.sampling_per_token_logps
+        if sampling is None:
+            sampling = logps - batch.log_ratio(logps)
+        drift = sequence_mean((sampling - logps).nan_to_num(nan=0.0), batch)
+        return (batch.advantages >= 0) | (drift <= self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopEntropyMask:
+    """1 on the tokens of highest entropy, 0 elsewhere. arXiv:2506.01939.
+
+    Attributes:
+        top_entropy_quantile: share of the tokens to keep, in (0, 1].
+        gather: (n,) entropies of this rank's tokens -> those of all ranks, for a threshold they share; NaN entries
+            are ignored, so ranks may pad with them. None is one rank.
+    """
+
+    top_entropy_quantile: float
+    gather: Callable[[Tensor], Tensor] | None = None
+    restricts_entropy: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(f"top_entropy_quantile must be in (0, 1], got {self.top_entropy_quantile}")
+
+    @torch.no_grad()
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        if batch.entropy is None:
+            raise ValueError("entropy must be given for a TopEntropyMask, got None")
+        # NaN at masked tokens and nanquantile, so that no host has to know how many tokens count.
+        known = torch.where(batch.mask, batch.entropy, math.nan).flatten()
+        if self.gather is not None:
+            known = self.gather(known)
+        return batch.mask & (batch.entropy >= _nanquantile(known, 1 - self.top_entropy_quantile))
+
+
+def _nanquantile(values: Tensor, q: float) -> Tensor:
+    """torch.nanquantile with linear interpolation, for any number of values (it stops at 16 million)."""
+    ordered = values.sort().values  # NaN last
+    last = (values == values).sum() - 1
+    place = last.clamp(min=0) * q
+    below, above = place.floor().long(), place.ceil().long()
+    if not values.numel():
+        return values.new_full((), math.nan)
+    return torch.lerp(ordered[below], ordered[above], (place - below).to(values.dtype))
