@@ -29,7 +29,7 @@ from liger_rl.policy.reductions import (
     TokenMean,
     TokenSum,
 )
-from liger_rl.policy.sequences import Segments
+from liger_rl.policy.segments import Segments
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ from liger_rl.policy.objectives import Objective
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
-from liger_rl.policy.sequences import Segments
+from liger_rl.policy.segments import Segments
 
 
 class FusedLinearGRPOLoss(nn.Module):

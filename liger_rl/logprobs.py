@@ -184,7 +184,7 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
     count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
     if count[1]:
         raise ValueError(
-            f"target ids must be in [0, {vocab}) from {source}, or negative, or masked; "
+            f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
             f"{count[1]} of them are not, the largest is {count[2]}"
         )
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.

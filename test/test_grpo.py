@@ -109,7 +109,11 @@ def test_nothing_under_the_mask_matters(garbage, device):
         leaves = leaves_of(head._replace(hidden=hidden))
         result = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns)
         result.loss.backward()
-        return [result.loss.detach(), *(leaf.grad for leaf in leaves), *result.metrics.values()]
+        return [
+            result.loss.detach(),
+            *(leaf.grad for leaf in leaves),
+            *(metric.value for metric in result.metrics.values()),
+        ]
 
     dirty = {
         name: value.masked_fill(~keep, garbage) if name.endswith(("logps", "ratio")) else value
@@ -198,7 +202,7 @@ def test_on_policy_without_old_has_ratio_one():
     result = module(head.hidden, head.weight, ids, columns["advantages"], columns["mask"])
     expected = -columns["advantages"][:, None].expand(ids.shape)[columns["mask"]].mean()
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert result.metrics["clip_ratio"] == 0
+    assert result.metrics["clip_ratio"].value == 0
 
 
 @pytest.mark.parametrize(
@@ -328,7 +332,7 @@ def test_chunked_vs_triton_grpo_loss(case):
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
 
     # Token by token.
-    objective, _, penalty = build_preset(case.loss_type, **options)
+    objective, _, penalty, _ = build_preset(case.loss_type, **options)
     batch = PolicyBatch(
         advantages=columns["advantages"], completion_mask=mask, old_per_token_logps=old, ref_per_token_logps=ref
     )
@@ -352,7 +356,7 @@ def test_chunked_vs_triton_grpo_loss(case):
     torch.testing.assert_close(found.loss, their_loss, rtol=1e-5, atol=1e-6)
     names = ["kl_ref", "clip_ratio"] if case.beta else ["clip_ratio"]
     for name, value in zip(names, their_metrics, strict=True):
-        torch.testing.assert_close(found.metrics[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.metrics[name].value, value, rtol=1e-5, atol=1e-6)
     mine = torch.autograd.grad(found.loss, (hidden, weight))
     grad_hidden, grad_weight = torch.autograd.grad(their_loss, their_leaves)
     assert grad_weight.any()

@@ -186,7 +186,7 @@ def test_agrees_with_linear_logprobs(transform, device):
         ("targets", ValueError, {"targets": torch.zeros(3, 4, dtype=torch.int64)}),
         ("targets", TypeError, {"targets": torch.zeros(3, 5)}),
         ("targets", ValueError, {"targets": torch.zeros(3, 5, dtype=torch.int64, device="meta")}),
-        ("target ids", ValueError, {"targets": torch.full((3, 5), 129)}),
+        ("targets", ValueError, {"targets": torch.full((3, 5), 129)}),
         ("mask", ValueError, {"mask": torch.ones(15)}),
         ("mask", TypeError, {"mask": [1]}),
         ("transform", TypeError, {"transform": {"temperature": 1.0}}),

@@ -90,7 +90,7 @@ PRESET_CASES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_presets(name, options, count, told, seed):
     logps, parts = columns(seed=seed)
-    objective, reduction, kl = build_preset(name, **options)
+    objective, reduction, kl, _ = build_preset(name, **options)
     found = ppo_loss_fn(logps, PolicyBatch(**parts, num_items_in_batch=count), objective, reduction, kl=kl)
     assert_equals_oracle(found.loss, oracle(logps, parts, name, **told), logps)
 
@@ -199,7 +199,7 @@ def test_tie_on_a_bound_passes_gradient(advantage, bound):
     assert (1 + objective.epsilon_high if exact > 1 else 1 - objective.epsilon_low) == exact
     loss = ppo_loss_fn(logps, batch, objective, TokenMean())
     assert gradient(loss.loss, logps).item() == pytest.approx(-advantage * ratio, rel=1e-12)
-    assert loss.metrics["clip_ratio"] == 0
+    assert loss.metrics["clip_ratio"].value == 0
 
     batch = PolicyBatch(advantages=torch.tensor([advantage], dtype=torch.float64))
     loss = ppo_loss_fn(logps, batch, PPOClip(epsilon_low=0.0, epsilon_high=0.0), TokenMean()).loss
@@ -249,7 +249,7 @@ def test_nothing_under_the_mask_matters(level, garbage):
         assert torch.equal(found.loss, clean.loss), dirty
         assert torch.equal(gradient(found.loss, leaf), expected), dirty
         for name, value in clean.metrics.items():
-            assert torch.equal(found.metrics[name], value), dirty
+            assert torch.equal(found.metrics[name].value, value.value), dirty
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_everything_masked(reduction):
     found = ppo_loss_fn(logps, PolicyBatch(**parts), PPOClip(), reduction, kl=KLPenalty(beta=0.1))
     assert found.loss == 0
     assert not gradient(found.loss, logps).any()  # any() is true for NaN
-    assert all(value == 0 for value in found.metrics.values())
+    assert all(metric.value == 0 for metric in found.metrics.values())
 
 
 def test_micro_batches_with_a_shared_count_sum_to_the_whole():
@@ -337,7 +337,8 @@ def test_metrics(level, delta):
     )  # fmt: skip
     assert set(found) == set(expected)
     assert 0 < expected["clip_low"] != expected["clip_high"] > 0
-    for name, value in found.items():
+    for name, metric in found.items():
+        value = metric.value
         assert value.shape == ()
         assert not value.requires_grad
         assert value.item() == pytest.approx(expected[name], rel=1e-6), name

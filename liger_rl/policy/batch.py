@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.policy.sequences import Segments
+from liger_rl.policy.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True)

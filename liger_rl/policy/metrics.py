@@ -82,7 +82,7 @@ def policy_metrics(
 
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
-    weight = mask / (sequence_length(batch) * batch.num_sequences)
+    weight = mask.to(dtype) / (sequence_length(batch) * batch.num_sequences)
     log_ratio = batch.log_ratio(logps)
     ratio = log_ratio.exp()
 

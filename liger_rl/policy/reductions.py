@@ -21,7 +21,7 @@ class SequenceMean:
     """m / (len_b num_sequences): the mean over sequences of their token means. arXiv:2402.03300."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return batch.mask / (sequence_length(batch) * _sequences(batch))
+        return _weights(batch) / (sequence_length(batch) * _sequences(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class SequenceSum:
     """m / num_sequences: the mean over sequences of their token sums; longer sequences weigh more. arXiv:2602.05261."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return batch.mask / _sequences(batch)
+        return _weights(batch) / _sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class TokenMean:
     """m / sum m: the mean over this batch's tokens, TRL's "bnpo"."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return batch.mask / batch.mask.sum().clamp(min=1)
+        return _weights(batch) / batch.mask.sum().clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class GlobalTokenMean:
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
             return TokenMean()(batch)
-        return batch.mask / (_divisor(batch.num_items_in_batch) / self.world_size)
+        return _weights(batch) / (_divisor(batch.num_items_in_batch) / self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class FixedLengthMean:
             raise ValueError(f"max_completion_length must be positive and finite, got {self.max_completion_length}")
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return batch.mask / (_sequences(batch) * self.max_completion_length)
+        return _weights(batch) / (_sequences(batch) * self.max_completion_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,12 @@ class TokenSum:
     """m: the sum over tokens, for callers with a divisor of their own."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return batch.mask.to(batch.advantages.dtype)
+        return _weights(batch)
+
+
+def _weights(batch: AlignedBatch) -> Tensor:
+    """m, in the dtype that losses have; a bool divided by a number would be float32 always."""
+    return batch.mask.to(batch.advantages.dtype)
 
 
 def _divisor(count: int | float | Tensor) -> float | Tensor:

@@ -1,0 +1,362 @@
+"""Small models trained with full logits and with the fused head: the same training, to rounding.
+
+A run is 32 AdamW steps. Rounding grows along it, and by how much is measured and not guessed: in float32 the fused
+run may be twice as far from a float64 run with full logits as the float32 run with full logits is; in bfloat16 it may
+be no further from the float32 run than the bfloat16 run with full logits is. Bfloat16 parameters take steps of whole
+last places, so that two runs which differ in one rounding soon differ in many. Each error is therefore a mean over
+runs that see the rows of every batch in another order, which changes roundings and nothing else, and bfloat16 gets
+the slack that this mean needs (`BFLOAT16_SLACK`).
+
+The weights are five times as large as transformers would draw them, and AdamW's epsilon is 1e-6: then no parameter has
+a gradient so small that its step is all rounding, and training is smooth instead of chaotic.
+"""
+
+import pydoc_data.topics
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into words by tokenizers")
+
+from liger_rl import (  # noqa: E402
+    FusedLinearGRPOLoss,
+    KLPenalty,
+    PolicyBatch,
+    PPOClip,
+    SequenceMean,
+    ppo_loss_fn,
+)
+from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+
+pytestmark = pytest.mark.convergence
+
+VOCAB, ROWS, LENGTH, STEPS, BATCHES = 2000, 4, 128, 32, 8
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.1,
+}
+SOFTCAP = {"gemma2": 30.0}
+CONFIGS = {
+    "llama": ("LlamaConfig", SIZES),
+    "qwen3": ("Qwen3Config", SIZES),
+    "gemma2": ("Gemma2Config", {**SIZES, "final_logit_softcapping": SOFTCAP["gemma2"]}),
+}
+on_every_model = pytest.mark.parametrize("name", CONFIGS)
+ROW_ORDERS = ((0, 1, 2, 3), (3, 1, 0, 2))
+SEED = 0
+# Of the fused error over the full-logits one, measured for seeds 0, 1 and 2; see the tests.
+BFLOAT16_SLACK = 1.1
+
+PROMPT, STEPS_PER_BATCH = 32, 4
+EPSILON_LOW, EPSILON_HIGH, BETA = 0.2, 0.28, 0.04
+
+
+@cache
+def tokens() -> Tensor:
+    """The text of Python's own help pages, in words learnt from it."""
+    text = [page for _, page in sorted(pydoc_data.topics.topics.items())]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text, vocab_size=VOCAB, show_progress=False)
+    return torch.tensor(tokenizer.encode("\n".join(text)).ids)
+
+
+def make_batches(seed: int) -> list[Tensor]:
+    """BATCHES of (ROWS, LENGTH) token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens()) - LENGTH, (BATCHES, ROWS), generator=generator)
+    return [torch.stack([tokens()[s : s + LENGTH] for s in row.tolist()]) for row in starts]
+
+
+def make_model(name: str, seed: int, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    config_class, options = CONFIGS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**options)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
+
+
+def logps_from_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    """(B, T) -> (B, T - 1) log-probabilities of ids[:, 1:], from the model's own logits."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    return log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def logps_from_swapped_head(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False, fused=True).per_token_logps[:, 1:]
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind."""
+
+    losses: list[float] = field(default_factory=list)
+    final_logps: Tensor = None
+    parameters: Tensor = None
+    largest_ratio: float = 1.0
+    clip_ratio: float = 0.0
+
+    def finish(self, model: torch.nn.Module, logps, order: tuple[int, ...], seed: int) -> "Run":
+        """Log-probabilities of the first batch, whose rows are put back in their order, and parameters."""
+        with torch.no_grad():
+            self.final_logps = logps(model, make_batches(seed)[0][list(order)])[torch.tensor(order).argsort()].double()
+        self.parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        return self
+
+    def errors(self, exact: "Run") -> dict[str, float]:
+        """Root mean square distances."""
+
+        def rms(a: Tensor, b: Tensor) -> float:
+            return (a - b).square().mean().sqrt().item()
+
+        return {
+            "losses": rms(torch.tensor(self.losses).double(), torch.tensor(exact.losses).double()),
+            "final log-probabilities": rms(self.final_logps, exact.final_logps),
+            "parameters": rms(self.parameters, exact.parameters),
+        }
+
+
+def rounding(run: Run) -> dict[str, float]:
+    """One float32 rounding of everything that is compared."""
+    eps = torch.finfo(torch.float32).eps
+    zero = Run(losses=[0.0] * STEPS, final_logps=torch.zeros(()), parameters=torch.zeros(()))
+    return {key: eps * size for key, size in run.errors(zero).items()}
+
+
+def ratios(fused: list[Run], full: list[Run], exact: Run, floor: dict[str, float]) -> dict[str, float]:
+    """Mean error of the fused runs over the mean error of those with full logits."""
+
+    def mean_error(runs: list[Run], key: str) -> float:
+        return sum(run.errors(exact)[key] for run in runs) / len(runs)
+
+    return {key: mean_error(fused, key) / (mean_error(full, key) + floor.get(key, 0.0)) for key in exact.errors(exact)}
+
+
+# --- language modelling -----------------------------------------------------------------------------------------------
+
+
+@cache
+def language_model(
+    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, fused: bool = False, seed: int = SEED
+) -> Run:
+    model, run = make_model(name, seed, dtype), Run()
+    options = {}
+    if fused:
+        swap_lm_head(model)
+        options["fused"] = True
+    optimizer, batches = make_optimizer(model, lr=3e-3), make_batches(seed)
+    for step in range(STEPS):
+        ids = batches[step % BATCHES][list(order)]
+        loss = model(input_ids=ids, labels=ids, use_cache=False, **options).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.losses.append(loss.item())
+    return run.finish(model, logps_from_swapped_head if fused else logps_from_logits, order, seed)
+
+
+@on_every_model
+def test_language_modelling_in_float32(name):
+    exact = language_model(name, torch.float64)
+    full = [language_model(name, torch.float32, order) for order in ROW_ORDERS]
+    fused = [language_model(name, torch.float32, order, fused=True) for order in ROW_ORDERS]
+    for run in (*full, *fused):
+        assert run.losses[-1] < 0.8 * run.losses[0]
+    for a, b in zip(fused, full, strict=True):
+        assert a.losses == pytest.approx(b.losses, rel=1e-5)
+    for what, ratio in ratios(fused, full, exact, rounding(exact)).items():
+        assert ratio <= 2, f"{what}: {ratio:.2f} times the error of full logits"
+
+
+@on_every_model
+def test_language_modelling_in_bfloat16(name):
+    exact = language_model(name, torch.float32)
+    full = [language_model(name, torch.bfloat16, order) for order in ROW_ORDERS]
+    fused = [language_model(name, torch.bfloat16, order, fused=True) for order in ROW_ORDERS]
+    for run in (*full, *fused):
+        assert run.losses[-1] < 0.8 * run.losses[0]
+    for what, ratio in ratios(fused, full, exact, {}).items():
+        assert ratio <= BFLOAT16_SLACK, f"{what}: {ratio:.3f} times the error of full logits"
+
+
+# --- policy optimisation ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completions:
+    """A batch of sampled rows, as a policy loss sees it; columns are (B, T - 1), aligned with ids[:, 1:]."""
+
+    ids: Tensor
+    mask: Tensor
+    advantages: Tensor  # (B,)
+
+
+def make_completions(seed: int, order: tuple[int, ...]) -> list[Completions]:
+    """A prompt of PROMPT tokens each, completions of different lengths, rewards normalised over the group of rows."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    completions = []
+    for ids in make_batches(seed):
+        lengths = torch.randint(PROMPT + 24, LENGTH + 1, (ROWS,), generator=generator)
+        position = torch.arange(1, LENGTH)
+        mask = (position >= PROMPT) & (position < lengths[:, None])
+        rewards = torch.rand(ROWS, generator=generator)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        rows = list(order)
+        completions.append(Completions(ids[rows], mask[rows], advantages[rows]))
+    return completions
+
+
+def literal_grpo(logps: Tensor, old: Tensor, reference: Tensor, batch: Completions) -> tuple[Tensor, Tensor, Tensor]:
+    """-> the mean over rows of the mean over tokens of clipped policy loss and KL; ratios; which of them are clipped.
+
+    J = min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) - beta (exp(ref - logp) - (ref - logp) - 1), r = exp(logp - old)
+    """
+    advantages = batch.advantages[:, None]
+    ratio = torch.exp(logps - old)
+    clipped = torch.clip(ratio, 1 - EPSILON_LOW, 1 + EPSILON_HIGH)
+    divergence = torch.exp(reference - logps) - (reference - logps) - 1
+    per_token = -torch.min(ratio * advantages, clipped * advantages) + BETA * divergence
+    per_row = (per_token * batch.mask).sum(1) / batch.mask.sum(1)
+    cut = torch.where(advantages > 0, ratio > 1 + EPSILON_HIGH, ratio < 1 - EPSILON_LOW)
+    return per_row.mean(), ratio[batch.mask], cut[batch.mask]
+
+
+class FullLogits:
+    """Logits of the whole vocabulary and the formula above."""
+
+    def __init__(self, name: str) -> None:
+        self.logps = logps_from_logits
+
+    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
+        loss, ratio, cut = literal_grpo(self.logps(model, batch.ids), old, reference, batch)
+        run.largest_ratio = max(run.largest_ratio, ratio.max().item())
+        run.clip_ratio = max(run.clip_ratio, cut.float().mean().item())
+        return loss
+
+
+class FusedModule:
+    """Hidden states and FusedLinearGRPOLoss."""
+
+    def __init__(self, name: str) -> None:
+        self.module = FusedLinearGRPOLoss(
+            "grpo",
+            epsilon_low=EPSILON_LOW,
+            epsilon_high=EPSILON_HIGH,
+            beta=BETA,
+            softcap=SOFTCAP.get(name),
+        )
+
+    def logps(self, model, ids: Tensor) -> Tensor:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        return self.module.reference_logps(hidden, model.lm_head.weight, ids[:, 1:])
+
+    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
+        hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1]
+        output = self.module(
+            hidden,
+            model.lm_head.weight,
+            batch.ids[:, 1:],
+            batch.advantages,
+            batch.mask,
+            old_per_token_logps=old,
+            ref_per_token_logps=reference,
+        )
+        run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
+        return output.loss
+
+
+class SwappedHead:
+    """A swapped model's log-probabilities and ppo_loss_fn."""
+
+    def __init__(self, name: str) -> None:
+        self.logps = logps_from_swapped_head
+
+    def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
+        swap_lm_head(model)
+        output = ppo_loss_fn(
+            self.logps(model, batch.ids),
+            PolicyBatch(
+                advantages=batch.advantages,
+                completion_mask=batch.mask,
+                old_per_token_logps=old,
+                ref_per_token_logps=reference,
+            ),
+            PPOClip(epsilon_low=EPSILON_LOW, epsilon_high=EPSILON_HIGH),
+            SequenceMean(),
+            KLPenalty(beta=BETA),
+        )
+        run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
+        return output.loss
+
+
+@cache
+def policy(
+    name: str, dtype: torch.dtype, order: tuple[int, ...] = ROW_ORDERS[0], *, method=FullLogits, seed: int = SEED
+) -> Run:
+    model, run, method = make_model(name, seed, dtype), Run(), method(name)
+    if isinstance(method, SwappedHead):
+        swap_lm_head(model)
+    batches, optimizer = make_completions(seed, order), make_optimizer(model, lr=5e-4)
+    with torch.no_grad():
+        references = [method.logps(model, batch.ids) for batch in batches]
+    for batch, reference in zip(batches, references, strict=True):
+        with torch.no_grad():
+            old = method.logps(model, batch.ids)
+        for _ in range(STEPS_PER_BATCH):
+            loss = method.loss(model, batch, old, reference, run)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.losses.append(loss.item())
+    return run.finish(model, method.logps, order, seed)
+
+
+def assert_the_policy_moves(run: Run) -> None:
+    """The loss falls on every batch, and far enough that ratios leave the clipping interval."""
+    assert len(run.losses) == STEPS == BATCHES * STEPS_PER_BATCH
+    for first in range(0, STEPS, STEPS_PER_BATCH):
+        assert run.losses[first + STEPS_PER_BATCH - 1] < run.losses[first] - 0.03
+    assert run.clip_ratio > 0.05
+
+
+@pytest.mark.parametrize("method", [FusedModule, SwappedHead])
+@on_every_model
+def test_policy_optimisation_in_float32(name, method):
+    exact = policy(name, torch.float64)
+    full = [policy(name, torch.float32, order) for order in ROW_ORDERS]
+    fused = [policy(name, torch.float32, order, method=method) for order in ROW_ORDERS]
+    for run in (*full, *fused):
+        assert_the_policy_moves(run)
+    assert full[0].largest_ratio > 1.5
+    for a, b in zip(fused, full, strict=True):
+        # The loss is near 0 by construction, a mean of tokens whose loss is of the size of the advantages, about 1.
+        assert a.losses == pytest.approx(b.losses, rel=0, abs=1e-5)
+        assert a.clip_ratio == pytest.approx(b.clip_ratio, abs=0.01)
+    for what, ratio in ratios(fused, full, exact, rounding(exact)).items():
+        assert ratio <= 2, f"{what}: {ratio:.2f} times the error of full logits"
+
+
+@pytest.mark.parametrize("method", [FusedModule, SwappedHead])
+@on_every_model
+def test_policy_optimisation_in_bfloat16(name, method):
+    exact = policy(name, torch.float32)
+    full = [policy(name, torch.bfloat16, order) for order in ROW_ORDERS]
+    fused = [policy(name, torch.bfloat16, order, method=method) for order in ROW_ORDERS]
+    for run in (*full, *fused):
+        assert_the_policy_moves(run)
+    for what, ratio in ratios(fused, full, exact, {}).items():
+        assert ratio <= BFLOAT16_SLACK, f"{what}: {ratio:.3f} times the error of full logits"
