@@ -91,11 +91,12 @@ def _transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform)
     x = logits.float()
     if bias is not None:
         x = x + bias.float()
-    if transform.softcap is None:
-        factor = transform.scale / transform.temperature
-        return x if factor == 1.0 else x * factor
-    capped = (x * (transform.scale / transform.softcap)).tanh_()
-    return capped.mul_(transform.softcap / transform.temperature)
+    z = x
+    if transform.softcap is not None:
+        z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
+    elif transform.scale != 1.0:
+        z = x * transform.scale
+    return z if transform.temperature == 1.0 else z / transform.temperature
 
 
 def _times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:

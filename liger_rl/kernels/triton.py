@@ -27,17 +27,34 @@ def _tanh(u):
 
 
 @triton.jit
-def _transformed(logits, bias, columns, inside, gain, cap, CAPPED: tl.constexpr):
-    """-> z and tanh^2, float32; `gain` and `cap` as `_constants` makes them."""
+def _transformed(
+    logits,
+    bias,
+    columns,
+    inside,
+    gain,
+    cap,
+    temperature,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
+):
+    """-> z and tanh^2, float32; `gain`, `cap` and `temperature` as `_constants` makes them."""
     x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    z = x * gain
+    z = x
     square = 0.0
+    if SCALED:
+        z = z * gain
     if CAPPED:
         tanh = _tanh(z)
         square = tanh * tanh
         z = tanh * cap
+    if HEATED:
+        # A rounded reciprocal would be a slightly different temperature for every logit, which adds up to more than
+        # the rounding of a quotient.
+        z = tl.div_rn(z, temperature)
     return z, square
 
 
@@ -56,7 +73,10 @@ def _fold_kernel(
     first,
     gain,
     cap,
+    temperature,
+    SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +94,7 @@ def _fold_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, _ = _transformed(logits, bias, column, inside, gain, cap, CAPPED)
+        z, _ = _transformed(logits, bias, column, inside, gain, cap, temperature, SCALED, CAPPED, HEATED)
         target += tl.sum(tl.where(column == column_of_target, z, 0.0))
         # Only now, so that a softcap cannot make the lanes past the end finite again.
         z = tl.where(inside, z, float("-inf"))
@@ -113,8 +133,11 @@ def _grad_kernel(
     first,
     gain,
     cap,
+    temperature,
     slope,  # scale / temperature
+    SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -126,7 +149,7 @@ def _grad_kernel(
         out += row * out_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, square = _transformed(logits, bias, column, inside, gain, cap, CAPPED)
+    z, square = _transformed(logits, bias, column, inside, gain, cap, temperature, SCALED, CAPPED, HEATED)
     log_p = z - tl.load(lse_of + row)
     p = tl.exp(log_p)
     hit = column == tl.load(targets + row) - first
@@ -154,21 +177,18 @@ def fold(
     n = targets.numel()
     if n == 0:
         return
-    gain, cap, _ = _constants(transform)
     block = _block(logits.shape[-1])
     with _on(logits.device):
         _fold_kernel[(n,)](
             logits,
             None if rows is None else _offsets(logits, rows),
             logits.stride(0),
-            targets,
-            bias,
+            targets.contiguous(),
+            None if bias is None else bias.contiguous(),
             *state,
             logits.shape[-1],
             first,
-            gain,
-            cap,
-            CAPPED=transform.softcap is not None,
+            **_constants(transform),
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -190,7 +210,6 @@ def grad(
     n, columns = targets.numel(), logits.shape[-1]
     if n == 0:
         return
-    gain, cap, slope = _constants(transform)
     block = _block(columns)
     with _on(logits.device):
         _grad_kernel[(n, triton.cdiv(columns, block))](
@@ -200,26 +219,30 @@ def grad(
             out,
             rows,
             out.stride(0),
-            targets,
-            bias,
-            *tokens,
+            targets.contiguous(),
+            None if bias is None else bias.contiguous(),
+            *(None if column is None else column.contiguous() for column in tokens),
             columns,
             first,
-            gain,
-            cap,
-            slope,
-            CAPPED=transform.softcap is not None,
+            slope=transform.scale / transform.temperature,
+            **_constants(transform),
             BLOCK=block,
             num_warps=_warps(block),
         )
 
 
-def _constants(transform: LogitTransform) -> tuple[float, float, float]:
-    """-> gain, cap, slope: z = cap * tanh(gain * x), or gain * x without a softcap, and dz/dx = slope (1 - tanh^2)."""
-    slope = transform.scale / transform.temperature
-    if transform.softcap is None:
-        return slope, 1.0, slope
-    return transform.scale / transform.softcap, transform.softcap / transform.temperature, slope
+def _constants(transform: LogitTransform) -> dict[str, float | bool]:
+    """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off."""
+    capped = transform.softcap is not None
+    gain = transform.scale / transform.softcap if capped else transform.scale
+    return {
+        "gain": gain,
+        "cap": transform.softcap if capped else 1.0,
+        "temperature": transform.temperature,
+        "SCALED": gain != 1.0,
+        "CAPPED": capped,
+        "HEATED": transform.temperature != 1.0,
+    }
 
 
 def _block(columns: int) -> int:
