@@ -1,5 +1,6 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
+from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
@@ -52,6 +53,7 @@ __all__ = [
     "Metric",
     "OffPolicySequenceMask",
     "PPOClip",
+    "PerTokenLoss",
     "PolicyBatch",
     "PolicyLoss",
     "Reinforce",
@@ -63,6 +65,7 @@ __all__ = [
     "TokenMean",
     "TokenSum",
     "TopEntropyMask",
+    "grpo_loss_from_logits",
     "linear_logprobs",
     "logits_logprobs",
     "ppo_loss_fn",

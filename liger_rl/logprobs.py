@@ -4,11 +4,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import for_device
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.projection import LinearLogProbs, ProjectionOptions
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,7 +92,7 @@ def linear_logprobs(
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
     )
-    index = live.positions if live.dead else None
+    index = live.positions if live.dead.numel() else None
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
     outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options)
     return _spread(outputs, index, targets.shape)
@@ -107,6 +105,8 @@ def logits_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
+    in_place: bool = False,
+    grad_buffer: Tensor | None = None,
 ) -> LogProbs:
     """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
 
@@ -118,6 +118,10 @@ def logits_logprobs(
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one masks its token.
         mask: shaped like targets, bool or 0/1.
         transform, entropy: as in `linear_logprobs`.
+        in_place: write the gradient over the logits, which saves a tensor of their size; nothing may need them after
+            the backward, which then runs only once.
+        grad_buffer: shaped like logits, any of the dtypes above: the gradient is added to it, in float32 arithmetic,
+            and the logits themselves get none.
 
     Returns, raises: as `linear_logprobs`.
     """
@@ -127,51 +131,30 @@ def logits_logprobs(
     _check_tokens(targets, mask, logits.shape[:-1], logits, "logits")
     if not isinstance(transform, LogitTransform):
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    if grad_buffer is not None:
+        _check_floating("grad_buffer", grad_buffer)
+        if grad_buffer.shape != logits.shape or grad_buffer.stride(-1) != 1:
+            raise ValueError(
+                f"grad_buffer must be {tuple(logits.shape)} from logits with a contiguous last dimension, "
+                f"got {tuple(grad_buffer.shape)} with strides {grad_buffer.stride()}"
+            )
+        _check_device("grad_buffer", grad_buffer, logits, "logits")
+        if in_place:
+            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
+    if in_place and logits.stride(-1) != 1:
+        raise ValueError(f"logits must have a contiguous last dimension for in_place, got strides {logits.stride()}")
     flat_targets = targets.reshape(-1).long()
     live = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
-    outputs = _LogitsLogProbs.apply(logits, flat_targets, live.positions, live.dead, transform, entropy)
-    return _spread(outputs, live.positions if live.dead else None, targets.shape)
-
-
-class _LogitsLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, live, dead, transform, entropy):
-        ctx.set_materialize_grads(False)
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        state = Fold.start(live.numel(), logits.device, entropy=entropy)
-        fold = for_device(logits.device).fold
-        for start, stop in _row_spans(live.numel(), logits):
-            rows = live[start:stop]
-            fold(logits, targets[rows], 0, None, transform, state.take(slice(start, stop)), rows)
-        statistics = state.finish()
-        ctx.transform, ctx.dead = transform, dead
-        ctx.save_for_backward(logits, targets, live, *statistics)
-        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logps, grad_entropy):
-        logits, targets, live, *statistics = ctx.saved_tensors
-        if grad_logps is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        if grad_logps is None:
-            grad_logps = torch.zeros_like(grad_entropy)
-        tokens = TokenGradients.of(TokenStatistics(*statistics), grad_logps.float(), grad_entropy)
-        rows_of_out = targets.numel()
-        allocate = torch.zeros if ctx.dead else torch.empty
-        out = allocate(rows_of_out, logits.shape[-1], dtype=logits.dtype, device=logits.device)
-        grad = for_device(logits.device).grad
-        for start, stop in _row_spans(live.numel(), logits):
-            rows = live[start:stop]
-            grad(logits, targets[rows], 0, None, ctx.transform, tokens.take(slice(start, stop)), out, rows)
-        return out.view(logits.shape), None, None, None, None, None
+    options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
+    outputs = LogitRows.apply(logits, flat_targets, live.positions, live.dead, options)
+    return _spread(outputs, live.positions if live.dead.numel() else None, targets.shape)
 
 
 class LiveTokens(NamedTuple):
     """The tokens that count."""
 
     positions: Tensor  # (n,) flat, ascending
-    dead: int  # how many do not
+    dead: Tensor  # (N - n,) the others
 
 
 def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
@@ -188,8 +171,8 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
             f"{count[1]} of them are not, the largest is {count[2]}"
         )
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
-    index = torch.argsort(live.logical_not(), stable=True)[: count[0]]
-    return LiveTokens(index, live.numel() - count[0])
+    order = torch.argsort(live.logical_not(), stable=True)
+    return LiveTokens(order[: count[0]], order[count[0] :])
 
 
 def _spread(outputs: tuple[Tensor, Tensor | None], index: Tensor | None, shape: torch.Size) -> LogProbs:
@@ -202,13 +185,6 @@ def _spread(outputs: tuple[Tensor, Tensor | None], index: Tensor | None, shape: 
 
     logps, entropy = outputs
     return LogProbs(spread(logps), None if entropy is None else spread(entropy))
-
-
-def _row_spans(rows: int, logits: Tensor) -> list[tuple[int, int]]:
-    """Triton reads rows where they lie; eager kernels copy them to float32, so few at a time."""
-    step = rows if logits.is_cuda else (16 << 20) // (4 * logits.shape[-1])
-    step = max(step, 1)
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def check_linear(

@@ -49,8 +49,10 @@ def grad(
     bias: Tensor | None,
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
-    out: Tensor,  # (n, v), or as many rows as logits when `rows` picks n of them; dL/dlogits is written here
+    out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves; rows not picked stay as they are
     rows: Tensor | None = None,
+    *,
+    add: bool = False,  # add to what `out` holds
 ) -> None:
     z = _transformed(_take(logits, rows), bias, transform)
     column, hit = _target_column(targets, first, z.shape[-1])
@@ -69,11 +71,11 @@ def grad(
         at_target = tokens.at_target + entropy_at_target
     elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
     grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
-    grad_x = _times_derivative(grad_z, z, transform).to(out.dtype)
-    if rows is None:
-        out.copy_(grad_x)
-    else:
-        out.index_copy_(0, rows, grad_x)
+    grad_x = _times_derivative(grad_z, z, transform)
+    place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
+    if add:
+        grad_x += out[place]
+    out[place] = grad_x.to(out.dtype)
 
 
 def _take(logits: Tensor, rows: Tensor | None) -> Tensor:

@@ -120,7 +120,7 @@ def _grad_kernel(
     offsets,
     stride,
     out,
-    out_rows,  # row of `out` for each program, or None: the program's own number
+    out_offsets,
     out_stride,
     targets,
     bias,
@@ -138,12 +138,13 @@ def _grad_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if offsets is not None:
         logits += tl.load(offsets + row)
-        out += tl.load(out_rows + row) * out_stride
+        out += tl.load(out_offsets + row)
     else:
         logits += row * stride
         out += row * out_stride
@@ -160,6 +161,8 @@ def _grad_kernel(
     grad *= slope
     if CAPPED:
         grad *= 1.0 - square
+    if ADD:
+        grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
@@ -203,6 +206,8 @@ def grad(
     tokens: TokenGradients,
     out: Tensor,
     rows: Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
@@ -217,7 +222,7 @@ def grad(
             None if rows is None else _offsets(logits, rows),
             logits.stride(0),
             out,
-            rows,
+            None if rows is None else _offsets(out, rows),
             out.stride(0),
             targets.contiguous(),
             None if bias is None else bias.contiguous(),
@@ -226,6 +231,7 @@ def grad(
             first,
             slope=transform.scale / transform.temperature,
             **_constants(transform),
+            ADD=add,
             BLOCK=block,
             num_warps=_warps(block),
         )

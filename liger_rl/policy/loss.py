@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
-from liger_rl.policy.objectives import Objective
+from liger_rl.policy.objectives import Objective, TokenLoss
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
 
@@ -82,12 +82,26 @@ class PolicyTerms:
         return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
 
 
+class TokenTerms(NamedTuple):
+    """A loss before its reduction."""
+
+    loss: Tensor  # per token, 0 at masked tokens
+    token_loss: TokenLoss
+    kl: Tensor | None  # per token in nats
+    logps: Tensor  # clean
+    batch: AlignedBatch  # with the entropies, if given
+    entropy: Tensor | None  # clean, differentiable
+    keeps_entropy: Tensor  # bool, the tokens whose entropy counts
+
+
 class PreparedLoss(NamedTuple):
+    """A loss that waits for log-probabilities."""
+
     terms: PolicyTerms
     batch: AlignedBatch
     weights: Tensor | None  # one per token; None leaves tokens unreduced
 
-    def __call__(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+    def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
         terms, batch = self.terms, self.batch
         # `where` and not a product: a masked NaN stays out of the value and of the gradient.
         logps = torch.where(batch.mask, per_token_logps, 0.0)
@@ -96,25 +110,29 @@ class PreparedLoss(NamedTuple):
             batch = replace(batch, entropy=entropy.detach())
         token_loss = terms.objective(logps, batch)
         loss = token_loss.loss
-        kept = batch.mask
+        keeps_entropy = batch.mask
         for correction in terms.corrections:
             factor = correction(logps, batch)
             loss = loss * factor
             if getattr(correction, "restricts_entropy", False):
-                kept = kept & (factor != 0)
+                keeps_entropy = keeps_entropy & (factor != 0)
         if batch.importance_ratio is not None and not getattr(terms.objective, "takes_importance_ratio", False):
             loss = loss * batch.importance_ratio
         kl = terms.kl(logps, batch, token_loss.ratio)
         if kl is not None:
             loss = loss + terms.kl.beta * kl
-        loss = torch.where(batch.mask, loss, 0.0)
-        if self.weights is not None:
-            loss = (loss * self.weights).sum()
-        if terms.entropy_bonus.entropy_coef != 0.0:
-            if entropy is None:
-                raise ValueError(f"entropy must be given with entropy_coef = {terms.entropy_bonus.entropy_coef}")
-            loss = loss + terms.entropy_bonus(entropy, kept)
-        return PolicyLoss(loss, policy_metrics(terms.metrics, logps, token_loss, kl, batch))
+        return TokenTerms(torch.where(batch.mask, loss, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
+
+    def __call__(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+        parts = self.per_token(per_token_logps, entropy)
+        loss = parts.loss if self.weights is None else (parts.loss * self.weights).sum()
+        bonus = self.terms.entropy_bonus
+        if bonus.entropy_coef != 0.0:
+            if parts.entropy is None:
+                raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
+            loss = loss + bonus(parts.entropy, parts.keeps_entropy)
+        metrics = policy_metrics(self.terms.metrics, parts.logps, parts.token_loss, parts.kl, parts.batch)
+        return PolicyLoss(loss, metrics)
 
 
 def ppo_loss_fn(

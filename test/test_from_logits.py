@@ -1,0 +1,147 @@
+"""grpo_loss_from_logits: layouts, clip indicators, and where the gradient goes."""
+
+import pytest
+import torch
+
+from liger_rl import PolicyBatch, SequenceMean, grpo_loss_from_logits, logits_logprobs, ppo_loss_fn
+from liger_rl.policy.presets import build_preset
+
+B, T, V = 4, 9, 131
+
+
+def problem(dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(B, T + 1, V, generator=generator) * 2).to(device, dtype)
+    ids = torch.randint(0, V, (B, T), generator=generator).to(device)
+    now = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[..., None]).squeeze(-1)
+    noise = torch.randn(2, B, T, generator=generator).to(device) * 0.3
+    lengths = torch.tensor([9, 4, 1, 6], device=device)
+    columns = {
+        "old_per_token_logps": now + noise[0],
+        "ref_per_token_logps": now + noise[1],
+        "advantages": torch.tensor([1.0, -0.7, 0.4, -1.3], device=device),
+        "mask": torch.arange(T, device=device) < lengths[:, None],
+    }
+    return logits, ids, columns
+
+
+def solve(logits, ids, columns, **options):
+    leaf = logits.detach().clone().requires_grad_()
+    # A node between the leaf and the loss, as a model's head is, so that an in-place gradient is not the leaf itself.
+    result = grpo_loss_from_logits(leaf * 1, ids, **columns, beta=0.1, **options)
+    (result.loss * torch.linspace(0.5, 2, result.loss.numel(), device=ids.device).view_as(result.loss)).sum().backward()
+    return result, leaf.grad
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_log_probs_and_policy_loss(loss_type, dtype, device):
+    logits, ids, columns = problem(dtype, device)
+    found, grad = solve(logits, ids, columns, loss_type=loss_type)
+    leaf = logits.detach().requires_grad_()
+    parts = build_preset(loss_type, beta=0.1)
+    batch = PolicyBatch(completion_mask=columns["mask"], **{k: v for k, v in columns.items() if k != "mask"})
+    logps = logits_logprobs(leaf[:, :-1], ids, mask=columns["mask"]).logps
+    loss = ppo_loss_fn(logps, batch, parts.objective, None, kl=parts.kl).loss
+    (loss * torch.linspace(0.5, 2, B * T, device=ids.device).view(B, T)).sum().backward()
+    assert torch.equal(found.loss, loss)
+    assert torch.equal(grad, leaf.grad)
+    assert grad.dtype == dtype
+    assert (grad[:, -1] == 0).all()
+    assert (grad[:, :-1][~columns["mask"]] == 0).all()
+
+
+def test_layouts_agree(device):
+    logits, ids, columns = problem(device=device)
+    extra, extra_grad = solve(logits, ids, columns)
+    plain, plain_grad = solve(logits[:, :-1].contiguous(), ids, columns)
+    packed_columns = {k: v.flatten() for k, v in columns.items() if k != "advantages"}
+    packed_columns["advantages"] = columns["advantages"][:, None].expand(B, T).flatten()
+    packed, packed_grad = solve(logits[:, :-1].reshape(B * T, V), ids.flatten(), packed_columns)
+    for other in (plain, packed):
+        for mine, theirs in zip(extra, other, strict=True):
+            assert torch.equal(mine.flatten(), theirs.flatten())
+    assert torch.equal(extra_grad[:, :-1], plain_grad)
+    assert torch.equal(plain_grad.flatten(), packed_grad.flatten())
+
+
+def test_in_place_and_buffer_give_the_same_gradient(device):
+    logits, ids, columns = problem(torch.bfloat16, device)
+    _, expected = solve(logits, ids, columns)
+    _, in_place = solve(logits, ids, columns, in_place=True)
+    assert torch.equal(in_place, expected)
+
+    loss = grpo_loss_from_logits(logits.detach().clone().requires_grad_() * 1, ids, **columns, in_place=True).loss.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    buffer = torch.full(logits.shape, 0.25, device=logits.device)
+    leaf = logits.detach().clone().requires_grad_()
+    result = grpo_loss_from_logits(leaf, ids, **columns, beta=0.1, grad_buffer=buffer)
+    weights = torch.linspace(0.5, 2, B * T, device=ids.device).view(B, T)
+    (result.loss * weights).sum().backward()
+    assert leaf.grad is None
+    single, single_grad = solve(logits.float(), ids, columns)
+    torch.testing.assert_close(buffer - 0.25, single_grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(result.loss, single.loss)
+
+
+def test_clip_indicators(device):
+    logits, ids, columns = problem(device=device)
+    found = {
+        name: solve(logits, ids, columns, clip_indicator=name)[0].is_clipped for name in ("active", "range", "helion")
+    }
+    now = torch.log_softmax(logits[:, :-1].double(), -1).gather(-1, ids[..., None]).squeeze(-1)
+    for name, indicator in found.items():
+        assert indicator.any(), name
+        for b in range(B):
+            for t in range(T):
+                ratio = (now[b, t] - columns["old_per_token_logps"][b, t]).exp().item()
+                advantage = columns["advantages"][b].item()
+                first, second = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
+                expected = {"active": first > second, "range": not 0.8 <= ratio <= 1.2, "helion": first < second}
+                assert indicator[b, t].item() == (expected[name] and bool(columns["mask"][b, t])), (name, b, t)
+
+
+def test_agrees_with_an_independent_triton_kernel(device):
+    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss")
+    logits, ids, columns = problem(device=device)
+    found, grad = solve(logits, ids, columns, temperature=0.8, epsilon_high=0.3)
+    leaf = logits.detach().clone().requires_grad_()
+    theirs = liger.triton_grpo_loss(
+        leaf * 1, columns["old_per_token_logps"], columns["ref_per_token_logps"], ids, columns["advantages"],
+        columns["mask"].float(), temperature=0.8, beta=0.1, eps_low=0.2, eps_high=0.3, inplace=False, loss_type="grpo",
+    )  # fmt: skip
+    weights = torch.linspace(0.5, 2, B * T, device=ids.device).view(B, T)
+    (torch.where(columns["mask"], theirs[0], 0.0) * weights).sum().backward()
+    for mine, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(mine.float(), torch.where(columns["mask"], other, 0.0).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clip_indicator", {"clip_indicator": "passive"}),
+        ("grad_buffer", {"grad_buffer": torch.zeros(B, T, V)}),
+        ("in_place", {"in_place": True, "grad_buffer": torch.zeros(B, T + 1, V)}),
+        ("ref_per_token_logps", {"ref_per_token_logps": None}),
+        ("temperature", {"temperature": 0.0}),
+        ("epsilon", {"epsilon": 0.2}),
+    ],
+)
+def test_bad_arguments_are_named(name, options):
+    logits, ids, columns = problem()
+    with pytest.raises(ValueError, match=name):
+        grpo_loss_from_logits(logits, ids, **{**columns, "beta": 0.1, **options})
+
+
+def test_reduced_by_hand_is_the_preset():
+    logits, ids, columns = problem()
+    per_token = grpo_loss_from_logits(logits, ids, **columns).loss
+    batch = PolicyBatch(completion_mask=columns["mask"], **{k: v for k, v in columns.items() if k != "mask"})
+    logps = logits_logprobs(logits[:, :-1], ids, mask=columns["mask"]).logps
+    expected = ppo_loss_fn(logps, batch, build_preset("grpo").objective, SequenceMean()).loss
+    lengths = columns["mask"].sum(1)
+    torch.testing.assert_close((per_token.sum(1) / lengths).mean(), expected)
