@@ -1,0 +1,92 @@
+"""What the numbers were taken on: device, versions, commit. `python -m benchmark.environment DEVICE` prints it."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe(device: str) -> dict[str, Any]:
+    """`device`: "auto", "cpu" or "cuda". Run in a process of its own: it may start CUDA."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no CUDA device")
+    cuda = device == "cuda"
+    return {
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cpu_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        # Runnable processes per minute before the run: above 0.5 somebody else was using the processor.
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "liger_kernel": _version("liger-kernel"),
+        **_commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def slug(environment: dict[str, Any]) -> str:
+    """File name of a device's results."""
+    if environment["device"] == "cpu":
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", environment["device_name"].lower()).strip("-")
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return query.splitlines()[0].strip() if query else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any]:
+    top = _output("git", "rev-parse", "--show-toplevel")
+    commit = _output("git", "rev-parse", "HEAD")
+    if not commit or Path(top or "").resolve() != ROOT:
+        return {"commit": os.environ.get("LIGER_RL_COMMIT", "unknown"), "dirty": None}
+    # Results are what a run writes, so they do not make the code it ran another one.
+    changes = _output("git", "status", "--porcelain", "--", ".", ":!benchmark/results")
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(sys.argv[1] if len(sys.argv) > 1 else "auto")))

@@ -1,0 +1,122 @@
+"""Results as tables: `python -m benchmark.table FILE` prints markdown."""
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmark.cases import TOKENS, VOCABULARY
+from benchmark.peers import LABELS
+
+Row = dict[str, Any]
+
+
+def _number(field: str, form: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = row.get(field)
+        return "" if value is None else format(value, form)
+
+    return cell
+
+
+def _milliseconds(field: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = row.get(field)
+        return "" if value is None else format(value, ",.0f" if value >= 100 else ".1f")
+
+    return cell
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "fwd ms": _milliseconds("forward_ms"),
+    "x GEMM": _number("forward_x_floor", ".2f"),
+    "fwd+bwd ms": _milliseconds("step_ms"),
+    "x floor": _number("step_x_floor", ".2f"),
+    "extra MiB": _number("peak_extra_mib", ",.0f"),
+    "of eager": _number("peak_extra_of_eager", ".1%"),
+    "logp err": _number("logp_max_error", ".1e"),
+    "dH err": _number("grad_hidden_error", ".1e"),
+    "dW err": _number("grad_weight_error", ".1e"),
+}
+
+
+def cells(row: Row) -> list[str]:
+    """One row's text, after its label; a row without numbers says why in the first cell."""
+    texts = [cell(row) for cell in COLUMNS.values()]
+    if row["status"] != "ok":
+        texts[0] = f"{row['status']}: {row['reason']}"
+    return texts
+
+
+def title(row: Row) -> str:
+    """A case in words."""
+    parts = [f"{row['case']}: B={row['batch']}, T={row['tokens']}, H={row['hidden_size']}, V={row['vocab']}"]
+    parts.append(row["dtype"])
+    if row["mask_share"]:
+        parts.append(f"{row['mask_share']:.0%} masked")
+    if row["softcap"] is not None:
+        parts.append(f"softcap {row['softcap']:g}")
+    return ", ".join(parts)
+
+
+def by_case(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    return [(case, list(group)) for case, group in groupby(rows, key=lambda row: row["case"])]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """{"environment", "rows"} as written by `benchmark.run` -> a table per timed case, then one of the sweeps."""
+    cases = [rows for _case, rows in by_case(results["rows"])]
+    blocks = [_environment(results["environment"])]
+    for rows in (rows for rows in cases if "time" in rows[0]["quantities"]):
+        table = [[_label(row), *cells(row)] for row in rows]
+        blocks.append(f"**{title(rows[0])}**\n\n{_table(['', *COLUMNS], table)}")
+    for axis, field in ((TOKENS, "N"), (VOCABULARY, "V")):
+        sweep = [rows for rows in cases if axis in rows[0]["groups"]]
+        if len(sweep) > 1:
+            blocks.append(_sweep(sweep, axis, field))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _sweep(sweep: list[list[Row]], axis: str, field: str) -> str:
+    size = (lambda row: row["vocab"]) if axis == VOCABULARY else (lambda row: row["rows"])
+    sweep = sorted(sweep, key=lambda rows: size(rows[0]))
+    first = sweep[0][0]
+    fixed = f"N={first['rows']}" if axis == VOCABULARY else f"V={first['vocab']}"
+    variants = list(dict.fromkeys(row["variant"] for rows in sweep for row in rows))
+    lines = []
+    for rows in sweep:
+        found = {row["variant"]: _extra(row) for row in rows}
+        lines.append([f"{size(rows[0]):,}", *(found.get(variant, "") for variant in variants)])
+    heading = f"**Peak extra MiB against {axis}, {fixed}, H={first['hidden_size']}, {first['dtype']}**"
+    return f"{heading}\n\n{_table([field, *(LABELS[v] for v in variants)], lines)}"
+
+
+def _extra(row: Row) -> str:
+    return COLUMNS["extra MiB"](row) if row["status"] == "ok" else row["status"]
+
+
+def _label(row: Row) -> str:
+    return LABELS[row["variant"]]
+
+
+def _environment(environment: dict[str, Any]) -> str:
+    def versions() -> str:
+        named = {"torch": "torch", "triton": "triton", "liger_kernel": "liger-kernel", "driver": "driver"}
+        return ", ".join(f"{label} {environment[key]}" for key, label in named.items() if environment.get(key))
+
+    commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
+    device = environment["device_name"]
+    if environment["device"] == "cpu":
+        device = f"{device}, {environment['threads']} threads"
+    return f"{device}; {versions()}; commit {commit}; {environment['date']}."
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")
