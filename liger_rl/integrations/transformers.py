@@ -81,6 +81,14 @@ def swap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     if is_swapped(model):
         return model
     head = _checked_head(model)
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
+    if "forward" in vars(model):
+        raise ValueError(
+            f"the forward of this {name} was replaced on the instance (accelerate's hooks and mixed precision do "
+            "that), which would hide the fused one; swap the head before it is"
+        )
     swapped: Any = model
     swapped._fused_transform = _probed_transform(model, head)
     swapped.__class__ = _with_fused_head(type(swapped))  # type: ignore[arg-type]
@@ -98,6 +106,8 @@ def unswap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     before = vars(type(model)).get("_class_before_swap")
     if before is None:
         raise ValueError(f"{type(model).__name__} was derived from the swapped class; undo that first")
+    if "forward" in vars(model):
+        raise ValueError(f"the forward of this {type(model).__name__} was replaced after the swap; undo that first")
     model.__class__ = before
     del model._fused_transform
     return model
@@ -136,6 +146,8 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
     if kwargs.pop("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         raise ValueError(f"ignore_index must be {IGNORE_INDEX} with fused=True")
+    if kwargs.pop("return_dict", True) is False:
+        raise ValueError("return_dict=False has no meaning with fused=True, which returns a FusedCausalLMOutput")
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
@@ -215,7 +227,7 @@ def _checked_head(model: PreTrainedModel) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise TypeError(f"the head of {name} must be an nn.Linear, got {type(head).__name__}")
     if head.weight.device.type == "meta":
-        raise ValueError(f"the weights of {name} must be loaded before its head is swapped, they are on meta")
+        raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
     hidden = torch.linspace(-1, 1, head.in_features, dtype=head.weight.dtype, device=head.weight.device)[None]
     expected = nn.functional.linear(hidden, head.weight, head.bias)
     if not torch.equal(head(hidden), expected):

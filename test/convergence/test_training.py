@@ -55,7 +55,8 @@ CONFIGS = {
 on_every_model = pytest.mark.parametrize("name", CONFIGS)
 ROW_ORDERS = ((0, 1, 2, 3), (3, 1, 0, 2))
 SEED = 0
-# Of the fused error over the full-logits one, measured for seeds 0, 1 and 2; see the tests.
+# Of the fused error over that of full logits. For seeds 0, 1 and 2 it was 0.93 to 1.05 for log-probabilities, 0.996 to
+# 1.005 for parameters and, in policy optimisation, 0.97 to 1.04 for losses; see `chance` for those of a language model.
 BFLOAT16_SLACK = 1.1
 
 PROMPT, STEPS_PER_BATCH = 32, 4
@@ -137,13 +138,23 @@ def rounding(run: Run) -> dict[str, float]:
     return {key: eps * size for key, size in run.errors(zero).items()}
 
 
+def chance(run: Run, exact: Run) -> float:
+    """How far the loss, a mean over a batch's tokens, is off when each of them is off at random as at the end of `run`.
+
+    The losses of a language model in bfloat16 are hardly further off (Gemma 2: 8e-4 by training, 9e-4 by chance), so
+    that the ratio of two such errors alone says little: for seeds 0, 1 and 2 it was 0.9 to 1.4.
+    """
+    return run.errors(exact)["final log-probabilities"] / (ROWS * (LENGTH - 1)) ** 0.5
+
+
 def ratios(fused: list[Run], full: list[Run], exact: Run, floor: dict[str, float]) -> dict[str, float]:
-    """Mean error of the fused runs over the mean error of those with full logits."""
+    """Mean error of the fused runs over the mean error of those with full logits, which `floor` is added to."""
 
     def mean_error(runs: list[Run], key: str) -> float:
         return sum(run.errors(exact)[key] for run in runs) / len(runs)
 
-    return {key: mean_error(fused, key) / (mean_error(full, key) + floor.get(key, 0.0)) for key in exact.errors(exact)}
+    keys = exact.errors(exact)
+    return {key: mean_error(fused, key) / (mean_error(full, key) + floor.get(key, 0.0)) for key in keys}
 
 
 # --- language modelling -----------------------------------------------------------------------------------------------
@@ -189,7 +200,7 @@ def test_language_modelling_in_bfloat16(name):
     fused = [language_model(name, torch.bfloat16, order, fused=True) for order in ROW_ORDERS]
     for run in (*full, *fused):
         assert run.losses[-1] < 0.8 * run.losses[0]
-    for what, ratio in ratios(fused, full, exact, {}).items():
+    for what, ratio in ratios(fused, full, exact, {"losses": chance(full[0], exact)}).items():
         assert ratio <= BFLOAT16_SLACK, f"{what}: {ratio:.3f} times the error of full logits"
 
 
@@ -286,7 +297,6 @@ class SwappedHead:
         self.logps = logps_from_swapped_head
 
     def loss(self, model, batch: Completions, old: Tensor, reference: Tensor, run: Run) -> Tensor:
-        swap_lm_head(model)
         output = ppo_loss_fn(
             self.logps(model, batch.ids),
             PolicyBatch(
@@ -297,7 +307,7 @@ class SwappedHead:
             ),
             PPOClip(epsilon_low=EPSILON_LOW, epsilon_high=EPSILON_HIGH),
             SequenceMean(),
-            KLPenalty(beta=BETA),
+            kl=KLPenalty(beta=BETA),
         )
         run.clip_ratio = max(run.clip_ratio, output.metrics["clip_ratio"].item())
         return output.loss

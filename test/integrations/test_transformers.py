@@ -139,14 +139,24 @@ def assert_close(actual: Tensor, plain: Tensor, exact: Tensor, what: str, roundi
     assert error <= slack * allowed + rounding, f"{what}: error {error:.2e}, the plain forward's is {allowed:.2e}"
 
 
-def assert_gradients_close(actual: dict, plain: dict, exact: dict, *, slack: float = 2.0) -> None:
+def whole(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[key].double().flatten() for key in sorted(tensors)])
+
+
+def assert_gradients_close(actual: dict, plain: dict, exact: dict, *, slack: float = 4.0) -> None:
+    """Together within twice the plain forward's error, each parameter within `slack` times its own.
+
+    A small parameter's error is a draw of few roundings, most of them made in the layers before the head: two draws
+    of one spread differ by more than two sums of all of them do (on a GPU by up to 2.6).
+    """
+    assert_close(whole(actual), whole(plain), whole(exact), "gradient", 0.0, slack=2.0)
     assert actual.keys() == plain.keys() == exact.keys()
     dtype = next(iter(plain.values())).dtype
-    whole = sum(g.double().square().sum() for g in exact.values()).sqrt().item()
-    assert whole > 1e-2, "a gradient that is all but zero would test nothing"
+    size = whole(exact).norm().item()
+    assert size > 1e-2, "a gradient that is all but zero would test nothing"
     for key in plain:
         # Parameters that cannot change the loss (a key's bias) have gradients of nothing but rounding.
-        rounding = torch.finfo(dtype).eps * max(exact[key].double().norm().item(), 0.1 * whole)
+        rounding = torch.finfo(dtype).eps * max(exact[key].double().norm().item(), 0.1 * size)
         assert_close(actual[key], plain[key], exact[key], f"gradient of {key}", rounding, slack)
 
 
@@ -231,10 +241,6 @@ def test_any_loss_of_log_probabilities_and_entropy_at_a_temperature(name, device
     assert_gradients_close(gradients(model, loss), plain, exact)
     # The probed transform is the model's own, the temperature the call's.
     assert not torch.allclose(model(**batch, fused=True).per_token_logps, output.per_token_logps, atol=1e-2)
-
-
-def whole(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensors[key].double().flatten() for key in sorted(tensors)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere", "phi", "mixtral"])
@@ -803,7 +809,7 @@ def test_a_forward_that_does_something_unknown_is_refused(model_class, message):
 def test_a_model_on_meta_is_refused():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    with pytest.raises(ValueError, match="LlamaForCausalLM must be loaded"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM must be in memory"):
         swap_lm_head(model)
     assert type(model) is transformers.LlamaForCausalLM
 
@@ -841,3 +847,30 @@ def test_the_fused_call_is_linear_logprobs_of_the_models_last_hidden_state():
         hidden[:, :-1], model.lm_head.weight, batch["labels"][:, 1:], transform=LogitTransform(scale=0.25)
     ).logps
     torch.testing.assert_close(model(**batch, fused=True).per_token_logps[:, 1:], expected)
+
+
+def test_refuses_a_model_whose_forward_was_replaced_on_the_instance():
+    """accelerate does that; the replacement would hide the fused forward and swallow its arguments."""
+    model = build("llama")
+    model.forward = model.forward
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM was replaced on the instance"):
+        swap_lm_head(model)
+    del model.forward
+    swap_lm_head(model)
+    model.forward = model.forward
+    with pytest.raises(ValueError, match="replaced after the swap"):
+        unswap_lm_head(model)
+    del model.forward
+    assert unswap_lm_head(model) is model
+
+
+def test_refuses_a_model_that_is_not_causal():
+    small = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**small, num_attention_heads=4)
+    with pytest.raises(ValueError, match="BertForMaskedLM is not"):
+        swap_lm_head(transformers.BertForMaskedLM(config))
+
+
+def test_refuses_a_tuple():
+    with pytest.raises(ValueError, match="return_dict"):
+        swap_lm_head(build("llama"))(**make_batch(), fused=True, return_dict=False)
