@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmark.cases import Case, preset
 from benchmark.environment import ROOT, slug
-from benchmark.peers import BASELINE, LABELS
+from benchmark.peers import BASELINE, LABELS, OURS
 from benchmark.plot import RESULTS, plot_directory
 from benchmark.table import COLUMNS, by_case, cells, title
 
@@ -237,7 +237,7 @@ def main() -> None:
     except ImportError as error:
         console.print(f"no picture: {error}")
     # A peer that fails is a finding, and its row says so.
-    if any(row["variant"] == "ours" and row["status"] in ("failed", "wrong") for row in rows):
+    if any(row["variant"] == OURS and row["status"] in ("failed", "wrong") for row in rows):
         raise SystemExit(1)
 
 

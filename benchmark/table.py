@@ -65,14 +65,14 @@ def by_case(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     return [(case, list(group)) for case, group in groupby(rows, key=lambda row: row["case"])]
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """{"environment", "rows"} as written by `benchmark.run` -> a table per timed case, then one of the sweeps."""
+def markdown(results: dict[str, Any], *, sweeps: bool = True) -> str:
+    """{"environment", "rows"} as written by `benchmark.run` -> a table per timed case, then one of each sweep."""
     cases = [rows for _case, rows in by_case(results["rows"])]
     blocks = [_environment(results["environment"])]
     for rows in (rows for rows in cases if "time" in rows[0]["quantities"]):
         table = [[_label(row), *cells(row)] for row in rows]
         blocks.append(f"**{title(rows[0])}**\n\n{_table(['', *COLUMNS], table)}")
-    for axis, field in ((TOKENS, "N"), (VOCABULARY, "V")):
+    for axis, field in ((TOKENS, "N"), (VOCABULARY, "V")) if sweeps else ():
         sweep = [rows for rows in cases if axis in rows[0]["groups"]]
         if len(sweep) > 1:
             blocks.append(_sweep(sweep, axis, field))

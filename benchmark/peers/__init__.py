@@ -12,6 +12,7 @@ from types import ModuleType
 
 LABELS = {"eager": "eager PyTorch", "liger_chunked": "Liger chunked", "ours": "liger_rl"}
 BASELINE = "eager"
+OURS = "ours"
 
 
 def load(variant: str) -> ModuleType:

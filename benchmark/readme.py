@@ -1,0 +1,26 @@
+"""The README's tables of numbers, from the committed results: `python -m benchmark.readme` writes them into it."""
+
+import json
+import re
+from pathlib import Path
+
+from benchmark.environment import ROOT
+from benchmark.plot import RESULTS
+from benchmark.table import markdown
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- begin table (\S+) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """`text` with every marked block filled from `benchmark/results/<name>.json`."""
+
+    def block(match: re.Match[str]) -> str:
+        results = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        return f"{match[1]}{markdown(results, sweeps=False)}{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+if __name__ == "__main__":
+    Path(README).write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
