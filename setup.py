@@ -8,7 +8,7 @@ HF = ["transformers>=4.57"]
 TRL = [*HF, "trl>=1.10"]
 BENCHMARK = ["liger-kernel>=0.8.5", "matplotlib>=3.8", "rich>=13"]
 TEST = ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5"]
-DEV = [*HF, *BENCHMARK, *TEST, "mypy>=1.10", "ruff>=0.6", "tqdm>=4.66"]
+DEV = [*TRL, *BENCHMARK, *TEST, "mypy>=1.10", "ruff>=0.6", "tqdm>=4.66"]
 
 setup(
     name="liger_rl",

@@ -106,6 +106,8 @@ def test_clip_indicators(device):
 
 def test_agrees_with_an_independent_triton_kernel(device):
     liger = pytest.importorskip("liger_kernel.transformers.grpo_loss")
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("with a GPU its kernel is compiled, and takes no CPU tensors")
     logits, ids, columns = problem(device=device)
     found, grad = solve(logits, ids, columns, temperature=0.8, epsilon_high=0.3)
     leaf = logits.detach().clone().requires_grad_()

@@ -4,12 +4,12 @@ import math
 import threading
 from dataclasses import dataclass
 
-import oracles_segments
 import pytest
 import torch
 from torch import Tensor
 
 import oracles
+import oracles_segments
 from liger_rl import PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum, logits_logprobs, ppo_loss_fn
 from liger_rl.policy.segments import segment_sum
 

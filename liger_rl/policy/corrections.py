@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.ratios import bounded_exp
 from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
@@ -40,10 +41,14 @@ class SamplerCorrection:
         for name, known in (("level", LEVELS), ("mode", MODES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
-        low = -math.inf if self.ratio_min is None else self.ratio_min
-        high = math.inf if self.ratio_max is None else self.ratio_max
+        low, high = self._bounds
         if not (low < high and high > 0):
             raise ValueError(f"ratio_min must be under ratio_max, got {self.ratio_min} and {self.ratio_max}")
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        low = -math.inf if self.ratio_min is None else self.ratio_min
+        return low, math.inf if self.ratio_max is None else self.ratio_max
 
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio is not None:
@@ -58,11 +63,10 @@ class SamplerCorrection:
         assert batch.old_per_token_logps is not None
         assert batch.sampling_per_token_logps is not None
         difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
-        ratio = (difference if self.level == "token" else sequence_sum(difference, batch)).exp()
+        ratio = bounded_exp(difference if self.level == "token" else sequence_sum(difference, batch))
+        low, high = self._bounds
         if self.mode == "truncate":
-            return ratio.clamp(self.ratio_min, self.ratio_max)
-        low = -math.inf if self.ratio_min is None else self.ratio_min
-        high = math.inf if self.ratio_max is None else self.ratio_max
+            return ratio.clamp(low, high)
         return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 

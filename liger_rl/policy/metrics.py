@@ -15,6 +15,8 @@ from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.objectives import TokenLoss
+from liger_rl.policy.ratios import bounded_exp
+from liger_rl.policy.reductions import divisor
 from liger_rl.policy.sequences import sequence_length
 
 ReductionKind = Literal["sum", "max", "min"]
@@ -82,9 +84,9 @@ def policy_metrics(
 
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
-    weight = mask.to(dtype) / (sequence_length(batch) * batch.num_sequences)
+    weight = mask.to(dtype) / (sequence_length(batch) * divisor(batch.num_sequences))
     log_ratio = batch.log_ratio(logps)
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
 
     def weighted(values: Tensor) -> Metric:
         return Metric(torch.where(mask, values.to(dtype) * weight, 0.0).sum())

@@ -7,7 +7,8 @@ masked tokens, and its values there are dropped. Three attributes are read where
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
 
-Ratios: r_t = exp(logp_t - old_t). All bounds are numbers of a frozen dataclass, validated when it is made.
+Ratios: r_t = exp(logp_t - old_t), see `liger_rl.policy.ratios`. All bounds are numbers of a frozen dataclass,
+validated when it is made.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.ratios import RATIOS, bounded_exp, token_ratio
 from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
 
@@ -37,32 +39,6 @@ class TokenLoss(NamedTuple):
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
-
-
-# Above it exp is near float32's end, and a clipped token's zero gradient times an infinite ratio would be NaN.
-MAX_LOG_RATIO = 80.0
-
-
-def token_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """r_t = exp(logp_t - old_t), (B, T) or (N,)."""
-    return batch.log_ratio(logps).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def sequence_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """R = exp(mean over the sequence of logp - old), through which gradient flows. arXiv:2507.18071."""
-    return sequence_mean(batch.log_ratio(logps), batch).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def sequence_token_ratio(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """R without gradient times exp(logp_t - logp_t without gradient): GSPO-token, arXiv:2507.18071 eq. 14."""
-    return sequence_ratio(logps.detach(), batch) * torch.exp(logps - logps.detach())
-
-
-RATIOS: dict[str, Callable[[Tensor, AlignedBatch], Tensor]] = {
-    "token": token_ratio,
-    "sequence": sequence_ratio,
-    "sequence_token": sequence_token_ratio,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +127,7 @@ class SAPO:
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = token_ratio(logps, batch)
-        steepness = torch.where(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
+        steepness = _by_sign(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, logps)
         return TokenLoss(-torch.sigmoid(steepness * (ratio - 1)) * (4 / steepness) * batch.advantages, ratio)
 
 
@@ -196,8 +172,8 @@ class VESPO:
             log_w = log_w + sequence_sum(torch.where(batch.mask, log_correction, 0.0), batch)
         log_w = log_w.clamp(self.LOWEST, self.HIGHEST)
         positive = batch.advantages >= 0
-        k = torch.where(positive, self.vespo_k_pos, self.vespo_k_neg)
-        rate = torch.where(positive, self.vespo_lambda_pos, self.vespo_lambda_neg).clamp(min=1e-4)
+        k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, logps)
+        rate = _by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, logps).clamp(min=1e-4)
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
@@ -226,9 +202,9 @@ class GMPO:
         one_sided = torch.where(
             advantages > 0, log_ratio.clamp(max=self.epsilon_high), log_ratio.clamp(min=-self.epsilon_low)
         )
-        loss = -torch.exp(sequence_mean(one_sided, batch)) * sequence_mean(advantages, batch)
+        loss = -bounded_exp(sequence_mean(one_sided, batch)) * sequence_mean(advantages, batch)
         low, high = math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _clipped(loss, log_ratio.exp(), advantages, low, high)
+        return _clipped(loss, bounded_exp(log_ratio), advantages, low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +312,11 @@ class KLCov:
         held = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
         penalty = torch.where(held, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
         return TokenLoss(-ratio * batch.advantages + penalty, ratio)
+
+
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+    """In the dtype of `like`: two numbers in `where` would be float32 always."""
+    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(otherwise))
 
 
 def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
-
-# exp stays finite in float32 under it, however far the policies are apart.
-MAX_LOG_RATIO = 80.0
+from liger_rl.policy.ratios import MAX_LOG_RATIO
 
 
 def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:

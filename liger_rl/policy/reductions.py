@@ -59,7 +59,7 @@ class GlobalTokenMean:
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
             return TokenMean()(batch)
-        return _weights(batch) / (_divisor(batch.num_items_in_batch) / self.world_size)
+        return _weights(batch) / (divisor(batch.num_items_in_batch) / self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,8 @@ def _weights(batch: AlignedBatch) -> Tensor:
     return batch.mask.to(batch.advantages.dtype)
 
 
-def _divisor(count: int | float | Tensor) -> float | Tensor:
+def divisor(count: int | float | Tensor) -> float | Tensor:
+    """A count to divide by, at least 1."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -105,4 +106,4 @@ def _sequences(batch: AlignedBatch) -> float | Tensor:
             "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by the "
             "number of sequences; got neither"
         )
-    return _divisor(batch.num_sequences)
+    return divisor(batch.num_sequences)
