@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels import for_device, gemm, gemm_fold_for
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -66,6 +66,9 @@ def fold_projection(
 ) -> TokenStatistics:
     """Statistics of every token, in a forward's one product (2 n H V)."""
     n, vocab = hidden.shape[0], weight.shape[0]
+    whole_fold = gemm_fold_for(hidden, weight) if options.chunk_tokens is None and options.chunk_vocab is None else None
+    if whole_fold is not None:
+        return whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy).finish()
     fold = for_device(hidden.device).fold
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, backward=False)
     state = Fold.start(n, hidden.device, entropy=options.entropy)

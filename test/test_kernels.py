@@ -205,3 +205,77 @@ def test_more_than_two_to_the_31_logits():
     logps.sum().backward()
     assert torch.equal(logits.grad[-1000:], logits.grad[:1000])
     assert logits.grad[-1].any()
+
+
+# --- the fold in a product's epilogue ---------------------------------------------------------------------------------
+
+FOLDED = [
+    # tokens, hidden, vocab, options: tails on every side, one tile alone, and more than one chunk of statistics
+    (150, 72, 300, {}),
+    (128, 64, 256, {"bias": True}),
+    (260, 136, 1000, {"entropy": True, "bias": True}),
+    (150, 72, 300, {"entropy": True, "transform": LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)}),
+    (300, 64, 513, {"entropy": True, "statistics_bytes": 1}),
+]
+
+
+NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's descriptors misread bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=NOT_INTERPRETED), torch.float16])
+@pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "options"), FOLDED)
+def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, dtype, monkeypatch):
+    """Against float64, no further than the product of the same rounded matrices in float32 and its fold."""
+    from liger_rl.kernels import gemm_fold
+
+    options = dict(options)
+    if "statistics_bytes" in options:
+        monkeypatch.setattr(gemm_fold, "STATISTICS_BYTES", options.pop("statistics_bytes"))
+    transform, entropy = options.pop("transform", LogitTransform()), options.pop("entropy", False)
+    hidden = (2 * torch.randn(tokens, hidden_size)).to(DEVICE, dtype)
+    weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, dtype)
+    bias = torch.randn(vocab).to(DEVICE, dtype) if options.pop("bias", False) else None
+    assert not options
+    targets = torch.randint(0, vocab, (tokens,)).to(DEVICE)
+    found = gemm_fold.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy).finish()
+    doubles = [None if x is None else x.double() for x in (hidden, weight, bias)]
+    logps, entropies = oracles.logprobs(
+        doubles[0], doubles[1], targets, bias=doubles[2],
+        temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale,
+    )  # fmt: skip
+    torch.testing.assert_close(found.logps.double(), logps, rtol=0.0, atol=1e-5)
+    assert (found.entropy is None) == (not entropy)
+    if entropy:
+        torch.testing.assert_close(found.entropy.double(), entropies, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
+def test_which_fold_is_taken():
+    from liger_rl.kernels import gemm_fold_for
+
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
+    assert (gemm_fold_for(hidden, weight) is not None) == hopper
+    for other in (
+        hidden[:100],
+        hidden.float(),
+        hidden.half(),
+        hidden[:, :60],
+        hidden[:, 1:],
+        hidden.mT.contiguous().mT,
+    ):
+        width = other.shape[1]
+        assert gemm_fold_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
+def test_both_forwards_agree():
+    hidden = torch.randn(2000, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(5000, 128, device="cuda", dtype=torch.bfloat16) / 11
+    targets = torch.randint(0, 5000, (2000,), device="cuda")
+    whole = linear_logprobs(hidden, weight, targets, entropy=True)
+    tiles = linear_logprobs(hidden, weight, targets, entropy=True, chunk_vocab=1024)
+    for mine, other in zip(whole, tiles, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-5)
+    again = linear_logprobs(hidden, weight, targets, entropy=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))

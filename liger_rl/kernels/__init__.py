@@ -3,11 +3,14 @@
 Nothing here knows what the log-probabilities are for.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from liger_rl.kernels import eager
+from liger_rl.kernels.statistics import Fold
 
 
 def for_device(device: torch.device) -> ModuleType:
@@ -17,3 +20,16 @@ def for_device(device: torch.device) -> ModuleType:
     from liger_rl.kernels import triton
 
     return triton
+
+
+def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:
+    """The fold of hidden (N, H) @ weight (V, H).T in the product's own epilogue, None where that kernel does not apply.
+
+    It applies on GPUs with a tensor memory accelerator (compute capability 9.0 on), to bfloat16 or float16 matrices of
+    one dtype whose rows start at multiples of 16 bytes, from 512 tokens on.
+    """
+    if not hidden.is_cuda:
+        return None
+    from liger_rl.kernels import gemm_fold
+
+    return gemm_fold.gemm_fold if gemm_fold.applies(hidden, weight) else None

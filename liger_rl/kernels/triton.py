@@ -27,22 +27,17 @@ def _tanh(u):
 
 
 @triton.jit
-def _transformed(
-    logits,
-    bias,
-    columns,
-    inside,
-    gain,
-    cap,
-    temperature,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
-):
-    """-> z and tanh^2, float32; `gain`, `cap` and `temperature` as `_constants` makes them."""
+def _loaded(logits, bias, columns, inside):
+    """-> x = logits + bias in float32, 0 outside the tile."""
     x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def transformed(x, gain, cap, temperature, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr):
+    """-> z and tanh^2 of float32 logits x; the numbers and flags are those of `transform_constants`."""
     z = x
     square = 0.0
     if SCALED:
@@ -94,7 +89,7 @@ def _fold_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, _ = _transformed(logits, bias, column, inside, gain, cap, temperature, SCALED, CAPPED, HEATED)
+        z, _ = transformed(_loaded(logits, bias, column, inside), gain, cap, temperature, SCALED, CAPPED, HEATED)
         target += tl.sum(tl.where(column == column_of_target, z, 0.0))
         # Only now, so that a softcap cannot make the lanes past the end finite again.
         z = tl.where(inside, z, float("-inf"))
@@ -150,7 +145,7 @@ def _grad_kernel(
         out += row * out_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, square = _transformed(logits, bias, column, inside, gain, cap, temperature, SCALED, CAPPED, HEATED)
+    z, square = transformed(_loaded(logits, bias, column, inside), gain, cap, temperature, SCALED, CAPPED, HEATED)
     log_p = z - tl.load(lse_of + row)
     p = tl.exp(log_p)
     hit = column == tl.load(targets + row) - first
@@ -181,7 +176,7 @@ def fold(
     if n == 0:
         return
     block = _block(logits.shape[-1])
-    with _on(logits.device):
+    with on(logits.device):
         _fold_kernel[(n,)](
             logits,
             None if rows is None else _offsets(logits, rows),
@@ -191,7 +186,7 @@ def fold(
             *state,
             logits.shape[-1],
             first,
-            **_constants(transform),
+            **transform_constants(transform),
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -216,7 +211,7 @@ def grad(
     if n == 0:
         return
     block = _block(columns)
-    with _on(logits.device):
+    with on(logits.device):
         _grad_kernel[(n, triton.cdiv(columns, block))](
             logits,
             None if rows is None else _offsets(logits, rows),
@@ -230,14 +225,14 @@ def grad(
             columns,
             first,
             slope=transform.scale / transform.temperature,
-            **_constants(transform),
+            **transform_constants(transform),
             ADD=add,
             BLOCK=block,
             num_warps=_warps(block),
         )
 
 
-def _constants(transform: LogitTransform) -> dict[str, float | bool]:
+def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
     """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off."""
     capped = transform.softcap is not None
     gain = transform.scale / transform.softcap if capped else transform.scale
@@ -265,6 +260,6 @@ def _offsets(logits: Tensor, rows: Tensor) -> Tensor:
     return sum(i * stride for i, stride in zip(index, logits.stride()[:-1], strict=True))
 
 
-def _on(device: torch.device):
+def on(device: torch.device):
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
