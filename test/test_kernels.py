@@ -226,18 +226,18 @@ NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpret
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "options"), FOLDED)
 def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, dtype, monkeypatch):
     """Against float64, no further than the product of the same rounded matrices in float32 and its fold."""
-    from liger_rl.kernels import gemm_fold
+    from liger_rl.kernels import epilogue
 
     options = dict(options)
     if "statistics_bytes" in options:
-        monkeypatch.setattr(gemm_fold, "STATISTICS_BYTES", options.pop("statistics_bytes"))
+        monkeypatch.setattr(epilogue, "STATISTICS_BYTES", options.pop("statistics_bytes"))
     transform, entropy = options.pop("transform", LogitTransform()), options.pop("entropy", False)
     hidden = (2 * torch.randn(tokens, hidden_size)).to(DEVICE, dtype)
     weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, dtype)
     bias = torch.randn(vocab).to(DEVICE, dtype) if options.pop("bias", False) else None
     assert not options
     targets = torch.randint(0, vocab, (tokens,)).to(DEVICE)
-    found = gemm_fold.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy).finish()
+    found = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy).finish()
     doubles = [None if x is None else x.double() for x in (hidden, weight, bias)]
     logps, entropies = oracles.logprobs(
         doubles[0], doubles[1], targets, bias=doubles[2],

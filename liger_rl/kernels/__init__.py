@@ -30,6 +30,6 @@ def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:
     """
     if not hidden.is_cuda:
         return None
-    from liger_rl.kernels import gemm_fold
+    from liger_rl.kernels import epilogue
 
-    return gemm_fold.gemm_fold if gemm_fold.applies(hidden, weight) else None
+    return epilogue.gemm_fold if epilogue.applies(hidden, weight) else None

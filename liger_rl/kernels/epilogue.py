@@ -1,8 +1,9 @@
-"""The forward without a logit in memory: the fold in the epilogue of a persistent Triton product.
+"""Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
-Each program walks over (token, vocabulary) tiles, multiplies one with the tensor memory accelerator's loads and leaves
-of it, per token, the maximum, the sum of exponentials and, for the entropy, one more sum: 8 or 12 bytes a token and
-tile instead of 4 bytes a logit written, read and thrown away.
+Each program walks over (token, vocabulary) tiles and multiplies one with the tensor memory accelerator's loads. The
+fold leaves of it, per token, the maximum, the sum of exponentials and, for the entropy, one more sum: 8 or 12 bytes a
+token and tile instead of 4 bytes a logit written, read and thrown away. The gradient leaves dL/dlogits alone, rounded
+to the dtype of the products that it goes into.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.statistics import Fold
+from liger_rl.kernels.statistics import Fold, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 
@@ -22,6 +23,7 @@ from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_consta
 TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = 128, 256, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
+GRAD_STAGES = 3  # a fourth does not fit beside the tile that is stored
 MIN_TOKENS = 4 * TILE_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
 ALIGNMENT_BYTES = 16
@@ -39,6 +41,31 @@ def applies(hidden: Tensor, weight: Tensor) -> bool:
 def _addressable(matrix: Tensor) -> bool:
     row = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row % ALIGNMENT_BYTES == 0 and matrix.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+@triton.jit
+def _place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
+    """-> (token tile, vocabulary tile) in an order in which neighbours share what they load."""
+    group_tiles = GROUP * vocab_tiles
+    first = (tile // group_tiles) * GROUP
+    size = min(token_tiles - first, GROUP)
+    return first + (tile % group_tiles) % size, (tile % group_tiles) // size
+
+
+@triton.jit
+def _logits(
+    hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """-> one tile of hidden @ weight.T + bias in float32."""
+    logits = tl.zeros((TILE_TOKENS, TILE_VOCAB), tl.float32)
+    for step in range(tl.cdiv(hidden_size, TILE_HIDDEN)):
+        a = hidden.load([token_tile * TILE_TOKENS, step * TILE_HIDDEN])
+        b = weight.load([vocab_tile * TILE_VOCAB, step * TILE_HIDDEN])
+        logits = tl.dot(a, b.T, logits)
+    if bias is not None:
+        logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    return logits
 
 
 @triton.jit
@@ -67,23 +94,15 @@ def _gemm_fold_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    steps = tl.cdiv(hidden_size, TILE_HIDDEN)
-    group_tiles = GROUP * vocab_tiles
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        first_token_tile = (tile // group_tiles) * GROUP
-        group_size = min(token_tiles - first_token_tile, GROUP)
-        token_tile = first_token_tile + (tile % group_tiles) % group_size
-        vocab_tile = (tile % group_tiles) // group_size
-        logits = tl.zeros((TILE_TOKENS, TILE_VOCAB), tl.float32)
-        for step in range(steps):
-            a = hidden.load([token_tile * TILE_TOKENS, step * TILE_HIDDEN])
-            b = weight.load([vocab_tile * TILE_VOCAB, step * TILE_HIDDEN])
-            logits = tl.dot(a, b.T, logits)
+        token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         live = token < tokens
-        if bias is not None:
-            logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+        logits = _logits(
+            hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+        )  # fmt: skip
         z, _ = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
         z = tl.where((column < vocab)[None, :], z, float("-inf"))
         peak = tl.max(z, 1)
@@ -99,6 +118,62 @@ def _gemm_fold_kernel(
         here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
         target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=here)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gemm_grad_kernel(
+    hidden,  # descriptor of (tokens, H)
+    weight,  # descriptor of (vocab, H), the tile's rows
+    out,  # descriptor of (tokens, vocab)
+    bias,
+    targets,
+    lse_of,
+    grad_logps,
+    at_target,
+    entropies,
+    grad_entropies,
+    tokens,
+    vocab,
+    first,  # id of the tile's first word
+    hidden_size,
+    gain,
+    cap,
+    temperature,
+    slope,  # scale / temperature
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    TILE_HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
+    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
+        token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
+        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        live = token < tokens
+        logits = _logits(
+            hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+        )  # fmt: skip
+        z, square = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+        log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
+        p = tl.exp(log_p)
+        target = tl.load(targets + token, mask=live, other=-1) - first
+        g = tl.load(grad_logps + token, mask=live, other=0.0)
+        g_target = tl.load(at_target + token, mask=live, other=0.0)
+        grad = tl.where(column[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
+        if entropies is not None:
+            e = tl.load(grad_entropies + token, mask=live, other=0.0)
+            entropy = tl.load(entropies + token, mask=live, other=0.0)
+            grad -= e[:, None] * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy[:, None])
+        grad *= slope
+        if CAPPED:
+            grad *= 1.0 - square
+        out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
 
 
 def gemm_fold(
@@ -157,6 +232,46 @@ def _fold_rows(
     if state.moment is not None and moments is not None:
         torch.sum(moments.addcmul_(distance, sums).mul_(distance.exp()), 0, out=state.moment)
     torch.sum(sums.mul_(distance.exp_()), 0, out=state.sum_exp)
+
+
+def gemm_grad(
+    hidden: Tensor,  # (n, H)
+    weight: Tensor,  # (v, H), a vocabulary tile's rows
+    bias: Tensor | None,  # (v,)
+    targets: Tensor,  # (n,) ids of the whole vocabulary
+    first: int,  # id of the tile's first word
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each
+) -> Tensor:
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `applies` says so."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
+    width = triton.cdiv(vocab, words_per_alignment) * words_per_alignment
+    out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
+    programs = _programs(hidden.device)
+    with on(hidden.device):
+        _gemm_grad_kernel[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
+            TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
+            TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB]),
+            None if bias is None else bias.contiguous(),
+            targets.contiguous(),
+            *(None if column is None else column.contiguous() for column in tokens),
+            n,
+            vocab,
+            first,
+            hidden.shape[1],
+            slope=transform.scale / transform.temperature,
+            **transform_constants(transform),
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=TILE_VOCAB,
+            TILE_HIDDEN=TILE_HIDDEN,
+            GROUP=GROUP,
+            PROGRAMS=programs,
+            num_stages=GRAD_STAGES,
+            num_warps=WARPS,
+        )
+    return out
 
 
 def _programs(device: torch.device) -> int:

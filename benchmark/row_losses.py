@@ -1,0 +1,389 @@
+"""Per-token GRPO losses of logits that are already there, timed beside each other: `python -m benchmark.row_losses`."""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmark.environment import describe, slug
+from benchmark.plot import RESULTS
+from benchmark.timing import median_ms
+
+TEMPERATURE, EPSILON_LOW, EPSILON_HIGH, BETA = 0.9, 0.2, 0.4, 0.04
+MASK_SHARE = 0.2
+DRIFT_NATS = 0.2  # of the old and the reference policy from the current one, standard deviation per token
+CUDA_REPEATS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """(B, L + 1, V) logits, of which the last position predicts nothing."""
+
+    batch: int
+    length: int
+    vocab: int
+    dtype: str
+
+
+SHAPES = {
+    "cuda": Shape(batch=8, length=1024, vocab=12800, dtype="bfloat16"),
+    # To see that everything runs: kernels are interpreted there, and their times mean nothing.
+    "cpu": Shape(batch=2, length=8, vocab=200, dtype="bfloat16"),
+}
+
+
+class Batch(NamedTuple):
+    logits: Tensor  # (B, L + 1, V)
+    ids: Tensor  # (B, L)
+    old: Tensor  # (B, L) float32
+    ref: Tensor  # (B, L) float32
+    advantages: Tensor  # (B,) float32
+    mask: Tensor  # (B, L) bool
+    weights: Tensor  # (B, L) float32, d objective / d loss
+
+
+def make_batch(shape: Shape, device: str) -> Batch:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, generator=generator, device=device)
+
+    rows = (shape.batch, shape.length)
+    logits = normal(shape.batch, shape.length + 1, shape.vocab)
+    ids = torch.randint(shape.vocab, rows, generator=generator, device=device)
+    # From a token that the policy did not expect to one that it is sure of.
+    peak = uniform(*rows, 1) * 2 * math.log(shape.vocab)
+    logits[:, :-1].scatter_add_(-1, ids[..., None], peak)
+    logits = logits.to(getattr(torch, shape.dtype))
+    current = selected_logps(logits, ids, torch.float32)
+    lengths = torch.linspace(1 - 2 * MASK_SHARE, 1.0, shape.batch, device=device) * shape.length
+    return Batch(
+        logits=logits,
+        ids=ids,
+        old=current + DRIFT_NATS * normal(*rows),
+        ref=current + DRIFT_NATS * normal(*rows),
+        advantages=normal(shape.batch),
+        mask=torch.arange(shape.length, device=device) < lengths.round()[:, None],
+        weights=uniform(*rows),
+    )
+
+
+def selected_logps(logits: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    scaled = logits[:, :-1].to(dtype) / TEMPERATURE
+    return torch.log_softmax(scaled, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def written_out(logits: Tensor, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The loss as training code has it, and with float64 what the others are compared with."""
+    logps = selected_logps(logits, batch.ids, dtype)
+    ratio = torch.exp(logps - batch.old)
+    advantages = batch.advantages[:, None].to(dtype)
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH) * advantages)
+    away = batch.ref - logps
+    return torch.where(batch.mask, policy + BETA * (torch.exp(away) - away - 1), 0.0)
+
+
+LossOf = Callable[[Tensor, Batch], Tensor]
+"""(logits, batch) -> (B, L) float32, 0 at masked tokens."""
+
+
+def _compiled() -> LossOf:
+    return torch.compile(written_out, dynamic=False)
+
+
+def _helion() -> LossOf:
+    from benchmark.peers import helion_rows
+
+    reason = helion_rows.available()
+    if reason is not None:
+        raise Unavailable(reason)
+    options = helion_rows.Options(temperature=TEMPERATURE, eps_low=EPSILON_LOW, eps_high=EPSILON_HIGH, beta=BETA)
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        columns = (batch.ids, batch.old, batch.ref, batch.advantages, batch.mask)
+        return helion_rows.helion_grpo_loss(logits, *columns, options).loss
+
+    return loss
+
+
+def _liger(in_place: bool) -> LossOf:
+    try:
+        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+    except ImportError as error:
+        raise Unavailable(f"liger-kernel cannot be imported: {error}") from error
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        return triton_grpo_loss(
+            logits,
+            batch.old,
+            batch.ref,
+            batch.ids,
+            batch.advantages,
+            batch.mask,
+            temperature=TEMPERATURE,
+            beta=BETA,
+            eps_low=EPSILON_LOW,
+            eps_high=EPSILON_HIGH,
+            inplace=in_place,
+            loss_type="grpo",
+            reduce=False,
+        )[0]
+
+    return loss
+
+
+def _ours(in_place: bool) -> LossOf:
+    from liger_rl import grpo_loss_from_logits
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        return grpo_loss_from_logits(
+            logits,
+            batch.ids,
+            batch.advantages,
+            batch.mask,
+            old_per_token_logps=batch.old,
+            ref_per_token_logps=batch.ref,
+            temperature=TEMPERATURE,
+            epsilon_low=EPSILON_LOW,
+            epsilon_high=EPSILON_HIGH,
+            beta=BETA,
+            in_place=in_place,
+        ).loss
+
+    return loss
+
+
+class Unavailable(Exception):
+    """Why a variant cannot be run here."""
+
+
+VARIANTS: dict[str, Callable[[], LossOf]] = {
+    "eager PyTorch": lambda: written_out,
+    "torch.compile": _compiled,
+    "Helion": _helion,
+    "Liger Triton": lambda: _liger(False),
+    "Liger Triton, in place": lambda: _liger(True),
+    "liger_rl": lambda: _ours(False),
+    "liger_rl, in place": lambda: _ours(True),
+}
+
+
+class Gold(NamedTuple):
+    loss: Tensor  # (B, L) float64
+    grad: Tensor  # (B, L + 1, V) float64
+
+
+def gold_of(batch: Batch) -> Gold:
+    logits = batch.logits.double().requires_grad_()
+    loss = written_out(logits, batch, torch.float64)
+    (grad,) = torch.autograd.grad((loss * batch.weights).sum(), logits)
+    return Gold(loss.detach(), grad)
+
+
+def measure(make: Callable[[], LossOf], batch: Batch, gold: Gold, device: str) -> dict[str, Any]:
+    """-> {"status": "ok", ...numbers} or {"status", "reason"}."""
+    try:
+        return {"status": "ok", "reason": None, **_numbers(make(), batch, gold, device)}
+    except Unavailable as reason:
+        return {"status": "unavailable", "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        first_line = str(error).strip().splitlines()[:1]
+        return {"status": "failed", "reason": ": ".join([type(error).__name__, *first_line])}
+
+
+def _numbers(loss_of: LossOf, batch: Batch, gold: Gold, device: str) -> dict[str, float | None]:
+    logits = batch.logits.clone().requires_grad_()
+
+    def restore() -> None:
+        # Some write their gradient over the logits, so every repeat of every variant gets them anew, untimed.
+        logits.data.copy_(batch.logits)
+
+    def forward() -> Tensor:
+        return loss_of(logits, batch)
+
+    def step() -> tuple[Tensor, Tensor]:
+        # Not .backward(): the logits of a model are no leaf, and nothing is accumulated in them.
+        loss = forward()
+        (grad,) = torch.autograd.grad((loss * batch.weights).sum(), logits)
+        return loss.detach(), grad
+
+    loss, grad = step()
+    numbers: dict[str, float | None] = {
+        "loss_max_error": (loss.double() - gold.loss)[batch.mask].abs().max().item(),
+        "grad_error": _relative(grad, gold.grad),
+    }
+    del loss, grad
+    tokens = batch.mask.sum().item()
+    for name, run in (("forward", forward), ("step", step)):
+        time_ms = _queued_median_ms(run, restore) if device == "cuda" else median_ms(run, device, restore)
+        numbers |= {f"{name}_ms": time_ms, f"{name}_tokens_per_s": tokens / time_ms * 1e3}
+    numbers["step_extra_mib"] = _extra_mib(step, restore) if device == "cuda" else None
+    return numbers
+
+
+def _queued_median_ms(run: Callable[[], object], before: Callable[[], object]) -> float:
+    """Median of repeats that are queued without waiting, as in training: steps of 1 ms are not to show their launches.
+
+    `before` is not timed. Copying the logits, as it does here, also leaves nothing useful in the cache.
+    """
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CUDA_REPEATS)]
+    for _ in range(3):
+        before()
+        run()
+    torch.cuda.synchronize()
+    for start, stop in events:
+        before()
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+
+
+def _extra_mib(step: Callable[[], object], before: Callable[[], object]) -> float:
+    """Peak of one step above what was allocated, its gradient included."""
+    before()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - allocated) / 2**20
+
+
+def _relative(found: Tensor, gold: Tensor) -> float:
+    return (torch.linalg.vector_norm(found.double() - gold) / torch.linalg.vector_norm(gold)).item()
+
+
+def _cell(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(field)
+        return "" if value is None else format(value * scale, form)
+
+    return cell
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "fwd ms": _cell("forward_ms", ".3f"),
+    "fwd Mtok/s": _cell("forward_tokens_per_s", ".3g", 1e-6),
+    "fwd+bwd ms": _cell("step_ms", ".3f"),
+    "fwd+bwd Mtok/s": _cell("step_tokens_per_s", ".3g", 1e-6),
+    "extra MiB": _cell("step_extra_mib", ",.0f"),
+    "loss err": _cell("loss_max_error", ".1e"),
+    "dlogits err": _cell("grad_error", ".1e"),
+}
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row's text, after its label; a row without numbers says why in the first cell."""
+    texts = [cell(row) for cell in COLUMNS.values()]
+    if row["status"] != "ok":
+        texts[0] = f"{row['status']}: {row['reason']}"
+    return texts
+
+
+def title(results: dict[str, Any]) -> str:
+    shape = results["shape"]
+    size = f"B={shape['batch']}, L={shape['length']}, V={shape['vocab']}, {shape['dtype']}"
+    return f"Loss from given logits: {size}, {results['mask_share']:.0%} masked, beta {results['beta']:g}"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """What `main` writes -> a line on where it was measured and a table."""
+    environment = results["environment"]
+    named = ("torch", "triton", "helion", "liger_kernel", "driver")
+    versions = ", ".join(f"{name.replace('_', '-')} {environment[name]}" for name in named if environment.get(name))
+    commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
+    head = f"{environment['device_name']}; {versions}; commit {commit}; {environment['date']}."
+    lines = [["", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
+    lines += [[row["variant"], *cells(row)] for row in results["rows"]]
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"{head}\n\n**{title(results)}**\n\n{table}\n"
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    table = Table(title=title(results), title_justify="left", title_style="bold")
+    table.add_column("variant", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    notes = []
+    for row in results["rows"]:
+        if row["status"] == "ok":
+            table.add_row(row["variant"], *cells(row))
+        else:
+            table.add_row(row["variant"], row["status"])
+            notes.append(f"{row['variant']}: {row['reason']}")
+    if notes:
+        table.caption = "; ".join(notes)
+    console.print(table)
+
+
+def _helion_version() -> str | None:
+    try:
+        return metadata.version("helion")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.row_losses", description=__doc__)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where to write; default: benchmark/results on CUDA, a temporary folder on CPU, where it is a smoke test",
+    )
+    arguments = parser.parse_args()
+    environment = describe("auto") | {"helion": _helion_version()}
+    device = environment["device"]
+    if device == "cpu":
+        # Read when liger-kernel's kernels are decorated, which is when its variant is made.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    whole = device == "cuda"
+    output = arguments.output or (RESULTS if whole else Path(tempfile.mkdtemp(prefix="liger-rl-benchmark-")))
+    shape = SHAPES[device]
+    batch = make_batch(shape, device)
+    gold = gold_of(batch)
+    rows = []
+    for name, make in VARIANTS.items():
+        # `groups` as in a row of `benchmark.run`, whose results lie in the same folder: part of no sweep.
+        rows.append({"variant": name, "groups": [], **measure(make, batch, gold, device)})
+    results = {
+        "environment": environment,
+        "shape": asdict(shape),
+        "mask_share": 1 - batch.mask.float().mean().item(),
+        "beta": BETA,
+        "rows": rows,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    target = output / f"row-losses-{slug(environment)}.json"
+    target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    # A log has no width of its own, and 80 columns cut the numbers.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    show(results, console)
+    console.print(f"written: {target}", soft_wrap=True)
+    # A peer that fails is a finding, and its row says so.
+    if any(row["status"] == "failed" for row in rows if row["variant"].startswith("liger_rl")):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
