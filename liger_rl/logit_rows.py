@@ -62,7 +62,7 @@ class LogitRows(torch.autograd.Function):
             rows = live[part]
             grad(logits, targets[rows], 0, None, options.transform, tokens.take(part), out, rows, add=add)
         if not add and dead.numel():
-            out[torch.unravel_index(dead, out.shape[:-1])] = 0
+            _clear_rows(out, dead)
         if options.in_place:
             # Counted as a write, so that a second backward, or anyone else who saved the logits, is told.
             torch.autograd.graph.increment_version(logits)
@@ -74,3 +74,11 @@ def _parts(rows: int, logits: Tensor) -> list[slice]:
     step = rows if logits.is_cuda else EAGER_BYTES // (4 * logits.shape[-1])
     step = max(step, 1)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _clear_rows(out: Tensor, rows: Tensor) -> None:
+    """Zero rows by their flat index, whatever the strides; without the host sync of torch.unravel_index."""
+    if out.dim() == 2:
+        out.index_fill_(0, rows, 0)
+    else:
+        out[rows // out.shape[1], rows % out.shape[1]] = 0

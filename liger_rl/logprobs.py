@@ -133,16 +133,20 @@ def logits_logprobs(
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
     if grad_buffer is not None:
         _check_floating("grad_buffer", grad_buffer)
-        if grad_buffer.shape != logits.shape or grad_buffer.stride(-1) != 1:
-            raise ValueError(
-                f"grad_buffer must be {tuple(logits.shape)} from logits with a contiguous last dimension, "
-                f"got {tuple(grad_buffer.shape)} with strides {grad_buffer.stride()}"
-            )
+        if grad_buffer.shape != logits.shape:
+            raise ValueError(f"grad_buffer must be {tuple(logits.shape)} from logits, got {tuple(grad_buffer.shape)}")
         _check_device("grad_buffer", grad_buffer, logits, "logits")
         if in_place:
             raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
-    if in_place and logits.stride(-1) != 1:
-        raise ValueError(f"logits must have a contiguous last dimension for in_place, got strides {logits.stride()}")
+    for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
+        if place is None:
+            continue
+        overlapping = any(step == 0 and size > 1 for size, step in zip(place.shape, place.stride(), strict=True))
+        if place.stride(-1) != 1 or overlapping:
+            raise ValueError(
+                f"{name} must have rows of its own and a contiguous last dimension for the gradient, "
+                f"got strides {place.stride()}"
+            )
     flat_targets = targets.reshape(-1).long()
     live = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import for_device, gemm, gemm_fold_for
+from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -33,6 +33,11 @@ class ProjectionOptions:
     chunk_tokens: int | None
     chunk_vocab: int | None
 
+    @property
+    def chunks_are_free(self) -> bool:
+        """No chunk is named, so kernels that make no tile of logits may be used."""
+        return self.chunk_tokens is None and self.chunk_vocab is None
+
 
 class Tiles(NamedTuple):
     """Upper bounds of a tile's sides."""
@@ -42,7 +47,7 @@ class Tiles(NamedTuple):
 
 
 def plan_tiles(
-    tokens: int, vocab: int, hidden_size: int, device: torch.device, options: ProjectionOptions, *, backward: bool
+    tokens: int, vocab: int, hidden_size: int, device: torch.device, options: ProjectionOptions, *, bytes_per_logit: int
 ) -> Tiles:
     """Tiles whose logits, gradients and per-tile float32 copies of a weight tile fit the workspace."""
     kind = device.type if device.type in WORKSPACE_BYTES else "cpu"
@@ -50,8 +55,6 @@ def plan_tiles(
     chunk_tokens = max(1, min(chunk_tokens, tokens))
     if options.chunk_vocab is not None:
         return Tiles(chunk_tokens, min(options.chunk_vocab, vocab))
-    # Eager kernels work on a float32 copy of the tile; Triton's read it once and write the gradient.
-    bytes_per_logit = 4 + (options.compute_dtype.itemsize if backward else 0) if kind == "cuda" else 12
     bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
     columns = WORKSPACE_BYTES[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
@@ -66,11 +69,13 @@ def fold_projection(
 ) -> TokenStatistics:
     """Statistics of every token, in a forward's one product (2 n H V)."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    whole_fold = gemm_fold_for(hidden, weight) if options.chunk_tokens is None and options.chunk_vocab is None else None
+    whole_fold = gemm_fold_for(hidden, weight) if options.chunks_are_free else None
     if whole_fold is not None:
         return whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy).finish()
     fold = for_device(hidden.device).fold
-    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, backward=False)
+    # Eager kernels work on float32 copies of a tile; Triton's read it once.
+    bytes_per_logit = 4 if hidden.is_cuda else 12
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
@@ -108,23 +113,30 @@ def grad_projection(
     """Gradients from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and weight."""
     n, vocab = hidden.shape[0], weight.shape[0]
     grad = for_device(hidden.device).grad
-    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, backward=True)
+    gemm_grad = gemm_grad_for(hidden, weight, options.transform, tokens) if options.chunks_are_free else None
+    bytes_per_gradient = options.compute_dtype.itemsize
+    bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if hidden.is_cuda else 12
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
 
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
-        logits = gemm.matmul(hidden[start:stop], weight_tile.T)
+        bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
+        rows, row_targets, row_tokens = hidden[start:stop], targets[start:stop], tokens.take(slice(start, stop))
+        if gemm_grad is not None:
+            return gemm_grad(rows, weight_tile, bias_tile, row_targets, first, options.transform, row_tokens)
+        logits = gemm.matmul(rows, weight_tile.T)
         in_place = logits.dtype == options.compute_dtype
         out = logits if in_place else torch.empty_like(logits, dtype=options.compute_dtype)
-        bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
-        grad(logits, targets[start:stop], first, bias_tile, options.transform, tokens.take(slice(start, stop)), out)
+        grad(logits, row_targets, first, bias_tile, options.transform, row_tokens, out)
         return out
 
     token_spans = _spans(n, tiles.tokens)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
-        weight_total = _WeightTotal(grad_weight, first, last, parts=len(token_spans))
+        parts = len(token_spans)
+        weight_total = _WeightTotal(grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype)
         bias_parts = []
         for start, stop in token_spans:
             tile = tile_gradient(weight_tile, first, start, stop)
@@ -143,12 +155,14 @@ def grad_projection(
 class _WeightTotal:
     """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once."""
 
-    def __init__(self, grad_weight: Tensor | None, first: int, last: int, *, parts: int) -> None:
+    def __init__(
+        self, grad_weight: Tensor | None, first: int, last: int, *, parts: int, compute_dtype: torch.dtype
+    ) -> None:
         self.out = None if grad_weight is None else grad_weight[first:last]
         self.total: Tensor | None = None
         if self.out is not None and self.out.dtype == torch.float32:
             self.total = self.out.zero_()
-        elif self.out is not None and (parts != 1 or not self.out.is_cuda):
+        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != compute_dtype):
             self.total = torch.zeros_like(self.out, dtype=torch.float32)
 
     def add(self, tile: Tensor, hidden: Tensor) -> None:

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# Before 2.10, addmm with an out_dtype takes no float32 to add to.
+ADDS_TO_FLOAT32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a (m, k) @ b (k, n) -> float32 (m, n), never rounded to the factors' dtype on the way."""
@@ -18,6 +21,9 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        if ADDS_TO_FLOAT32:
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        else:
+            total += torch.mm(a, b, out_dtype=torch.float32)
     else:
         total.addmm_(a.float(), b.float())

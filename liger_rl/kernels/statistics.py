@@ -25,8 +25,8 @@ class Fold(NamedTuple):
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool) -> "Fold":
         # The lowest finite peak instead of -inf: (peak - new peak) * 0 stays 0 in the moment's update.
-        peak = torch.full((n,), torch.finfo(torch.float32).min, device=device)
-        zeros = [torch.zeros(n, device=device) for _ in range(3 if entropy else 2)]
+        peak = torch.full((n,), torch.finfo(torch.float32).min, dtype=torch.float32, device=device)
+        zeros = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(3 if entropy else 2)]
         return cls(peak, zeros[0], zeros[1], zeros[2] if entropy else None)
 
     def take(self, rows: slice) -> "Fold":

@@ -237,9 +237,10 @@ def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
     capped = transform.softcap is not None
     gain = transform.scale / transform.softcap if capped else transform.scale
     return {
-        "gain": gain,
-        "cap": transform.softcap if capped else 1.0,
-        "temperature": transform.temperature,
+        # float(), because an int would be an integer in the kernel, which its division refuses.
+        "gain": float(gain),
+        "cap": float(transform.softcap) if transform.softcap is not None else 1.0,
+        "temperature": float(transform.temperature),
         "SCALED": gain != 1.0,
         "CAPPED": capped,
         "HEATED": transform.temperature != 1.0,
@@ -256,8 +257,11 @@ def _warps(block: int) -> int:
 
 def _offsets(logits: Tensor, rows: Tensor) -> Tensor:
     """Offset in elements of each picked row, whatever the strides of the leading dimensions."""
-    index = torch.unravel_index(rows, logits.shape[:-1])
-    return sum(i * stride for i, stride in zip(index, logits.stride()[:-1], strict=True))
+    # By hand: torch.unravel_index copies the shape to the device, and waits for it.
+    if logits.dim() == 2:
+        return rows * logits.stride(0)
+    width = logits.shape[1]
+    return rows // width * logits.stride(0) + rows % width * logits.stride(1)
 
 
 def on(device: torch.device):

@@ -132,4 +132,5 @@ def _nanquantile(values: Tensor, q: float) -> Tensor:
     below, above = place.floor().long(), place.ceil().long()
     if not values.numel():
         return values.new_full((), math.nan)
-    return torch.lerp(ordered[below], ordered[above], (place - below).to(values.dtype))
+    low, high = (ordered.gather(0, index[None]).squeeze(0) for index in (below, above))
+    return torch.lerp(low, high, (place - below).to(values.dtype))

@@ -316,7 +316,7 @@ class KLCov:
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
     """In the dtype of `like`: two numbers in `where` would be float32 always."""
-    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(otherwise))
+    return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
 def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

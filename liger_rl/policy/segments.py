@@ -15,7 +15,7 @@ class Segments:
     """Which sequence each token of a packed batch belongs to.
 
     Attributes:
-        index: (N,) integers in [0, count); a token at `count` or above belongs to none and has to be masked.
+        index: (N,) integers in [0, count); one outside belongs to none, and its token has to be masked.
         count: number of sequences, the same on every rank; some may have no token here, or nowhere.
         all_reduce: sums a (count,) tensor over the ranks that hold parts of the same sequences; None is one rank.
     """
@@ -60,7 +60,8 @@ class _SegmentSum(torch.autograd.Function):
 
 
 def _sums(values: Tensor, segments: Segments) -> Tensor:
-    index = segments.index.long().clamp(0, segments.count)
+    index = segments.index.long()
+    index = torch.where(index < 0, segments.count, index).clamp(max=segments.count)
     order = torch.argsort(index, stable=True)
     lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
     lengths.scatter_add_(0, index, torch.ones_like(index))
