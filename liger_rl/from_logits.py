@@ -89,7 +89,7 @@ def grpo_loss_from_logits(
     """
     if clip_indicator not in CLIP_INDICATORS:
         raise ValueError(f"clip_indicator must be one of {sorted(CLIP_INDICATORS)}, got {clip_indicator!r}")
-    objective, _, kl, _ = build_preset(loss_type, **options)
+    objective, _, kl, _ = build_preset(loss_type, per_token=True, **options)
     transform = LogitTransform(temperature=temperature)
     for name, tensor in (("logits", logits), ("selected_token_ids", selected_token_ids)):
         if not isinstance(tensor, Tensor):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, check_linear, linear_logprobs
+from liger_rl.logprobs import LogProbs, check_chunk, check_linear, linear_logprobs
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms
@@ -54,11 +54,13 @@ class FusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.transform = LogitTransform(**_taken(options, LogitTransform))
+        for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+            check_chunk(name, value)
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
             objective=parts.objective,
-            reduction=parts.reduction if reduction is None else reduction,
+            reduction=parts.reduction,
             kl=parts.kl,
             entropy_bonus=parts.entropy_bonus,
             sampler_correction=sampler_correction,
@@ -160,7 +162,7 @@ class FusedLinearGRPOLoss(nn.Module):
 
 def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dict[str, Any]) -> LossParts:
     if isinstance(loss_type, str):
-        return build_preset(loss_type, **options)
+        return build_preset(loss_type, reduction=reduction, **options)
     if not callable(loss_type):
         raise TypeError(f"loss_type must be a name or a callable objective, got {type(loss_type).__name__}")
     if reduction is None:

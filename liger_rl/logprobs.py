@@ -75,7 +75,7 @@ def linear_logprobs(
     if not isinstance(transform, LogitTransform):
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
     for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
-        _check_chunk(name, value)
+        check_chunk(name, value)
     if grad_tolerance != 0.0:
         raise ValueError(f"grad_tolerance must be 0.0, the exact backward, so far; got {grad_tolerance}")
     if unbiased:
@@ -254,7 +254,7 @@ def _check_tokens(
         _check_device(name, tensor, like, source)
 
 
-def _check_chunk(name: str, value: int | None) -> None:
+def check_chunk(name: str, value: int | None) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):

@@ -370,3 +370,40 @@ def test_kl_penalty_is_k3_with_its_coefficient():
     batch = PolicyBatch(advantages=torch.zeros(1), ref_per_token_logps=ref)
     loss = ppo_loss_fn(logps, batch, build_preset("grpo")[0], TokenMean(), kl=KLPenalty(beta=3.0)).loss
     assert loss.item() == pytest.approx(3 * (math.exp(-0.5) - 0.5), rel=1e-6)
+
+
+def test_options_of_a_replaced_reduction_are_unknown():
+    with pytest.raises(ValueError, match="no option world_size"):
+        FusedLinearGRPOLoss("dapo", reduction=TokenMean(), world_size=4)
+    FusedLinearGRPOLoss("dr_grpo", reduction=TokenMean())  # which needs no length
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_type": "gspo"}, {"loss_type": "vespo"}, {"loss_type": "gmpo"}, {"loss_type": "dapo", "metrics": "basic"}],
+)
+def test_packed_tokens_without_segments_are_refused_before_any_product(options, monkeypatch):
+    monkeypatch.setattr(gemm, "matmul", lambda *_: pytest.fail("a product ran"))
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(11, 8), torch.zeros(6, dtype=torch.long)
+    with pytest.raises(ValueError, match="segments must"):
+        FusedLinearGRPOLoss(**options)(hidden, weight, ids, torch.ones(6))
+
+
+def test_options_of_a_wrong_type_are_named():
+    for name, options in {"epsilon_low": {"epsilon_low": "a"}, "beta": {"beta": None}, "delta": {"delta": "1"}}.items():
+        with pytest.raises(TypeError, match=name):
+            FusedLinearGRPOLoss("grpo", **options)
+    with pytest.raises(ValueError, match="chunk_vocab"):
+        FusedLinearGRPOLoss("grpo", chunk_vocab=0)
+
+
+def test_another_default_dtype_changes_nothing():
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
+    expected = linear_logprobs(hidden, weight, ids, entropy=True)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found = linear_logprobs(hidden, weight, ids, entropy=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected, strict=True))

@@ -25,6 +25,7 @@ CASES = [
     (3, [(0, 64), (64, 128), (128, 131)], torch.float32, LogitTransform(temperature=0.7), True, True),
     (4, [(0, 7), (7, 8), (8, 200)], torch.bfloat16, CAPPED, True, True),
     (4, [(0, 100), (100, 200)], torch.float16, CAPPED, False, False),
+    (3, [(0, 200)], torch.float32, LogitTransform(temperature=2, scale=3), False, True),  # whole numbers
     (2, [(0, 4096), (4096, 5000)], torch.bfloat16, LogitTransform(scale=0.3), False, True),
     (2, [(0, 9001)], torch.float32, LogitTransform(softcap=30.0), True, True),
     pytest.param(300, [(0, 151936)], torch.bfloat16, LogitTransform(), False, True, marks=NEEDS_GPU),

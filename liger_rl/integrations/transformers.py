@@ -91,6 +91,7 @@ def swap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
         )
     swapped: Any = model
     swapped._fused_transform = _probed_transform(model, head)
+    swapped._fused_head_type = type(head)
     swapped.__class__ = _with_fused_head(type(swapped))  # type: ignore[arg-type]
     return swapped
 
@@ -109,7 +110,7 @@ def unswap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     if "forward" in vars(model):
         raise ValueError(f"the forward of this {type(model).__name__} was replaced after the swap; undo that first")
     model.__class__ = before
-    del model._fused_transform
+    del model._fused_transform, model._fused_head_type
     return model
 
 
@@ -151,10 +152,13 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
-    targets = shift_labels if shift_labels is not None else _shifted(labels)
+    if shift_labels is not None:
+        targets = _checked_labels("shift_labels", shift_labels, args, kwargs)
+    else:
+        targets = _shifted(_checked_labels("labels", labels, args, kwargs))
     transform = replace(model._fused_transform, temperature=temperature)
 
-    head = model.get_output_embeddings()
+    head = _unchanged_head(model)
     kwargs["return_dict"] = True
     with _kept_hidden(head) as kept:
         output = plain_forward(model, *args, **kwargs)
@@ -174,9 +178,29 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)
 
 
+def _unchanged_head(model) -> nn.Linear:
+    """The head, if it is still what was tried at swap time: an adapter or a hook would be left out of the product."""
+    head = model.get_output_embeddings()
+    if type(head) is not model._fused_head_type or head._forward_hooks or head._forward_pre_hooks:
+        hooks = len(head._forward_hooks) + len(head._forward_pre_hooks)
+        raise ValueError(
+            f"the head of {type(model).__name__} was a plain {model._fused_head_type.__name__} when it was swapped, "
+            f"now it is a {type(head).__name__} with {hooks} hooks, which the fused head would leave out; unswap first"
+        )
+    return head
+
+
+def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if labels.dim() != 2 or (ids is not None and labels.shape != ids.shape):
+        expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"
+        raise ValueError(f"{name} must be {expected}, got {tuple(labels.shape)}")
+    return labels
+
+
 def _shifted(labels: Tensor) -> Tensor:
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
-        raise ValueError(f"labels must be (B, T), got {getattr(labels, 'shape', type(labels).__name__)}")
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
@@ -239,7 +263,7 @@ def _checked_head(model: PreTrainedModel) -> nn.Linear:
 def _probed_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform:
     """The transform that does to logits what the model's own forward does to them."""
     name = type(model).__name__
-    probe = torch.tensor(PROBE_LOGITS)
+    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32)
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     try:

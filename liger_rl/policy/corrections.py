@@ -81,6 +81,7 @@ class OffPolicySequenceMask:
     """
 
     threshold: float
+    needs_sequences: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if math.isnan(self.threshold):

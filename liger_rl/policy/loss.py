@@ -13,6 +13,7 @@ from liger_rl.policy.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.policy.objectives import Objective, TokenLoss
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
+from liger_rl.policy.sequences import check_sequences
 
 NO_PENALTY = KLPenalty()
 NO_BONUS = EntropyBonus()
@@ -76,9 +77,13 @@ class PolicyTerms:
             per_sequence = self.sampler_correction.level == "sequence"
             ratio = self.sampler_correction.ratio(aligned)
             aligned = replace(aligned, importance_ratio=ratio, importance_ratio_per_sequence=per_sequence)
+        by_sequence = self.metrics in ("basic", "with_entropy")
         for part in (self.objective, *self.corrections):
+            by_sequence = by_sequence or getattr(part, "needs_sequences", False)
             if hasattr(part, "check"):
                 part.check(aligned)
+        if by_sequence:
+            check_sequences(aligned)
         return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
 
 

@@ -58,7 +58,8 @@ def policy_metrics(
 
     none: nothing.
     loss: `kl_ref`, mean KL to the reference in nats, when there is a penalty; `clip_low`, `clip_high`, `clip_ratio`,
-        the shares of tokens whose gradient is cut at the lower bound, the upper, either, when the objective clips.
+        the shares of tokens outside the bounds on the side where the plain clip cuts the gradient (under the lower one
+        with A < 0, over the upper one with A > 0, either), when the objective clips.
     basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
         `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
         is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and

@@ -1,9 +1,10 @@
 """Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
 
 An objective is any callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. It sees clean zeros at
-masked tokens, and its values there are dropped. Three attributes are read where an objective has them:
+masked tokens, and its values there are dropped. An objective may have these attributes:
 
-    token_local: bool, whether a token's gradient depends on that token alone.
+    token_local: bool, whether a token's gradient depends on that token alone; for callers who split sequences.
+    needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.options import above_zero, at_least_zero, number, share
 from liger_rl.policy.ratios import RATIOS, bounded_exp, token_ratio
 from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
@@ -29,11 +31,11 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     ratio: Tensor | None = None
-    """The un-clamped probability ratio that the objective uses, differentiable."""
+    """The probability ratio of the objective's level before its clip, differentiable."""
     clip_low: Tensor | None = None
-    """bool: the ratio is under the lower bound and the gradient is cut for it."""
+    """bool: the ratio is under the lower bound, and A < 0."""
     clip_high: Tensor | None = None
-    """bool: the ratio is over the upper bound and the gradient is cut for it."""
+    """bool: the ratio is over the upper bound, and A > 0."""
     outside: Tensor | None = None
     """bool: the ratio is outside the bounds, whatever the advantage's sign."""
 
@@ -63,11 +65,13 @@ class PPOClip:
     mean_advantages: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "epsilon_low", "epsilon_high")
-        if self.delta is not None and not self.delta > 0:
-            raise ValueError(f"delta must be above 0, or None, got {self.delta}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
+        at_least_zero(self, "epsilon_low", "epsilon_high")
+        if self.delta is not None:
+            above_zero(self, "delta")
+        if self.dual_clip is not None:
+            number("dual_clip", self.dual_clip)
+            if not self.dual_clip > 1:
+                raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
         if self.importance_sampling_level not in RATIOS:
             raise ValueError(
                 f"importance_sampling_level must be one of {sorted(RATIOS)}, got {self.importance_sampling_level!r}"
@@ -76,6 +80,10 @@ class PPOClip:
     @property
     def token_local(self) -> bool:
         return self.importance_sampling_level == "token"
+
+    @property
+    def needs_sequences(self) -> bool:
+        return not self.token_local or self.mean_advantages
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = RATIOS[self.importance_sampling_level](logps, batch)
@@ -101,7 +109,7 @@ class CISPO:
     token_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _above_zero(self, "epsilon_high")
+        above_zero(self, "epsilon_high")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = token_ratio(logps, batch)
@@ -123,7 +131,7 @@ class SAPO:
     token_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
+        above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = token_ratio(logps, batch)
@@ -148,13 +156,14 @@ class VESPO:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     token_local: ClassVar[bool] = False
+    needs_sequences: ClassVar[bool] = True
     takes_importance_ratio: ClassVar[bool] = True
 
     LOWEST: ClassVar[float] = math.log(1e-8)
     HIGHEST: ClassVar[float] = 20.0
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        at_least_zero(self, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio_per_sequence:
@@ -193,9 +202,10 @@ class GMPO:
     epsilon_low: float = 0.4
     epsilon_high: float = 0.4
     token_local: ClassVar[bool] = False
+    needs_sequences: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "epsilon_low", "epsilon_high")
+        at_least_zero(self, "epsilon_low", "epsilon_high")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         log_ratio, advantages = batch.log_ratio(logps), batch.advantages
@@ -235,8 +245,8 @@ class DPPO:
     token_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "divergence_low", "divergence_high")
-        _above_zero(self, "ratio_cap")
+        at_least_zero(self, "divergence_low", "divergence_high")
+        above_zero(self, "ratio_cap")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio, advantages = token_ratio(logps, batch), batch.advantages
@@ -259,7 +269,7 @@ class ClipCov:
         epsilon_low, epsilon_high: as in `PPOClip`.
         clip_cov_ratio: share of the tokens to cut, in (0, 1].
         clip_cov_lb, clip_cov_ub: bounds of the covariance.
-        seed: of the random choice, which also depends on the log-probabilities' shape alone.
+        generator: of the random choice, on the log-probabilities' device; None is torch's own.
     """
 
     epsilon_low: float = 0.2
@@ -267,12 +277,12 @@ class ClipCov:
     clip_cov_ratio: float = 0.0002
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
-    seed: int = 0
+    generator: torch.Generator | None = None
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _at_least_zero(self, "epsilon_low", "epsilon_high")
-        _share(self, "clip_cov_ratio")
+        at_least_zero(self, "epsilon_low", "epsilon_high")
+        share(self, "clip_cov_ratio")
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
 
@@ -283,8 +293,7 @@ class ClipCov:
         covariance = _covariance(logps, batch)
         eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
-        generator = torch.Generator(device=logps.device).manual_seed(self.seed)
-        lottery = torch.rand(logps.shape, generator=generator, device=logps.device)
+        lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
         return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
 
@@ -303,8 +312,8 @@ class KLCov:
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _share(self, "kl_cov_ratio")
-        _at_least_zero(self, "ppo_kl_coef")
+        share(self, "kl_cov_ratio")
+        at_least_zero(self, "ppo_kl_coef")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = token_ratio(logps, batch)
@@ -338,22 +347,3 @@ def _rank(keys: Tensor) -> Tensor:
 
 def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
     return (batch.mask.sum() * share).floor().clamp(min=1)
-
-
-def _at_least_zero(options: object, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
-
-
-def _above_zero(options: object, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be above 0 and finite, got {value}")
-
-
-def _share(options: object, name: str) -> None:
-    if not 0 < getattr(options, name) <= 1:
-        raise ValueError(f"{name} must be in (0, 1], got {getattr(options, name)}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
+from liger_rl.policy.options import at_least_zero, number
 from liger_rl.policy.ratios import MAX_LOG_RATIO
 
 
@@ -24,6 +25,7 @@ def k2(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
 def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
     """exp(ref - logp) - (ref - logp) - 1 >= 0, an unbiased estimate of KL(policy || reference) per sampled token.
 
+    ref - logp counts as at most 40 nats, where exp is 2e17; beyond it the gradient is 0.
     http://joschu.net/blog/kl-approx.html
     """
     difference = (ref_per_token_logps - logps).clamp(max=MAX_LOG_RATIO)
@@ -50,8 +52,7 @@ class KLPenalty:
     importance_weighted: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta >= 0):
-            raise ValueError(f"beta must be at least 0 and finite, got {self.beta}")
+        at_least_zero(self, "beta")
         if self.kl_estimator not in ESTIMATORS:
             raise ValueError(f"kl_estimator must be one of {sorted(ESTIMATORS)}, got {self.kl_estimator!r}")
 
@@ -76,7 +77,8 @@ class KLPenalty:
 class EntropyBonus:
     """- entropy_coef * mean entropy of the tokens that count, as TRL has it: independent of the reduction.
 
-    With a `TopEntropyMask` among the corrections, the mean is over the tokens it keeps.
+    With a `TopEntropyMask` among the corrections, the mean is over the tokens it keeps. It is a mean over the batch it
+    is given: divide the coefficient by the number of micro-batches to have them add up, as TRL does.
 
     Attributes:
         entropy_coef: coefficient; 0 computes nothing.
@@ -85,6 +87,7 @@ class EntropyBonus:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        number("entropy_coef", self.entropy_coef)
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
 

@@ -55,13 +55,18 @@ PRESETS: Mapping[str, Preset] = {
 
 class LossParts(NamedTuple):
     objective: Objective
-    reduction: Reduction
+    reduction: Reduction | None
     kl: KLPenalty
     entropy_bonus: EntropyBonus
 
 
-def build_preset(loss_type: str, **options: Any) -> LossParts:
+def build_preset(
+    loss_type: str, *, reduction: Reduction | None = None, per_token: bool = False, **options: Any
+) -> LossParts:
     """-> the preset's objective, reduction and penalties, each with the options that are its fields.
+
+    A `reduction` given takes the place of the preset's, whose options are then unknown; `per_token` leaves out the
+    reduction and the entropy bonus, which have no meaning before one.
 
     Raises:
         ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
@@ -69,7 +74,12 @@ def build_preset(loss_type: str, **options: Any) -> LossParts:
     if loss_type not in PRESETS:
         raise ValueError(f"loss_type must be one of {sorted(PRESETS)}, got {loss_type!r}")
     preset = PRESETS[loss_type]
-    parts = (preset.objective, preset.reduction, KLPenalty, EntropyBonus)
+    own_reduction = reduction is None and not per_token
+    parts = [preset.objective, KLPenalty]
+    if own_reduction:
+        parts.append(preset.reduction)
+    if not per_token:
+        parts.append(EntropyBonus)
     known = [name for part in parts for name in _options(part)]
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -81,7 +91,16 @@ def build_preset(loss_type: str, **options: Any) -> LossParts:
         for name, required in _options(part).items():
             if required and chosen.get(name) is None:
                 raise ValueError(f"loss_type {loss_type!r} needs {name}, which has no default")
-    return LossParts(*(part(**{k: chosen[k] for k in _options(part) if k in chosen}) for part in parts))
+
+    def made(part: type) -> Any:
+        return part(**{name: chosen[name] for name in _options(part) if name in chosen and part in parts})
+
+    return LossParts(
+        made(preset.objective),
+        made(preset.reduction) if own_reduction else reduction,
+        made(KLPenalty),
+        made(EntropyBonus),
+    )
 
 
 def _hint(unknown: list[str]) -> str:

@@ -4,13 +4,13 @@ A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights a
 are weights, micro-batches that share their global counts add up to the whole batch.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.options import above_zero
 from liger_rl.policy.sequences import sequence_length
 
 Reduction = Callable[[AlignedBatch], Tensor]
@@ -75,8 +75,7 @@ class FixedLengthMean:
     max_completion_length: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.max_completion_length) and self.max_completion_length > 0):
-            raise ValueError(f"max_completion_length must be positive and finite, got {self.max_completion_length}")
+        above_zero(self, "max_completion_length")
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / (_sequences(batch) * self.max_completion_length)

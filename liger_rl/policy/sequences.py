@@ -6,15 +6,21 @@ from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.segments import segment_sum
 
 
-def sequence_sum(values: Tensor, batch: AlignedBatch) -> Tensor:
-    """Values, 0 at masked tokens -> the sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,)."""
-    if values.dim() == 2:
-        return values.sum(-1, keepdim=True)
-    if batch.segments is None:
+def check_sequences(batch: AlignedBatch) -> None:
+    """Raises ValueError where nothing says which packed tokens are of one sequence."""
+    if batch.mask.dim() == 1 and batch.segments is None:
         raise ValueError(
             "segments must say which sequence each packed token belongs to, because something here is per sequence; "
             "got None (or give (B, T) tensors, one sequence a row)"
         )
+
+
+def sequence_sum(values: Tensor, batch: AlignedBatch) -> Tensor:
+    """Values, 0 at masked tokens -> the sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,)."""
+    if values.dim() == 2:
+        return values.sum(-1, keepdim=True)
+    check_sequences(batch)
+    assert batch.segments is not None
     return segment_sum(values, batch.segments)
 
 

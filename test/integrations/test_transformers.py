@@ -652,7 +652,7 @@ def test_another_ignore_index_is_refused():
         (torch.full((BATCH * LENGTH,), 5), r"labels must be \(B, T\)"),
         (torch.full((BATCH, LENGTH), VOCAB), rf"\[0, {VOCAB}\)"),
         (torch.full((BATCH, LENGTH), 5.0), "float32"),
-        ([[5] * LENGTH] * BATCH, r"labels must be \(B, T\).*list"),
+        ([[5] * LENGTH] * BATCH, "labels must be a tensor, got list"),
     ],
     ids=["short", "flat", "outside the vocabulary", "not integers", "not a tensor"],
 )
@@ -874,3 +874,20 @@ def test_refuses_a_model_that_is_not_causal():
 def test_refuses_a_tuple():
     with pytest.raises(ValueError, match="return_dict"):
         swap_lm_head(build("llama"))(**make_batch(), fused=True, return_dict=False)
+
+
+@pytest.mark.parametrize("change", ["another head", "a hook"])
+def test_a_head_changed_after_the_swap_is_refused(change):
+    """What an adapter or a hook adds would silently be left out of the log-probabilities."""
+    model, batch = swap_lm_head(build("llama")), make_batch()
+
+    class Adapted(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) + 1.0
+
+    if change == "another head":
+        model.lm_head = Adapted(32, VOCAB, bias=False)
+    else:
+        model.lm_head.register_forward_hook(lambda module, arguments, output: output * 2)
+    with pytest.raises(ValueError, match="head of LlamaForCausalLM was a plain Linear when it was swapped"):
+        model(**batch, fused=True)
