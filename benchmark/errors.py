@@ -10,7 +10,7 @@ from benchmark.inputs import Inputs, logit_transform, make_inputs
 from benchmark.loss import grpo_loss
 from liger_rl.reference import reference_logprobs
 
-ERROR_ROWS = {"cpu": 128, "cuda": 256}
+ERROR_ROWS = {"cpu": 128, "cuda": 1024}  # on CUDA enough for every path that a whole batch takes
 
 
 def measure_errors(variant: ModuleType, case: Case, device: str) -> dict[str, float | None]:

@@ -280,3 +280,65 @@ def test_both_forwards_agree():
         torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-5)
     again = linear_logprobs(hidden, weight, targets, entropy=True)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=NOT_INTERPRETED), torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size", "span", "transform", "bias", "entropy"),
+    [
+        (150, 72, (0, 300), LogitTransform(), False, False),
+        (130, 64, (256, 461), LogitTransform(temperature=0.7, scale=2.0), True, False),
+        (40, 136, (128, 700), LogitTransform(softcap=3.0), True, True),
+    ],
+)
+def test_gradient_in_the_epilogue_of_a_product(tokens, hidden_size, span, transform, bias, entropy, dtype):
+    """Against the eager gradient of the same tile in float32: one rounding to the products' dtype."""
+    from liger_rl.kernels import epilogue
+
+    first, last = span
+    hidden = (2 * torch.randn(tokens, hidden_size)).to(DEVICE, dtype)
+    weight = (torch.randn(last, hidden_size) * hidden_size**-0.5).to(DEVICE, dtype)
+    biases = torch.randn(last).to(DEVICE, dtype) if bias else None
+    targets = torch.randint(0, last, (tokens,)).to(DEVICE)
+    state = Fold.start(tokens, DEVICE, entropy=entropy)
+    logits = hidden.float() @ weight.float().T
+    eager.fold(logits, targets, 0, biases, transform, state)
+    grad_logps, grad_entropy = torch.randn(2, tokens).to(DEVICE)
+    gradients = TokenGradients.of(state.finish(), grad_logps, grad_entropy if entropy else None)
+    tile_bias = None if biases is None else biases[first:]
+    found = epilogue.gemm_grad(hidden, weight[first:], tile_bias, targets, first, transform, gradients)
+    expected = torch.empty(tokens, last - first, device=DEVICE)
+    eager.grad(logits[:, first:], targets, first, tile_bias, transform, gradients, expected)
+    assert found.dtype == dtype
+    rounding = torch.finfo(dtype).eps * expected.abs() + torch.finfo(dtype).smallest_normal
+    assert ((found.float() - expected).abs() <= rounding + 1e-5).all()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "vocab"), [(1000, 3001), (9000, 2000)])
+def test_backward_through_the_epilogue(tokens, vocab, bias):
+    """Enough tokens for our own products; the second shape is more than one chunk of tokens. Against float64."""
+    hidden = torch.randn(tokens, 128, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(vocab, 128, device="cuda") / 11).bfloat16().requires_grad_()
+    biases = torch.randn(vocab, device="cuda").bfloat16().requires_grad_() if bias else None
+    leaves = [leaf for leaf in (hidden, weight, biases) if leaf is not None]
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    mask = torch.rand(tokens, device="cuda") > 0.2
+    grad = torch.randn(tokens, device="cuda")
+    grad[::7] = 0  # tokens that the backward drops
+
+    def gradients(**options):
+        return torch.autograd.grad(
+            linear_logprobs(hidden, weight, targets, mask=mask, bias=biases, **options).logps, leaves, grad
+        )
+
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logps, _ = oracles.logprobs(doubles[0], doubles[1], targets, bias=doubles[2] if bias else None)
+    expected = torch.autograd.grad(logps, doubles, torch.where(mask, grad, 0.0).double())
+    ours, tiles, again = gradients(), gradients(chunk_vocab=512), gradients()
+    for mine, tiled, same, truth in zip(ours, tiles, again, expected, strict=True):
+        error = ((mine.double() - truth).norm() / truth.norm()).item()
+        assert error <= 3e-3
+        assert error <= 1.1 * ((tiled.double() - truth).norm() / truth.norm()).item()
+        assert torch.equal(mine, same)
