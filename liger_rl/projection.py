@@ -16,8 +16,9 @@ from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-# Working memory of one pass where the caller names no chunk: large enough that the products run at full speed,
-# small beside what a training step holds anyway. Measured in benchmark/results.
+# Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
+# beside what a training step holds anyway. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) this
+# choice took 54.7 ms forward and backward, other tiles of 4096 x 8192 to 8192 x 16384 up to 57.9, 4096 x 4096 60.9.
 WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = 256
