@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.block_sparse import Tolerance, grad_blocks, plan_blocks
+from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for
+from liger_rl.kernels.statistics import (
+    BLOCK_VOCAB,
+    Fold,
+    TileBounds,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
 from liger_rl.kernels.transform import LogitTransform
 
 # Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
@@ -21,7 +29,9 @@ from liger_rl.kernels.transform import LogitTransform
 # choice took 54.7 ms forward and backward, other tiles of 4096 x 8192 to 8192 x 16384 up to 57.9, 4096 x 4096 60.9.
 WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
-CHUNK_ALIGNMENT = 256
+CHUNK_ALIGNMENT = BLOCK_VOCAB
+# From this share of kept blocks on, the dense products are faster than those of the blocks.
+DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,7 @@ class ProjectionOptions:
     compute_dtype: torch.dtype
     chunk_tokens: int | None
     chunk_vocab: int | None
+    tolerance: Tolerance | None = None
 
     @property
     def chunks_are_free(self) -> bool:
@@ -51,7 +62,7 @@ def plan_tiles(
     tokens: int, vocab: int, hidden_size: int, device: torch.device, options: ProjectionOptions, *, bytes_per_logit: int
 ) -> Tiles:
     """Tiles whose logits, gradients and per-tile float32 copies of a weight tile fit the workspace."""
-    kind = device.type if device.type in WORKSPACE_BYTES else "cpu"
+    kind = _kind(device)
     chunk_tokens = options.chunk_tokens or MAX_CHUNK_TOKENS[kind]
     chunk_tokens = max(1, min(chunk_tokens, tokens))
     if options.chunk_vocab is not None:
@@ -67,31 +78,41 @@ def fold_projection(
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (n,)
     options: ProjectionOptions,
-) -> TokenStatistics:
-    """Statistics of every token, in a forward's one product (2 n H V)."""
+    *,
+    bounded: bool = False,
+) -> tuple[TokenStatistics, TileBounds | None]:
+    """Statistics of every token, in a forward's one product (2 n H V), and bounds for a backward with a tolerance.
+
+    Without bounds the backward is exact: they are made in the product's epilogue, and on CPU, where no chunk is named.
+    """
     n, vocab = hidden.shape[0], weight.shape[0]
     whole_fold = gemm_fold_for(hidden, weight) if options.chunks_are_free else None
+    known = None
+    if bounded and options.chunks_are_free and (whole_fold is not None or not hidden.is_cuda):
+        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
-        return whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy).finish()
+        state = whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy, bounds=known)
+        return state.finish(), known
     fold = for_device(hidden.device).fold
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
     bytes_per_logit = 4 if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy)
+    by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
         bias_tile = None if bias is None else bias[first:last]
         for start, stop in _spans(n, tiles.tokens):
-            # Not given a name: a name would keep this tile alive while the next one is allocated.
-            fold(
-                gemm.matmul(hidden[start:stop], weight_tile.T),
-                targets[start:stop],
-                first,
-                bias_tile,
-                options.transform,
-                state.take(slice(start, stop)),
-            )
-    return state.finish()
+            rows = slice(start, stop)
+            logits = gemm.matmul(hidden[rows], weight_tile.T)
+            fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
+            if by_tile is not None:
+                eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
+            del logits  # or it would stay alive while the next tile is allocated
+    statistics = state.finish()
+    if known is not None and by_tile is not None:
+        bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
+    return statistics, known
 
 
 class ProjectionGradients(NamedTuple):
@@ -190,29 +211,41 @@ class LinearLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _gather(hidden, live, options.compute_dtype)
             live_targets = targets if live is None else targets[live]
-            statistics = fold_projection(rows, weight, bias, live_targets, options)
+            bounded = options.tolerance is not None and any(ctx.needs_input_grad)
+            statistics, known = fold_projection(rows, weight, bias, live_targets, options, bounded=bounded)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics)
+        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics, *(known or ()))
         return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
-        hidden, weight, bias, targets, live, *statistics = ctx.saved_tensors
+        hidden, weight, bias, targets, live, *kept = ctx.saved_tensors
+        statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
         needs = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None, None
         with torch.autocast(hidden.device.type, enabled=False):
             if grad_logps is None:
                 grad_logps = torch.zeros_like(grad_entropy)
-            tokens = TokenGradients.of(TokenStatistics(*statistics), grad_logps.float(), grad_entropy)
-            wanted = select_rows(tokens)
+            tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+            plan = None
+            if known is None:
+                wanted = select_rows(tokens)
+            else:
+                live_targets = targets if live is None else targets[live]
+                plan = plan_blocks(known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance)
+                wanted = plan.rows
             if wanted is not None:
                 tokens = tokens.take(wanted)
                 live = wanted if live is None else live[wanted]
             rows = _gather(hidden, live, ctx.options.compute_dtype)
             row_targets = targets if live is None else targets[live]
-            gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs)
+            if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[_kind(hidden.device)]:
+                gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs)
+            else:
+                parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, ctx.options.transform, needs)
+                gradients = ProjectionGradients(*parts)
             del rows
             grad_hidden = None
             if gradients.hidden is not None:
@@ -227,6 +260,11 @@ def select_rows(tokens: TokenGradients) -> Tensor | None:
         wanted = wanted | (tokens.grad_entropy != 0)
     index = wanted.nonzero().squeeze(1)
     return None if index.numel() == wanted.numel() else index
+
+
+def _kind(device: torch.device) -> str:
+    """Key of the constants above."""
+    return device.type if device.type in WORKSPACE_BYTES else "cpu"
 
 
 def _spans(total: int, step: int) -> list[tuple[int, int]]:

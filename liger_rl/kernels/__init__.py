@@ -49,3 +49,12 @@ def gemm_grad_for(
     from liger_rl.kernels import epilogue
 
     return epilogue.gemm_grad if epilogue.applies(hidden, weight) else None
+
+
+def blocks_for(device: torch.device) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None:
+    """The gradients from chosen blocks as kernels of their own, None on a device without them."""
+    if device.type != "cuda":
+        return None
+    from liger_rl.kernels import blocks
+
+    return blocks.grad_blocks

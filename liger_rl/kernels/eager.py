@@ -9,7 +9,7 @@ Formulas, with z the transformed logits and p = exp(z - lse):
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_VOCAB, Fold, TileStatistics, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 # exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned word) is NaN.
@@ -40,6 +40,16 @@ def fold(
     state.peak.copy_(peak)
     column, hit = _target_column(targets, first, z.shape[-1])
     state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
+
+
+def tile_statistics(logits: Tensor, bias: Tensor | None, transform: LogitTransform, out: TileStatistics) -> None:
+    """The softmax sums of logits (n, v) over every BLOCK_VOCAB words."""
+    z = _transformed(logits, bias, transform)
+    z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
+    z = z.view(z.shape[0], -1, BLOCK_VOCAB)
+    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
+    out.peaks.copy_(peaks.T)
+    out.sums.copy_((z - peaks[..., None]).exp_().sum(-1).T)
 
 
 def grad(

@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.bounds import tile_bounds
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    Fold,
+    TileBounds,
+    TileStatistics,
+    TokenGradients,
+)
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 
@@ -21,13 +29,14 @@ from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_consta
 # then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). Three stages in place of four, or groups of 16
 # or 32 in place of 8, measured the same or worse. The gradient's kernel: 1.09 x at H = 4096 and 1.15 x at H = 2048,
 # where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.50 x, where they take 1.39 x.
-TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = 128, 256, 64
+TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 GRAD_STAGES = 3  # a fourth does not fit beside the tile that is stored
 MIN_TOKENS = 4 * TILE_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
 ALIGNMENT_BYTES = 16
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
@@ -54,7 +63,7 @@ def _place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _logits(
+def tile_logits(
     hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
 ):  # fmt: skip
@@ -67,6 +76,29 @@ def _logits(
     if bias is not None:
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
     return logits
+
+
+@triton.jit
+def tile_gradient(
+    logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
+    gain, cap, temperature, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
+):  # fmt: skip
+    """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise."""
+    z, square = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+    log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
+    p = tl.exp(log_p)
+    target = tl.load(targets + token, mask=live, other=-1) - first
+    g = tl.load(grad_logps + token, mask=live, other=0.0)
+    g_target = tl.load(at_target + token, mask=live, other=0.0)
+    grad = tl.where(column[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
+    if entropies is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        entropy = tl.load(entropies + token, mask=live, other=0.0)
+        grad -= e[:, None] * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy[:, None])
+    grad *= slope
+    if CAPPED:
+        grad *= 1.0 - square
+    return grad
 
 
 @triton.jit
@@ -100,13 +132,14 @@ def _gemm_fold_kernel(
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         live = token < tokens
-        logits = _logits(
+        logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
         z, _ = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
         z = tl.where((column < vocab)[None, :], z, float("-inf"))
-        peak = tl.max(z, 1)
+        # The lowest finite number where every word is banned: -inf minus -inf is NaN.
+        peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
         place = vocab_tile.to(tl.int64) * tokens + token
@@ -156,24 +189,14 @@ def _gemm_grad_kernel(
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         live = token < tokens
-        logits = _logits(
+        logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
-        z, square = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
-        log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
-        p = tl.exp(log_p)
-        target = tl.load(targets + token, mask=live, other=-1) - first
-        g = tl.load(grad_logps + token, mask=live, other=0.0)
-        g_target = tl.load(at_target + token, mask=live, other=0.0)
-        grad = tl.where(column[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
-        if entropies is not None:
-            e = tl.load(grad_entropies + token, mask=live, other=0.0)
-            entropy = tl.load(entropies + token, mask=live, other=0.0)
-            grad -= e[:, None] * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy[:, None])
-        grad *= slope
-        if CAPPED:
-            grad *= 1.0 - square
+        grad = tile_gradient(
+            logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
+            gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+        )  # fmt: skip
         out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
 
 
@@ -185,6 +208,7 @@ def gemm_fold(
     transform: LogitTransform,
     *,
     entropy: bool,
+    bounds: TileBounds | None = None,  # written for all N tokens
 ) -> Fold:
     """The whole fold of hidden @ weight.T, where `applies` says so."""
     n = hidden.shape[0]
@@ -193,18 +217,25 @@ def gemm_fold(
     state = Fold.start(n, hidden.device, entropy=entropy)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows))
+        known = None if bounds is None else bounds.columns(rows)
+        _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows), known)
     return state
 
 
 def _fold_rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, state: Fold
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    state: Fold,
+    bounds: TileBounds | None,
 ) -> None:
     n, vocab = hidden.shape[0], weight.shape[0]
     kinds = 2 if state.moment is None else 3
     statistics = torch.empty(kinds, triton.cdiv(vocab, TILE_VOCAB), n, dtype=torch.float32, device=hidden.device)
     peaks, sums, moments = statistics[0], statistics[1], None if state.moment is None else statistics[2]
-    programs = _programs(hidden.device)
+    programs = device_programs(hidden.device)
     with on(hidden.device):
         _gemm_fold_kernel[(programs,)](
             TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
@@ -229,10 +260,13 @@ def _fold_rows(
         )
     # Tiles into the whole, in a fixed order.
     torch.amax(peaks, 0, out=state.peak)
-    distance = peaks.sub_(state.peak)
+    distance = peaks.sub_(state.peak) if bounds is None else peaks - state.peak
     if state.moment is not None and moments is not None:
         torch.sum(moments.addcmul_(distance, sums).mul_(distance.exp()), 0, out=state.moment)
-    torch.sum(sums.mul_(distance.exp_()), 0, out=state.sum_exp)
+    distance.exp_()
+    torch.sum(sums.mul_(distance) if bounds is None else distance.mul_(sums), 0, out=state.sum_exp)
+    if bounds is not None:
+        tile_bounds(TileStatistics(peaks, sums), state.finish(), targets, transform, bounds)
 
 
 def gemm_grad(
@@ -249,7 +283,7 @@ def gemm_grad(
     words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = triton.cdiv(vocab, words_per_alignment) * words_per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    programs = _programs(hidden.device)
+    programs = device_programs(hidden.device)
     with on(hidden.device):
         _gemm_grad_kernel[(programs,)](
             TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
@@ -275,6 +309,6 @@ def gemm_grad(
     return out
 
 
-def _programs(device: torch.device) -> int:
+def device_programs(device: torch.device) -> int:
     """One for each multiprocessor; the interpreter, on CPU, runs them in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

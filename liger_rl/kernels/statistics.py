@@ -43,6 +43,60 @@ class Fold(NamedTuple):
         return TokenStatistics(logps, self.peak + log_sum, entropy)
 
 
+# Sides of a block of the gradient: the part of it that is kept or left out as a whole.
+BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
+
+
+class TileStatistics(NamedTuple):
+    """Softmax sums of each token over each tile of BLOCK_VOCAB words, float32."""
+
+    peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every word is banned
+    sums: Tensor  # (tiles, n) sum_v exp(z_v - peak)
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device) -> "TileStatistics":
+        peaks, sums = torch.empty(2, -(-vocab // BLOCK_VOCAB), n, dtype=torch.float32, device=device)
+        return cls(peaks, sums)
+
+    def part(self, first: int, last: int, tokens: slice) -> "TileStatistics":
+        """Views of the tiles of words first to last; `first` begins a tile."""
+        tiles = slice(first // BLOCK_VOCAB, -(-last // BLOCK_VOCAB))
+        return TileStatistics(self.peaks[tiles, tokens], self.sums[tiles, tokens])
+
+
+class TileBounds(NamedTuple):
+    """How large a token's gradient can be in each tile: all that a backward needs to leave tiles out unseen.
+
+    An energy is a sum of squares over the words of a tile. Upper bounds of two of them are kept, from the tile's
+    largest probability P and its mass Q: sum_v p_v^2 <= P Q, what dL/dlogp multiplies; and, with H the entropy,
+    sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2, what dL/dentropy multiplies. In the target's own tile
+    they leave out the target, whose gradient is known.
+
+    A code c of 8 bits stands for 2^(-c / 4), rounded up: a bound is at most 19% above what it was made of, and what is
+    under 2^-63 is as good as nothing.
+    """
+
+    codes: Tensor  # (tiles, n) uint8, for dL/dlogp
+    beside_target: Tensor  # (n,) float32, the same for the target's tile, whose code means nothing
+    elsewhere: Tensor  # (n,) float32, lower bound of sum_v (p_v dx/dz)^2 over the other tiles, from their largest words
+    entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
+    entropy_beside_target: Tensor | None  # (n,) float32
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileBounds":
+        def codes() -> Tensor:
+            return torch.empty(-(-vocab // BLOCK_VOCAB), n, dtype=torch.uint8, device=device)
+
+        def energies() -> Tensor:
+            return torch.empty(n, dtype=torch.float32, device=device)
+
+        return cls(codes(), energies(), energies(), codes() if entropy else None, energies() if entropy else None)
+
+    def columns(self, tokens: slice) -> "TileBounds":
+        """Views of some tokens."""
+        return TileBounds(*(None if part is None else part[..., tokens] for part in self))
+
+
 class TokenGradients(NamedTuple):
     """What the gradient of a tile of logits needs of each token, float32."""
 
@@ -64,3 +118,8 @@ class TokenGradients(NamedTuple):
         entropy = None if self.entropy is None else self.entropy[rows]
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
         return TokenGradients(self.lse[rows], self.grad_logps[rows], self.at_target[rows], entropy, grad_entropy)
+
+    def times(self, scale: Tensor) -> "TokenGradients":
+        """All that is linear in the loss, times a number for each token."""
+        grad_entropy = None if self.grad_entropy is None else self.grad_entropy * scale
+        return TokenGradients(self.lse, self.grad_logps * scale, self.at_target * scale, self.entropy, grad_entropy)

@@ -1,0 +1,165 @@
+"""The backward of the blocks that matter: which of the gradient's blocks are computed, and their products.
+
+A block is BLOCK_TOKENS tokens times BLOCK_VOCAB words of dL/dlogits. The forward's statistics bound each block's sum of
+squares. The smallest are left out while their bounds add up to at most tolerance^2 times a lower bound of the whole
+gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels import blocks_for, bounds, gemm
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TileBounds, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+
+BUDGET_ROUNDING = 1e-4  # of float32 sums over a block, taken off the budget
+# With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / (1 + 3^2) of the blocks that
+# are left out come back for it, far fewer where their sizes differ.
+SAMPLING_NOISE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How much of the gradient may be left out."""
+
+    relative: float  # Frobenius norm of the error of dL/dlogits over that of dL/dlogits, > 0
+    seed: int | None  # of the blocks that `unbiased` samples, None without it
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The blocks to compute, known to the host as far as it must plan for them."""
+
+    rows: Tensor  # (n,) tokens with a gradient, in the order in which BLOCK_TOKENS of them make a row of blocks
+    scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    counts: list[int]  # blocks kept in each tile
+
+    @property
+    def share(self) -> float:
+        """Blocks kept, of all the blocks of the tokens with a gradient."""
+        return sum(self.counts) / max(self.scales.numel(), 1)
+
+
+def plan_blocks(
+    known: TileBounds,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    targets: Tensor,
+    transform: LogitTransform,
+    tolerance: Tolerance,
+) -> BlockPlan:
+    """Choose on the device, then tell the host how much there is to do: the backward's one host sync."""
+    at_target = bounds.target_gradient(tokens, statistics.logps)
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
+    order = _row_order(targets, wanted)
+    energies = bounds.block_bounds(known, tokens, at_target, targets, order)
+    total = _least_energy(known, statistics, tokens, at_target, transform)
+    scales = _choose(energies, total, tolerance)
+    live, *counts = torch.cat([wanted.sum()[None], (scales != 0).sum(0)]).tolist()
+    return BlockPlan(order[:live], scales[: -(-live // BLOCK_TOKENS)], counts)
+
+
+def _row_order(targets: Tensor, wanted: Tensor) -> Tensor:
+    """Tokens whose targets lie close together share blocks; those without a gradient come last."""
+    return torch.where(wanted, targets, torch.iinfo(torch.int64).max).argsort(stable=True)
+
+
+def _least_energy(
+    known: TileBounds,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    at_target: Tensor,
+    transform: LogitTransform,
+) -> Tensor:
+    """() float64, lower bound of the sum of squares of dL/dx: each token's target, and the tiles' largest words."""
+    if transform.softcap is not None:
+        at_target = at_target * bounds.derivative(statistics.logps + statistics.lse, transform)
+    energy = at_target.double().square()
+    if tokens.grad_entropy is None:
+        energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
+    return energy.sum()
+
+
+def _choose(energies: Tensor, total: Tensor, tolerance: Tolerance) -> Tensor:
+    """(row blocks, tiles) upper bounds -> scales of the blocks."""
+    ascending, order = energies.flatten().sort(stable=True)
+    budget = tolerance.relative**2 * total * (1.0 - BUDGET_ROUNDING)
+    # Not "> budget": a NaN anywhere keeps every block.
+    kept = (ascending.double().cumsum(0) <= budget).logical_not_()
+    scales = kept.to(torch.float32)
+    if tolerance.seed is not None:
+        scales = torch.where(kept, scales, _sampled(ascending, kept, budget, tolerance.seed))
+    return torch.empty_like(scales).scatter_(0, order, scales).view_as(energies)
+
+
+def _sampled(ascending: Tensor, kept: Tensor, budget: Tensor, seed: int) -> Tensor:
+    """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one.
+
+    A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
+    the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
+    """
+    energy = torch.where(kept, 0.0, ascending).double()
+    amplitude = energy.sqrt()
+    largest = (SAMPLING_NOISE**2 * budget + energy.sum()) / amplitude.sum()
+    probability = (amplitude / largest).clamp(max=1.0)
+    generator = torch.Generator(ascending.device).manual_seed(seed)
+    draw = torch.rand(ascending.shape, generator=generator, device=ascending.device, dtype=torch.float64)
+    return torch.where(draw < probability, 1.0 / probability, 0.0).float()
+
+
+def grad_blocks(
+    hidden: Tensor,  # (n, H) the rows of the plan, in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    plan: BlockPlan,
+    transform: LogitTransform,
+    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan alone."""
+    on_device = blocks_for(hidden.device)
+    if on_device is not None:
+        return on_device(hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, needs)
+    return _grad_blocks_by_tile(hidden, weight, bias, targets, tokens, plan, transform, needs)
+
+
+def _grad_blocks_by_tile(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    tokens: TokenGradients,
+    plan: BlockPlan,
+    transform: LogitTransform,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Plain PyTorch: the kept rows of one tile at a time."""
+    from liger_rl.kernels import eager
+
+    n, compute_dtype = hidden.shape[0], hidden.dtype
+    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
+    grad_weight = torch.zeros_like(weight) if needs[1] else None
+    grad_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+    row_scales = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:n]
+    for tile, count in enumerate(plan.counts):
+        if count == 0:
+            continue
+        span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
+        rows = row_scales[:, tile].nonzero().squeeze(1)
+        weight_tile, bias_tile = weight[span].to(compute_dtype), None if bias is None else bias[span]
+        logits = gemm.matmul(hidden[rows], weight_tile.T)
+        block = torch.empty_like(logits, dtype=compute_dtype)
+        scaled = tokens.take(rows).times(row_scales[rows, tile])
+        eager.grad(logits, targets[rows], span.start, bias_tile, transform, scaled, block)
+        if grad_hidden is not None:
+            grad_hidden.index_add_(0, rows, gemm.matmul(block, weight_tile))
+        if grad_weight is not None:
+            grad_weight[span] = gemm.matmul(block.T, hidden[rows])
+        if grad_bias is not None:
+            grad_bias[span] = block.sum(0, dtype=torch.float32)
+    return grad_hidden, grad_weight, grad_bias

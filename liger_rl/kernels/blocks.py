@@ -1,0 +1,334 @@
+"""Gradients from chosen blocks alone, as persistent Triton products.
+
+The kept blocks of dL/dlogits are recomputed and stored one after another, tile by tile of the vocabulary. The hidden
+states' gradient sums, for each row of blocks, their products with the weight; the weight's sums, for each tile, their
+products with the hidden states. Every sum has one program and a fixed order: no atomics, the same bits on every run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.triton import on, transform_constants
+
+BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vocabulary is never split
+STEP = 64  # of the sums over a block's tokens or words
+HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
+WARPS = 8
+
+
+class _Span(NamedTuple):
+    """The kept blocks of some tiles, on the device; positions are those in the buffer of blocks."""
+
+    count: int
+    row: Tensor  # (count,) int32, row of blocks
+    tile: Tensor  # (count,) int32, tile among all of the vocabulary, ascending
+    scale: Tensor  # (count,) float32
+    by_row: Tensor  # (count,) int32 positions, row by row
+    row_start: Tensor  # (row blocks + 1,) int32 into by_row
+    row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
+    tile_start: Tensor  # (tiles of the span + 1,) int32
+    tile_order: Tensor  # (tiles of the span,) int32
+
+    @classmethod
+    def of(cls, scales: Tensor, first: int, count: int) -> "_Span":
+        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows the count."""
+        kept = scales != 0
+        tiles = scales.shape[1]
+        rows = scales.shape[0]
+        # A stable sort finds the kept ones without asking the device how many they are.
+        flat = kept.T.reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)[:count]
+        tile, row = flat // rows, flat % rows
+        scale = scales.T.reshape(-1)[flat]
+        by_row = row.argsort(stable=True)
+        row_counts, tile_counts = kept.sum(1), kept.sum(0)
+        return cls(
+            count,
+            row.int(),
+            (tile + first).int(),
+            scale,
+            by_row.int(),
+            _starts(row_counts),
+            row_counts.argsort(descending=True, stable=True).int(),
+            _starts(tile_counts),
+            tile_counts.argsort(descending=True, stable=True).int(),
+        )
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+
+@triton.jit
+def _blocks_kernel(
+    hidden,  # descriptor of (tokens, H)
+    weight,  # descriptor of (V, H)
+    out,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    block_row,
+    block_tile,
+    block_scale,
+    count,
+    bias,
+    targets,
+    lse_of,
+    grad_logps,
+    at_target,
+    entropies,
+    grad_entropies,
+    tokens,
+    vocab,
+    hidden_size,
+    gain,
+    cap,
+    temperature,
+    slope,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    TILE_HIDDEN: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        row, tile = tl.load(block_row + block), tl.load(block_tile + block)
+        token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        column = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        live = token < tokens
+        logits = tile_logits(
+            hidden, weight, bias, row, tile, column, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
+        )
+        grad = tile_gradient(
+            logits, token, live, column, targets, 0, lse_of, grad_logps, at_target, entropies, grad_entropies,
+            gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+        )  # fmt: skip
+        grad = tl.where(live[:, None] & (column < vocab)[None, :], grad * tl.load(block_scale + block), 0.0)
+        out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
+
+
+@triton.jit
+def _hidden_kernel(
+    blocks,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    weight,  # descriptor of (V, H)
+    out,  # (tokens, H) float32
+    block_tile,
+    by_row,
+    row_start,
+    row_order,
+    rows,
+    tokens,
+    hidden_size,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    ADD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    STEPS: tl.constexpr = TILE_VOCAB // STEP
+    for item in tl.range(tl.program_id(0), rows * tl.cdiv(hidden_size, COLUMNS), PROGRAMS):
+        # Neighbours share columns of the weight, and the rows advance through its tiles together.
+        row, part = tl.load(row_order + item % rows), item // rows
+        total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
+        for step in tl.range(tl.load(row_start + row) * STEPS, tl.load(row_start + row + 1) * STEPS):
+            block = tl.load(by_row + step // STEPS)
+            word = (step % STEPS) * STEP
+            grad = blocks.load([block * TILE_TOKENS, word])
+            total = tl.dot(grad, weight.load([tl.load(block_tile + block) * TILE_VOCAB + word, part * COLUMNS]), total)
+        token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
+        inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
+        if ADD:
+            total += tl.load(place, mask=inside, other=0.0)
+        tl.store(place, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _weight_kernel(
+    blocks,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    hidden,  # descriptor of (tokens, H)
+    out,  # descriptor of (V, H)
+    block_row,
+    tile_start,
+    tile_order,
+    tiles,
+    first,  # tile of the vocabulary
+    hidden_size,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    STEPS: tl.constexpr = TILE_TOKENS // STEP
+    parts = tl.cdiv(hidden_size, COLUMNS)
+    for item in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
+        # Neighbours share a tile's blocks.
+        tile, part = tl.load(tile_order + item // parts), item % parts
+        total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
+        for step in tl.range(tl.load(tile_start + tile) * STEPS, tl.load(tile_start + tile + 1) * STEPS):
+            block = step // STEPS
+            token = (step % STEPS) * STEP
+            grad = blocks.load([block * TILE_TOKENS + token, 0])
+            rows = hidden.load([tl.load(block_row + block) * TILE_TOKENS + token, part * COLUMNS])
+            total = tl.dot(grad.T, rows, total)
+        out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
+
+
+@triton.jit
+def _bias_kernel(
+    blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    out,  # (V,)
+    tile_start,
+    first,
+    vocab,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    column = tl.arange(0, TILE_VOCAB)
+    token = tl.arange(0, TILE_TOKENS)
+    total = tl.zeros((TILE_VOCAB,), tl.float32)
+    for block in range(tl.load(tile_start + tile), tl.load(tile_start + tile + 1)):
+        row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
+        total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
+    word = (first + tile) * TILE_VOCAB + column
+    tl.store(out + word, total.to(out.dtype.element_ty), mask=word < vocab)
+
+
+def grad_blocks(
+    hidden: Tensor,  # (n, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    scales: Tensor,  # (row blocks, tiles) float32, 0 where a block is left out
+    counts: list[int],  # blocks kept in each tile
+    transform: LogitTransform,
+    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(n, H) float32, (V, H) like the weight and (V,) like the bias, where `epilogue.applies` says so."""
+    device = hidden.device
+    # Each span adds to what the ones before it left, the first one finds nothing.
+    grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    spans = _spans(counts, BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size())
+    largest = max(sum(counts[first:last]) for first, last in spans)
+    buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
+    with on(device):
+        for first, last in spans:
+            span = _Span.of(scales[:, first:last], first, sum(counts[first:last]))
+            if span.count:
+                _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
+            if grad_hidden is not None and (span.count or first == 0):
+                _store_hidden(grad_hidden, buffer, span, weight, add=first > 0)
+            if grad_weight is not None:
+                _store_weight(grad_weight, buffer, span, hidden, first)
+            if grad_bias is not None:
+                _bias_kernel[(last - first,)](
+                    buffer, grad_bias, span.tile_start, first, bias.numel(), BLOCK_TOKENS, BLOCK_VOCAB
+                )
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _spans(counts: list[int], bytes_per_block: int) -> list[tuple[int, int]]:
+    """Runs of tiles whose blocks fit the buffer, at least one tile each."""
+    most = BLOCKS_BYTES // bytes_per_block
+    spans, first, held = [], 0, 0
+    for tile, count in enumerate(counts):
+        if tile > first and held + count > most:
+            spans.append((first, tile))
+            first, held = tile, 0
+        held += count
+    return [*spans, (first, len(counts))]
+
+
+def _store_blocks(
+    buffer: Tensor,
+    span: _Span,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    tokens: TokenGradients,
+    transform: LogitTransform,
+) -> None:
+    programs = device_programs(hidden.device)
+    _blocks_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
+        span.row,
+        span.tile,
+        span.scale,
+        span.count,
+        None if bias is None else bias.contiguous(),
+        targets.contiguous(),
+        *(None if column is None else column.contiguous() for column in tokens),
+        hidden.shape[0],
+        weight.shape[0],
+        hidden.shape[1],
+        slope=transform.scale / transform.temperature,
+        **transform_constants(transform),
+        TILE_TOKENS=BLOCK_TOKENS,
+        TILE_VOCAB=BLOCK_VOCAB,
+        TILE_HIDDEN=TILE_HIDDEN,
+        PROGRAMS=programs,
+        num_stages=3,  # a fourth does not fit beside the block that is stored
+        num_warps=WARPS,
+    )
+
+
+def _store_hidden(grad_hidden: Tensor, buffer: Tensor, span: _Span, weight: Tensor, *, add: bool) -> None:
+    programs = device_programs(weight.device)
+    _hidden_kernel[(programs,)](
+        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
+        TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
+        grad_hidden,
+        span.tile,
+        span.by_row,
+        span.row_start,
+        span.row_order,
+        span.row_order.numel(),
+        grad_hidden.shape[0],
+        grad_hidden.shape[1],
+        TILE_TOKENS=BLOCK_TOKENS,
+        TILE_VOCAB=BLOCK_VOCAB,
+        COLUMNS=HIDDEN_COLUMNS,
+        STEP=STEP,
+        ADD=add,
+        PROGRAMS=programs,
+        num_stages=4,
+        num_warps=WARPS,
+    )
+
+
+def _store_weight(grad_weight: Tensor, buffer: Tensor, span: _Span, hidden: Tensor, first: int) -> None:
+    programs = device_programs(hidden.device)
+    _weight_kernel[(programs,)](
+        TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
+        TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
+        TensorDescriptor.from_tensor(grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
+        span.row,
+        span.tile_start,
+        span.tile_order,
+        span.tile_order.numel(),
+        first,
+        grad_weight.shape[1],
+        TILE_TOKENS=BLOCK_TOKENS,
+        TILE_VOCAB=BLOCK_VOCAB,
+        COLUMNS=WEIGHT_COLUMNS,
+        STEP=STEP,
+        PROGRAMS=programs,
+        num_stages=3,
+        num_warps=WARPS,
+    )
