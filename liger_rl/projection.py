@@ -5,6 +5,8 @@ the tiles of the others and turns each into its two products at once. Vocabulary
 so that a tile of the weight is read, and under autocast converted, once.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +25,15 @@ WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = 256
 
+Gather = Callable[..., AbstractContextManager]
+
+
+def whole_head(gather: Gather | None, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
+    """The context in which weight and bias are whole, where they are sharded outside of it."""
+    if gather is None:
+        return nullcontext()
+    return gather(weight) if bias is None else gather(weight, bias)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionOptions:
@@ -33,6 +44,8 @@ class ProjectionOptions:
     compute_dtype: torch.dtype
     chunk_tokens: int | None
     chunk_vocab: int | None
+    extras: frozenset[str] = frozenset()
+    gather: Gather | None = None
 
     @property
     def chunks_are_free(self) -> bool:
@@ -72,12 +85,14 @@ def fold_projection(
     n, vocab = hidden.shape[0], weight.shape[0]
     whole_fold = gemm_fold_for(hidden, weight) if options.chunks_are_free else None
     if whole_fold is not None:
-        return whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy).finish()
+        return whole_fold(
+            hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras
+        ).finish()
     fold = for_device(hidden.device).fold
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
     bytes_per_logit = 4 if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
-    state = Fold.start(n, hidden.device, entropy=options.entropy)
+    state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
         bias_tile = None if bias is None else bias[first:last]
@@ -181,7 +196,11 @@ class _WeightTotal:
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """(hidden, weight, bias, targets, live) -> (logps, entropy) of the live tokens; gradients for the first three."""
+    """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
+
+    Gradients of logps and entropy, for hidden, weight and bias. A sharded head must be whole around the forward, whose
+    caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its rows are.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, live, options):
@@ -192,17 +211,22 @@ class LinearLogProbs(torch.autograd.Function):
             live_targets = targets if live is None else targets[live]
             statistics = fold_projection(rows, weight, bias, live_targets, options)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics)
-        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
+        # The extras have no gradient, and a gradient does not need them.
+        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics[:3])
+        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / weight.shape[0]
+        extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
+        ctx.mark_non_differentiable(*(values for values in extras if values is not None))
+        entropy = None if statistics.entropy is None else statistics.entropy.clone()
+        return statistics.logps.clone(), entropy, *extras
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logps, grad_entropy):
+    def backward(ctx, grad_logps, grad_entropy, *_):
         hidden, weight, bias, targets, live, *statistics = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None, None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), whole_head(ctx.options.gather, weight, bias):
             if grad_logps is None:
                 grad_logps = torch.zeros_like(grad_entropy)
             tokens = TokenGradients.of(TokenStatistics(*statistics), grad_logps.float(), grad_entropy)

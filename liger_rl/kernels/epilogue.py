@@ -6,6 +6,8 @@ token and tile instead of 4 bytes a logit written, read and thrown away. The gra
 to the dtype of the products that it goes into.
 """
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -78,6 +80,9 @@ def _gemm_fold_kernel(
     peaks,  # (V / TILE_VOCAB, tokens) each
     sums,
     moments,
+    sums_sq,
+    logit_sums,
+    rivals,
     target_logits,  # (tokens,)
     tokens,
     vocab,
@@ -105,20 +110,27 @@ def _gemm_fold_kernel(
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
         z, _ = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+        place = vocab_tile.to(tl.int64) * tokens + token
+        if logit_sums is not None:
+            tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
         z = tl.where((column < vocab)[None, :], z, float("-inf"))
         peak = tl.max(z, 1)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
-        place = vocab_tile.to(tl.int64) * tokens + token
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, tl.sum(exp, 1), mask=live)
         if moments is not None:
             moment = tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY), 1)
             tl.store(moments + place, moment, mask=live)
+        if sums_sq is not None:
+            tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
         target = tl.load(targets + token, mask=live, other=-1)
         here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
         target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=here)
+        if rivals is not None:
+            rival = tl.max(tl.where(column[None, :] < target[:, None], z, float("-inf")), 1)
+            tl.store(rivals + place, rival, mask=live)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -185,25 +197,33 @@ def gemm_fold(
     transform: LogitTransform,
     *,
     entropy: bool,
+    extras: Collection[str] = (),
 ) -> Fold:
     """The whole fold of hidden @ weight.T, where `applies` says so."""
     n = hidden.shape[0]
-    bytes_per_token = 4 * (4 if entropy else 2) * triton.cdiv(weight.shape[0], TILE_VOCAB)
+    state = Fold.start(n, hidden.device, entropy=entropy, extras=extras)
+    scratch = state.moment is not None or state.sum_sq_exp is not None
+    bytes_per_token = 4 * (_kinds(state) + scratch) * triton.cdiv(weight.shape[0], TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
-    state = Fold.start(n, hidden.device, entropy=entropy)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows))
     return state
 
 
+def _kinds(state: Fold) -> int:
+    """Statistics that each vocabulary tile leaves of a token: all but the target, which is in one tile alone."""
+    return sum(values is not None for values in state) - 1
+
+
 def _fold_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, state: Fold
 ) -> None:
     n, vocab = hidden.shape[0], weight.shape[0]
-    kinds = 2 if state.moment is None else 3
-    statistics = torch.empty(kinds, triton.cdiv(vocab, TILE_VOCAB), n, dtype=torch.float32, device=hidden.device)
-    peaks, sums, moments = statistics[0], statistics[1], None if state.moment is None else statistics[2]
+    tiles = triton.cdiv(vocab, TILE_VOCAB)
+    statistics = iter(torch.empty(_kinds(state), tiles, n, dtype=torch.float32, device=hidden.device))
+    peaks, sums = next(statistics), next(statistics)
+    moments, sums_sq, logit_sums, rivals = (None if whole is None else next(statistics) for whole in state[3:])
     programs = _programs(hidden.device)
     with on(hidden.device):
         _gemm_fold_kernel[(programs,)](
@@ -214,6 +234,9 @@ def _fold_rows(
             peaks,
             sums,
             moments,
+            sums_sq,
+            logit_sums,
+            rivals,
             state.target,
             n,
             vocab,
@@ -232,6 +255,12 @@ def _fold_rows(
     distance = peaks.sub_(state.peak)
     if state.moment is not None and moments is not None:
         torch.sum(moments.addcmul_(distance, sums).mul_(distance.exp()), 0, out=state.moment)
+    if state.sum_sq_exp is not None and sums_sq is not None:
+        torch.sum(sums_sq.mul_((2.0 * distance).exp_()), 0, out=state.sum_sq_exp)
+    if state.sum_logits is not None and logit_sums is not None:
+        torch.sum(logit_sums, 0, out=state.sum_logits)
+    if state.rival is not None and rivals is not None:
+        torch.amax(rivals, 0, out=state.rival)
     torch.sum(sums.mul_(distance.exp_()), 0, out=state.sum_exp)
 
 
