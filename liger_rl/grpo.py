@@ -120,10 +120,8 @@ class FusedLinearGRPOLoss(nn.Module):
             num_items_in_batch=num_items_in_batch,
         )
         policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
-        logps, entropy = self._logprobs(
-            hidden, weight, selected_token_ids, counted, bias, entropy=self.terms.needs_entropy
-        )
-        return policy_loss(logps, entropy)
+        found = self._logprobs(hidden, weight, selected_token_ids, counted, bias, entropy=self.terms.needs_entropy)
+        return policy_loss(found.logps, found.entropy)
 
     @torch.no_grad()
     def reference_logps(

@@ -1,14 +1,16 @@
 """Per-token log-probabilities from an lm_head or from logits: checks, mask compaction, scatter back."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
-from liger_rl.projection import LinearLogProbs, ProjectionOptions
+from liger_rl.projection import Gather, LinearLogProbs, ProjectionOptions, whole_head
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -22,6 +24,13 @@ class LogProbs(NamedTuple):
     """log-probability of the target in nats, <= 0, differentiable."""
     entropy: Tensor | None
     """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
+    log_sum_sq_probs: Tensor | None = None
+    """log sum_v p_v^2, <= 0, no gradient; None unless among `extras`, as the next two."""
+    mean_logits: Tensor | None = None
+    """Mean over the vocabulary of the transformed logits, no gradient."""
+    is_top1: Tensor | None = None
+    """bool: no word has a larger logit than the target, and no word of a smaller id the same. False at masked tokens.
+    """
 
 
 def linear_logprobs(
@@ -33,8 +42,11 @@ def linear_logprobs(
     bias: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
+    extras: Collection[str] = (),
     grad_tolerance: float = 0.0,
     unbiased: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     vocab_parallel: None = None,
@@ -53,12 +65,14 @@ def linear_logprobs(
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
-        weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast).
+        weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
+            compute_dtype).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token.
         mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing.
         bias: (V,), added to the head's output before the transform.
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
+        extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
             Blocks of 128 tokens x 256 words whose bounds are small enough together are left out of the backward's three
             products, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to it. The
@@ -66,39 +80,46 @@ def linear_logprobs(
             mixed dtypes, with under 512 live tokens, or where a chunk is named.
         unbiased: bring left-out blocks back at random, scaled so that the expected gradient is the exact one, seeded
             from torch's default generator. It adds noise, at most 3 grad_tolerance in the root mean square.
+        compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
+            without a float32 copy of it. None takes autocast's, or the inputs' own.
+        gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
+            `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
         vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
 
     Returns:
-        LogProbs(logps, entropy).
+        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
 
     Raises:
         TypeError: an argument of a type or dtype that is not listed above.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
     """
-    compute_dtype = check_linear(hidden, weight, targets, mask, bias)
-    vocab = weight.shape[0]
     if not isinstance(transform, LogitTransform):
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
     for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
         check_chunk(name, value)
+    wanted = _check_extras(extras)
     tolerance = check_tolerance(grad_tolerance, unbiased)
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
-    flat_targets = targets.reshape(-1).long()
-    live = live_tokens(flat_targets, mask, vocab, "weight")
-    options = ProjectionOptions(
-        transform=transform,
-        entropy=entropy,
-        compute_dtype=compute_dtype,
-        chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab,
-        tolerance=tolerance,
-    )
-    index = live.positions if live.dead.numel() else None
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options)
+    with whole_head(gather, weight, bias):
+        compute_dtype = check_linear(hidden, weight, targets, mask, bias, compute_dtype=compute_dtype)
+        flat_targets = targets.reshape(-1).long()
+        live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
+        options = ProjectionOptions(
+            transform=transform,
+            entropy=entropy,
+            extras=wanted,
+            compute_dtype=compute_dtype,
+            gather=gather,
+            chunk_tokens=chunk_tokens,
+            chunk_vocab=chunk_vocab,
+            tolerance=tolerance,
+        )
+        index = live.positions if live.dead.numel() else None
+        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options)
     return _spread(outputs, index, targets.shape)
 
 
@@ -183,7 +204,7 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
     return LiveTokens(order[: count[0]], order[count[0] :])
 
 
-def _spread(outputs: tuple[Tensor, Tensor | None], index: Tensor | None, shape: torch.Size) -> LogProbs:
+def _spread(outputs: tuple[Tensor, ...], index: Tensor | None, shape: torch.Size) -> LogProbs:
     """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
 
     def spread(values: Tensor) -> Tensor:
@@ -191,8 +212,8 @@ def _spread(outputs: tuple[Tensor, Tensor | None], index: Tensor | None, shape: 
             values = values.new_zeros(shape.numel()).index_copy(0, index, values)
         return values.view(shape)
 
-    logps, entropy = outputs
-    return LogProbs(spread(logps), None if entropy is None else spread(entropy))
+    logps, *others = outputs
+    return LogProbs(spread(logps), *(None if values is None else spread(values) for values in others))
 
 
 def check_linear(
@@ -203,8 +224,11 @@ def check_linear(
     bias: Tensor | None,
     *,
     targets_name: str = "targets",
+    compute_dtype: torch.dtype | None = None,
 ) -> torch.dtype:
     """Raise as `linear_logprobs` says for what can be seen without reading values; -> dtype of the products."""
+    if compute_dtype is not None and compute_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
     _check_floating("hidden", hidden)
     _check_floating("weight", weight)
     if hidden.dim() not in (2, 3):
@@ -218,7 +242,7 @@ def check_linear(
             raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
         _check_device("bias", bias, hidden, "hidden")
     _check_tokens(targets, mask, hidden.shape[:-1], hidden, "hidden", targets_name)
-    return _compute_dtype(hidden, weight, bias)
+    return _compute_dtype(hidden, weight, bias) if compute_dtype is None else compute_dtype
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
@@ -256,6 +280,15 @@ def _check_tokens(
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
         _check_device(name, tensor, like, source)
+
+
+def _check_extras(extras: Collection[str]) -> frozenset[str]:
+    if isinstance(extras, str):
+        raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
+    unknown = set(extras) - set(EXTRAS)
+    if unknown:
+        raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
+    return frozenset(extras)
 
 
 def check_chunk(name: str, value: int | None) -> None:

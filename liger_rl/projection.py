@@ -5,6 +5,8 @@ the tiles of the others and turns each into its two products at once. Vocabulary
 so that a tile of the weight is read, and under autocast converted, once.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +35,15 @@ CHUNK_ALIGNMENT = BLOCK_VOCAB
 # From this share of kept blocks on, the dense products are faster than those of the blocks.
 DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
 
+Gather = Callable[..., AbstractContextManager]
+
+
+def whole_head(gather: Gather | None, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
+    """The context in which weight and bias are whole, where they are sharded outside of it."""
+    if gather is None:
+        return nullcontext()
+    return gather(weight) if bias is None else gather(weight, bias)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionOptions:
@@ -43,6 +54,8 @@ class ProjectionOptions:
     compute_dtype: torch.dtype
     chunk_tokens: int | None
     chunk_vocab: int | None
+    extras: frozenset[str] = frozenset()
+    gather: Gather | None = None
     tolerance: Tolerance | None = None
 
     @property
@@ -91,13 +104,13 @@ def fold_projection(
     if bounded and options.chunks_are_free and (whole_fold is not None or not hidden.is_cuda):
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
-        state = whole_fold(hidden, weight, bias, targets, options.transform, entropy=options.entropy, bounds=known)
-        return state.finish(), known
+        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known}
+        return whole_fold(hidden, weight, bias, targets, options.transform, **wanted).finish(), known
     fold = for_device(hidden.device).fold
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
     bytes_per_logit = 4 if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
-    state = Fold.start(n, hidden.device, entropy=options.entropy)
+    state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
     by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
@@ -202,7 +215,11 @@ class _WeightTotal:
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """(hidden, weight, bias, targets, live) -> (logps, entropy) of the live tokens; gradients for the first three."""
+    """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
+
+    Gradients of logps and entropy, for hidden, weight and bias. A sharded head must be whole around the forward, whose
+    caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its rows are.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, live, options):
@@ -214,18 +231,23 @@ class LinearLogProbs(torch.autograd.Function):
             bounded = options.tolerance is not None and any(ctx.needs_input_grad)
             statistics, known = fold_projection(rows, weight, bias, live_targets, options, bounded=bounded)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics, *(known or ()))
-        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
+        # The extras have no gradient, and a gradient does not need them.
+        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics[:3], *(known or ()))
+        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / weight.shape[0]
+        extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
+        ctx.mark_non_differentiable(*(values for values in extras if values is not None))
+        entropy = None if statistics.entropy is None else statistics.entropy.clone()
+        return statistics.logps.clone(), entropy, *extras
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logps, grad_entropy):
+    def backward(ctx, grad_logps, grad_entropy, *_):
         hidden, weight, bias, targets, live, *kept = ctx.saved_tensors
         statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
         needs = ctx.needs_input_grad[:3]
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None, None, None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), whole_head(ctx.options.gather, weight, bias):
             if grad_logps is None:
                 grad_logps = torch.zeros_like(grad_entropy)
             tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
@@ -234,7 +256,9 @@ class LinearLogProbs(torch.autograd.Function):
                 wanted = select_rows(tokens)
             else:
                 live_targets = targets if live is None else targets[live]
-                plan = plan_blocks(known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance)
+                plan = plan_blocks(
+                    known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance
+                )
                 wanted = plan.rows
             if wanted is not None:
                 tokens = tokens.take(wanted)

@@ -33,10 +33,27 @@ def logprobs(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """-> (logps, entropy) in float64 from the full logits."""
+    return logits_logprobs(linear_logits(hidden, weight, bias, temperature, softcap, scale), targets)
+
+
+def linear_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """-> transformed logits (..., V) in float64."""
     logits = hidden.double() @ weight.double().mT
     if bias is not None:
         logits = logits + bias.double()
-    return logits_logprobs(logits, targets, temperature=temperature, softcap=softcap, scale=scale)
+    return transformed(logits, temperature=temperature, softcap=softcap, scale=scale)
+
+
+def logits_extras(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> log sum p^2, mean of the logits, whether the target is the first of the largest; z (..., V) transformed."""
+    return (2 * z.log_softmax(-1)).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
 
 
 def eager_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **transform):

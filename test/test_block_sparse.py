@@ -1,50 +1,346 @@
-"""The backward with a tolerance: the bound holds, what is kept is exact, what is left out is what was promised."""
+"""The backward with a tolerance: what it leaves out is no more than was promised, and what it keeps is right."""
 
 import math
 
 import pytest
 import torch
 
+import oracles
 from liger_rl import LogitTransform, block_sparse, linear_logprobs, projection
 from liger_rl.block_sparse import BlockPlan, Tolerance, plan_blocks
 from liger_rl.kernels import bounds
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TileBounds, TokenGradients, TokenStatistics
-
-pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import blocks, epilogue
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    TileBounds,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
+PLAIN, COOL, CAPPED = LogitTransform(), LogitTransform(temperature=0.7), LogitTransform(softcap=4.0, scale=1.5)
+
+
+def options(transform=PLAIN, *, entropy=False, dtype=torch.float32):
+    return projection.ProjectionOptions(
+        transform=transform, entropy=entropy, compute_dtype=dtype, chunk_tokens=None, chunk_vocab=None
+    )
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+
+def gradient_of_logits(logits, targets, grad_logps, grad_entropy, transform):
+    """dL/dlogits in float64."""
+    x = logits.double().requires_grad_()
+    logps, entropy = oracles.logits_logprobs(
+        x, targets, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale
+    )
+    loss = (logps * grad_logps.double()).sum()
+    if grad_entropy is not None:
+        loss = loss + (entropy * grad_entropy.double()).sum()
+    return torch.autograd.grad(loss, x)[0]
+
+
+def logits_like(kind, tokens, vocab):
+    """-> logits (tokens, vocab), targets: the distributions a bound could stumble over."""
+    logits, targets = torch.randn(tokens, vocab), torch.randint(vocab, (tokens,))
+    rows = torch.arange(tokens)
+    if kind == "flat":
+        logits *= 0.01
+    elif kind == "peaked":  # from unexpected to certain to the last bit
+        logits[rows, targets] += torch.linspace(0.0, 40.0, tokens)
+    elif kind == "peaked elsewhere":
+        logits[rows, (targets + 300) % vocab] += torch.linspace(0.0, 30.0, tokens)
+    elif kind == "two words":  # in one tile with the target, and in others
+        logits[rows, targets] += 12.0
+        logits[rows, (targets // 2 * 2 + 1) % vocab] += torch.linspace(0.0, 14.0, tokens)
+        logits[rows, (targets + vocab // 2) % vocab] += torch.linspace(14.0, 0.0, tokens)
+    elif kind == "even tiles":  # every word of a tile alike: mass times peak is all there is
+        logits = torch.randn(tokens, math.ceil(vocab / BLOCK_VOCAB)).repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * 3
+    elif kind == "large":
+        logits = logits * 20.0 + 500.0
+    elif kind == "banned":
+        logits[:, 100:] = -torch.inf
+        targets %= 100
+    else:
+        assert kind == "random"
+    return logits.to(DEVICE), targets.to(DEVICE)
+
+
+def bounds_of(logits, targets, transform, *, entropy):
+    """What a forward knows of given logits, as an identity head makes them."""
+    vocab = logits.shape[1]
+    eye = torch.eye(vocab, device=logits.device)
+    # A banned word's -inf would make NaN of every product with a zero.
+    rows = logits.clamp(min=-3e4)
+    return projection.fold_projection(rows, eye, None, targets, options(transform, entropy=entropy), bounded=True)
+
+
+KINDS = ["random", "flat", "peaked", "peaked elsewhere", "two words", "even tiles", "large", "banned"]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bound_holds(kind, transform, with_entropy):
+    """What is left out of dL/dlogits is at most the tolerance of it, and bounds are above what they bound."""
+    tokens, vocab = 300, 1100
+    logits, targets = logits_like(kind, tokens, vocab)
+    grad_logps = torch.randn(tokens) * torch.logspace(0, -3, tokens)
+    grad_entropy = torch.randn(tokens) if with_entropy else None
+    statistics, known = bounds_of(logits, targets, transform, entropy=with_entropy)
+    gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
+    # The constant factor of the derivative is left out of the bounds.
+    exact = gradient_of_logits(logits.clamp(min=-3e4), targets, grad_logps, grad_entropy, transform)
+    exact = exact * transform.temperature / transform.scale
+
+    own = bounds.own_energies(known, gradients, bounds.target_gradient(gradients, statistics.logps))
+    each = bounds.block_bounds(known, gradients, own, targets, torch.arange(tokens))
+    assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
+    for relative in (1e-4, 1e-3, 1e-2, 1e-1):
+        plan = plan_blocks(known, statistics, gradients, targets, transform, Tolerance(relative=relative, seed=None))
+        assert plan.rows.sort().values.tolist() == list(range(tokens))
+        kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        left_out = exact[plan.rows] * (kept == 0)
+        assert left_out.norm() <= relative * exact.norm()
+        assert plan.counts == (plan.scales != 0).sum(0).tolist()
+        assert 0 < plan.share <= 1
+
+
+def blocks_of(energies):
+    """(n, V) -> (row blocks, tiles) sums."""
+    n, vocab = energies.shape
+    padded = torch.nn.functional.pad(energies, (0, -vocab % BLOCK_VOCAB, 0, -n % BLOCK_TOKENS))
+    return padded.view(-(-n // BLOCK_TOKENS), BLOCK_TOKENS, -1, BLOCK_VOCAB).sum((1, 3))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
+def test_bounds_are_not_far_above():
+    """Or nothing would ever be left out: on single words that tower over their tiles they are within 2^(1/4)."""
+    tokens, vocab = 256, 2048
+    logits = torch.full((tokens, vocab), -60.0)
+    rows = torch.arange(tokens)
+    targets = torch.randint(vocab, (tokens,))
+    rivals = (targets + BLOCK_VOCAB * torch.randint(1, 7, (tokens,))) % vocab
+    logits[rows, targets], logits[rows, rivals] = 0.0, torch.randn(tokens)
+    statistics, known = bounds_of(logits, targets, PLAIN, entropy=False)
+    gradients = TokenGradients.of(statistics, torch.ones(tokens), None)
+    own = bounds.own_energies(known, gradients, bounds.target_gradient(gradients, statistics.logps))
+    each = bounds.block_bounds(known, gradients, own, targets, rows)
+    exact = blocks_of(gradient_of_logits(logits, targets, torch.ones(tokens), None, PLAIN).square()).float()
+    assert (each <= exact * 2**0.25 * 1.01 + 1e-5).all()
+
+
+# --- through the public op --------------------------------------------------------------------------------------------
+
+
+def batch(kind, tokens=700, hidden_size=64, vocab=3000, dtype=torch.float32):
+    """Leaves and the gradient of a loss: a policy that is sure of most tokens, or of none."""
+    weight = torch.randn(vocab, hidden_size) * hidden_size**-0.5
+    targets = (torch.rand(tokens) ** 4 * vocab).long()
+    hidden = torch.randn(tokens, hidden_size)
+    if kind == "sure":
+        hidden += 30.0 * torch.rand(tokens, 1) * weight[targets]
+    leaves = [leaf.to(DEVICE, dtype).requires_grad_() for leaf in (hidden, weight, torch.randn(vocab) * 0.1)]
+    return leaves, targets.to(DEVICE), torch.randn(tokens, device=DEVICE)
+
+
+def gradients(leaves, targets, grad, **kwargs):
+    hidden, weight, bias = leaves
+    found = linear_logprobs(hidden, weight, targets, bias=bias, **kwargs)
+    loss = (found.logps * grad).sum()
+    if found.entropy is not None:
+        loss = loss + 0.1 * (found.entropy * grad.roll(1)).sum()
+    return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
+
+
+def distance(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("transform", [PLAIN, CAPPED])
+@pytest.mark.parametrize("kind", ["sure", "unsure"])
+def test_gradients_are_close(kind, transform, entropy):
+    """The tolerance is of dL/dlogits; the products with weight and hidden enlarge an error by no more than here."""
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    leaves, targets, grad = batch(kind, dtype=dtype)
+    exact = gradients(leaves, targets, grad, transform=transform, entropy=entropy)
+    for tolerance in (1e-3, 1e-2, 1e-1):
+        found = gradients(leaves, targets, grad, transform=transform, entropy=entropy, grad_tolerance=tolerance)
+        again = gradients(leaves, targets, grad, transform=transform, entropy=entropy, grad_tolerance=tolerance)
+        for mine, same, other in zip(found, again, exact, strict=True):
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, same)
+            assert distance(mine, other) <= 4 * tolerance + 1.2 * torch.finfo(dtype).eps
+
+
+def test_blocks_are_left_out(monkeypatch):
+    """Or all of the above would hold for a backward that computes everything."""
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    for tolerance in (1e-4, 1e-2, 1e-1):
+        gradients(leaves, targets, grad, grad_tolerance=tolerance)
+    assert shares[0] > shares[1] > shares[2]
+    assert shares[2] < 0.3
+
+
+def recorded_shares(monkeypatch):
+    shares = []
+
+    def plan(*args):
+        chosen = plan_blocks(*args)
+        shares.append(chosen.share)
+        return chosen
+
+    monkeypatch.setattr(projection, "plan_blocks", plan)
+    return shares
+
+
+def test_tolerance_of_zero_is_the_exact_backward(monkeypatch):
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure")
+    for mine, other in zip(
+        gradients(leaves, targets, grad, grad_tolerance=0.0), gradients(leaves, targets, grad), strict=True
+    ):
+        assert torch.equal(mine, other)
+    assert not shares
+
+
+def test_flat_distributions_take_the_dense_products(monkeypatch):
+    """Where nearly every block is kept the exact backward is the faster one, and it is what runs."""
+    leaves, targets, grad = batch("unsure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    shares = recorded_shares(monkeypatch)
+    monkeypatch.setattr(projection, "grad_blocks", None)  # would be called in vain
+    found = gradients(leaves, targets, grad, grad_tolerance=1e-5)
+    assert shares == [1.0]
+    for mine, other in zip(found, gradients(leaves, targets, grad), strict=True):
+        # The tokens are summed in another order.
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
+def test_unbiased_gradients_average_to_the_exact_ones(monkeypatch):
+    """Over 60 seeds the error of the mean falls to the stated noise over sqrt(60), under what is left out otherwise."""
+    monkeypatch.setitem(projection.DENSE_SHARE, "cpu", 1.0)
+    leaves, targets, grad = batch("sure", tokens=520, vocab=4000, hidden_size=32)
+    exact = gradients(leaves, targets, grad)
+    tolerance, draws = 0.1, 60
+    biased = gradients(leaves, targets, grad, grad_tolerance=tolerance)
+    total = [torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves]
+    squares = [0.0 for _ in leaves]
+    for _ in range(draws):
+        found = gradients(leaves, targets, grad, grad_tolerance=tolerance, unbiased=True)
+        for i, mine in enumerate(found):
+            total[i] += mine.double() / draws
+            squares[i] += distance(mine, exact[i]) ** 2 / draws
+    for mean, square, one, other in zip(total, squares, biased, exact, strict=True):
+        noise = math.sqrt(square)
+        assert noise <= 4 * block_sparse.SAMPLING_NOISE * tolerance  # 4 as in test_gradients_are_close
+        assert distance(mean, other) <= 2.0 * noise / math.sqrt(draws)
+        assert distance(mean, other) < 0.7 * distance(one, other)
+
+
+def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+
+    def twice():
+        found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], grad_tolerance=0.1, unbiased=True)
+        return [torch.autograd.grad(found.logps, leaves, grad, retain_graph=True) for _ in range(2)]
+
+    first, again, other = twice(), twice(), None
+    torch.manual_seed(0)
+    other = twice()
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(other[0], twice()[0], strict=True))
+    assert not torch.equal(first[0][0], again[0][0])
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_inputs(frozen):
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    everything = gradients(leaves, targets, grad, grad_tolerance=1e-2)
+    leaves[frozen].requires_grad_(False)
+    rest = gradients(leaves, targets, grad, grad_tolerance=1e-2)
+    expected = [part for i, part in enumerate(everything) if i != frozen]
+    assert all(torch.equal(a, b) for a, b in zip(rest, expected, strict=True))
+
+
+@pytest.mark.parametrize("dead", ["mask", "gradient", "both", "all"])
+def test_tokens_that_do_not_count(dead):
+    """Masked tokens and those with a zero gradient take part in nothing, and NaN among them stays where it is."""
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    masked, zero = torch.rand(2, targets.numel(), device=DEVICE) < 0.3
+    if dead == "all":
+        masked, zero = torch.zeros_like(masked), torch.ones_like(zero)
+    masked, zero = (chosen & (dead in ("all", "both", name)) for name, chosen in (("mask", masked), ("gradient", zero)))
+    with torch.no_grad():
+        leaves[0][masked] = torch.nan
+    grad = grad.masked_fill(zero, 0.0)
+    mask = ~masked
+    found = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
+    exact = gradients(leaves, targets, grad, mask=mask)
+    for mine, other in zip(found, exact, strict=True):
+        assert mine.isfinite().all()
+        if dead == "all":
+            assert not mine.any()
+        else:
+            assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
+    assert not found[0][masked | zero].any()
+
+
+def test_nan_gradient_is_not_left_out():
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    grad[3] = torch.nan
+    found = gradients(leaves, targets, grad, grad_tolerance=0.5)
+    assert found[0][3].isnan().all()
+    assert found[1].isnan().all()
+
+
+def test_a_named_chunk_keeps_the_backward_exact():
+    leaves, targets, grad = batch("sure")
+    expected = gradients(leaves, targets, grad, chunk_vocab=512)
+    found = gradients(leaves, targets, grad, chunk_vocab=512, grad_tolerance=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+KERNEL_CASES = [
+    (300, 72, 1000, PLAIN, False, False),
+    (257, 64, 770, COOL, True, True),
+    (128, 136, 512, CAPPED, True, False),
+    (5, 8, 300, CAPPED, False, True),
+]
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
-@pytest.mark.parametrize(
-    ("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"),
-    [
-        (300, 72, 1000, LogitTransform(), False, False),
-        (257, 64, 770, LogitTransform(temperature=0.7), True, True),
-        (128, 136, 512, LogitTransform(softcap=3.0, scale=1.5), True, False),
-        (5, 8, 300, LogitTransform(softcap=3.0), False, True),
-    ],
-)
-def test_block_kernels(tokens, hidden_size, vocab, transform, bias, entropy, needs, monkeypatch):
-    """Triton's products of chosen blocks against plain PyTorch's, in several spans of tiles."""
+@pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"), KERNEL_CASES)
+def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, monkeypatch):
+    """Triton's against plain PyTorch's, in several spans of tiles."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import blocks
+
     monkeypatch.setattr(blocks, "BLOCKS_BYTES", 3 * BLOCK_TOKENS * BLOCK_VOCAB * 2)
     hidden = torch.randn(tokens, hidden_size).to(DEVICE, LOW)
     weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, LOW)
     biases = torch.randn(vocab).to(DEVICE, LOW) if bias else None
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
-    options = projection.ProjectionOptions(
-        transform=transform, entropy=entropy, compute_dtype=LOW, chunk_tokens=None, chunk_vocab=None
+    statistics, _ = projection.fold_projection(
+        hidden, weight, biases, targets, options(transform, entropy=entropy, dtype=LOW)
     )
-    statistics, _ = projection.fold_projection(hidden, weight, biases, targets, options)
     grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
-    gradients = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
+    per_token = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
     scales = torch.randint(3, (rows, tiles)).float()
     scales[:, tiles // 2] = 0  # a tile without a block
     plan = BlockPlan(torch.arange(tokens).to(DEVICE), scales.to(DEVICE), (scales != 0).sum(0).tolist())
-    inputs = (hidden, weight, biases, targets, gradients)
+    inputs = (hidden, weight, biases, targets, per_token)
     expected = block_sparse._grad_blocks_by_tile(*inputs, plan, transform, needs)
     found = blocks.grad_blocks(*inputs, plan.scales, plan.counts, transform, needs)
     for mine, other, needed in zip(found, expected, needs, strict=True):
@@ -54,3 +350,41 @@ def test_block_kernels(tokens, hidden_size, vocab, transform, bias, entropy, nee
             assert mine.dtype == other.dtype
             assert other.abs().max() > 0.01
             torch.testing.assert_close(mine.float(), other.float(), rtol=4e-3, atol=4e-3 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("transform", [PLAIN, CAPPED])
+@pytest.mark.parametrize(("tokens", "vocab"), [(300, 1000), (33, 9000), (1, 5)])
+def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
+    """Triton's against plain PyTorch's: a code apart at most, and so are the sums."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import tiles
+
+    shape = math.ceil(vocab / BLOCK_VOCAB), tokens
+    peaks, sums = 3 * torch.randn(shape), 1 + torch.rand(shape)
+    peaks[1:, 0], sums[1:, 0] = torch.finfo(torch.float32).min, 0.0  # tiles of banned words
+    parts = TileStatistics(peaks.to(DEVICE), sums.to(DEVICE))
+    lse = (parts.peaks + parts.sums.log()).logsumexp(0)
+    targets = torch.randint(min(vocab, BLOCK_VOCAB), (tokens,)).to(DEVICE)
+    statistics = TokenStatistics(parts.peaks[0] - lse, lse, torch.rand(tokens, device=DEVICE) * 3 if entropy else None)
+    one, other = (TileBounds.empty(tokens, vocab, DEVICE, entropy=entropy) for _ in range(2))
+    tiles.tile_bounds(parts, statistics, targets, transform, one)
+    bounds.tile_bounds(parts, statistics, targets, transform, other)
+    for name, mine, same in zip(TileBounds._fields, one, other, strict=True):
+        if name.endswith("codes") and same is not None:
+            assert ((mine.int() - same.int()).abs() <= 1).all(), name
+            assert (mine == same).float().mean() > 0.97
+        elif same is not None:
+            torch.testing.assert_close(mine, same, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+    grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
+    per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
+    own = bounds.own_energies(other, per_token, bounds.target_gradient(per_token, statistics.logps))
+    order = torch.randperm(tokens).to(DEVICE)
+    found = tiles.block_bounds(other, per_token, own, targets, order)
+    torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
+    threshold = own.median()
+    counts = tiles.large_tiles(other, per_token, own, targets, threshold)
+    expected = bounds.large_tiles(other, per_token, own, targets, threshold)
+    assert ((counts - expected).abs() <= 1).all()
+    assert counts.any()

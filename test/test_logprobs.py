@@ -1,6 +1,7 @@
 """linear_logprobs against full logits in float64, and the invariants it promises."""
 
 import math
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -267,6 +268,122 @@ def test_large_logits_stay_finite_and_at_most_zero(magnitude, chunk_vocab, devic
             assert values.isfinite().all()
         assert (result.logps <= 0).all()
         assert (result.entropy >= 0).all()
+
+
+# --- further statistics -----------------------------------------------------------------------------------------------
+
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def extras_problem(dtype, device) -> Problem:
+    """Every other target is the model's own choice."""
+    inputs = problem((4, 24), 64, 517, dtype, device, bias=True)
+    best = oracles.linear_logits(*inputs[:3]).argmax(-1)
+    first_half = torch.arange(24, device=device) % 2 == 0
+    return inputs._replace(targets=torch.where(first_half, best, inputs.targets))
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_FULL)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("chunks", [{}, {"chunk_tokens": 7, "chunk_vocab": 50}], ids=["whole", "tiles"])
+def test_extras_against_float64(dtype, transform, chunks, device):
+    inputs = extras_problem(dtype, device)
+    keep = torch.rand(inputs.targets.shape, device=device) < 0.7
+    z = oracles.linear_logits(*inputs[:3], **transform)
+    found = linear_logprobs(
+        inputs.hidden, inputs.weight, inputs.targets.masked_fill(~keep, 10**9), mask=keep, bias=inputs.bias,
+        transform=LogitTransform(**transform), extras=EXTRAS, **chunks,
+    )  # fmt: skip
+    assert found.entropy is None
+    for name, expected in zip(EXTRAS, oracles.logits_extras(z, inputs.targets), strict=True):
+        mine = getattr(found, name)
+        assert mine.dtype == (torch.bool if name == "is_top1" else torch.float32)
+        assert mine.shape == inputs.targets.shape
+        assert not mine[~keep].any()
+        assert oracles.max_error(mine[keep], expected[keep]) < 1e-5, name
+    assert found.is_top1[keep].float().mean() > 0.3
+
+
+@pytest.mark.parametrize("wanted", [(), ("is_top1",), ["mean_logits", "log_sum_sq_probs"], set(EXTRAS)])
+def test_extras_change_nothing_else_and_carry_no_gradient(wanted, device):
+    inputs = extras_problem(torch.float32, device)
+    leaves = inputs.leaves()
+    found = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, entropy=True, extras=wanted)
+    for name in EXTRAS:
+        values = getattr(found, name)
+        assert (values is not None) == (name in wanted)
+        assert values is None or not values.requires_grad
+    functional(found[:2]).backward()
+    expected = solve(inputs)
+    assert_same(Result(found.logps, found.entropy, grads_of(leaves)), expected)
+
+
+def test_top1_of_a_tie_is_the_earlier_word(device):
+    inputs = problem((4,), vocab=129, device=device)
+    weight = inputs.weight.index_fill(0, torch.tensor([20, 90], device=device), 0.0) * 0.0
+    targets = torch.tensor([0, 1, 20, 128], device=device)
+    found = linear_logprobs(inputs.hidden, weight, targets, extras=("is_top1",), chunk_vocab=50)
+    assert found.is_top1.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compute_dtype_of_float32(dtype, device):
+    """A low-precision head in float32, gradients in the parameters' dtype; autocast has no say."""
+    inputs = problem((4, 24), 64, 517, dtype, device, bias=True)
+    wide = Problem(*(t.float() for t in inputs[:3]), inputs.targets)
+    expected = solve(wide)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = solve(inputs, compute_dtype=torch.float32)
+    assert torch.equal(found.logps, expected.logps)
+    assert torch.equal(found.entropy, expected.entropy)
+    for mine, other in zip(found.grads, expected.grads, strict=True):
+        assert torch.equal(mine, other.to(dtype))
+    mixed = solve(inputs._replace(hidden=wide.hidden), compute_dtype=torch.float32)
+    assert torch.equal(mixed.logps, expected.logps)
+    assert mixed.grads[0].dtype == torch.float32
+
+
+# --- a head that is whole only now and then ---------------------------------------------------------------------------
+
+
+class Sharded:
+    """Parameters whose data is a shard of no size, but inside `gather`; counts how often it is entered."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.whole = {id(p): p.data for p in parameters}
+        self.entered = []
+        for p in parameters:
+            p.data = p.data.new_empty(0)
+
+    @contextmanager
+    def gather(self, *parameters: Tensor):
+        self.entered.append(len(parameters))
+        for p in parameters:
+            p.data = self.whole[id(p)]
+        yield
+        for p in parameters:
+            p.data = p.data.new_empty(0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("masked", [False, True], ids=["live", "all masked"])
+def test_gather_is_entered_once_in_each_direction(bias, masked, device):
+    """By every rank, whatever it holds: gathering is a collective."""
+    inputs = problem(bias=bias, device=device)
+    mask = torch.full(inputs.targets.shape, not masked, device=device)
+    expected = solve(inputs, mask=mask)
+    leaves = inputs.leaves()
+    parameters = [p for p in (leaves.weight, leaves.bias) if p is not None]
+    head = Sharded(*parameters)
+    found = linear_logprobs(
+        leaves.hidden, leaves.weight, leaves.targets, mask=mask, bias=leaves.bias, entropy=True, gather=head.gather
+    )
+    assert leaves.weight.shape == (0,)
+    assert head.entered == [len(parameters)]
+    # Not .backward(): to accumulate a whole gradient beside a shard is up to the framework that shards.
+    grads = torch.autograd.grad(functional(found[:2]), (leaves.hidden, *parameters))
+    assert head.entered == [len(parameters)] * 2
+    assert_same(Result(found.logps, found.entropy, grads), expected._replace(grads=expected.grads[: 2 + bias]))
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -546,9 +663,15 @@ BAD_ARGUMENTS = [
     ("chunk_tokens", TypeError, {"chunk_tokens": 4.0}),
     ("chunk_vocab", ValueError, {"chunk_vocab": -1}),
     ("chunk_vocab", TypeError, {"chunk_vocab": True}),
-    ("grad_tolerance", ValueError, {"grad_tolerance": 0.1}),
+    ("grad_tolerance", ValueError, {"grad_tolerance": -0.1}),
+    ("grad_tolerance", ValueError, {"grad_tolerance": 1.0}),
     ("grad_tolerance", ValueError, {"grad_tolerance": NAN}),
+    ("grad_tolerance", TypeError, {"grad_tolerance": "1e-3"}),
+    ("unbiased", TypeError, {"unbiased": 1}),
     ("unbiased", ValueError, {"unbiased": True}),
+    ("extras", ValueError, {"extras": ("is_top2",)}),
+    ("extras", TypeError, {"extras": "is_top1"}),
+    ("compute_dtype", TypeError, {"compute_dtype": torch.float64}),
     ("vocab_parallel", ValueError, {"vocab_parallel": object()}),
 ]
 

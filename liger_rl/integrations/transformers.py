@@ -172,7 +172,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
         loss = loss + _router_coefficient(model) * fields["aux_loss"].to(loss.device)
-    logps, entropies = per_token
+    logps, entropies = per_token.logps, per_token.entropy
     if shift_labels is None:
         logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import eager
+from liger_rl.kernels import bounds, eager
 from liger_rl.kernels.statistics import Fold, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
@@ -49,6 +49,15 @@ def gemm_grad_for(
     from liger_rl.kernels import epilogue
 
     return epilogue.gemm_grad if epilogue.applies(hidden, weight) else None
+
+
+def bounds_for(device: torch.device) -> ModuleType:
+    """The module whose `large_tiles` and `block_bounds` run on `device`."""
+    if device.type != "cuda":
+        return bounds
+    from liger_rl.kernels import tiles
+
+    return tiles
 
 
 def blocks_for(device: torch.device) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None:

@@ -27,30 +27,29 @@ WARPS = 8
 class _Span(NamedTuple):
     """The kept blocks of some tiles, on the device; positions are those in the buffer of blocks."""
 
-    count: int
-    row: Tensor  # (count,) int32, row of blocks
-    tile: Tensor  # (count,) int32, tile among all of the vocabulary, ascending
-    scale: Tensor  # (count,) float32
-    by_row: Tensor  # (count,) int32 positions, row by row
+    total: int
+    row: Tensor  # (total,) int32, row of blocks
+    tile: Tensor  # (total,) int32, tile among all of the vocabulary, ascending
+    scale: Tensor  # (total,) float32
+    by_row: Tensor  # (total,) int32 positions, row by row
     row_start: Tensor  # (row blocks + 1,) int32 into by_row
     row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
     tile_start: Tensor  # (tiles of the span + 1,) int32
     tile_order: Tensor  # (tiles of the span,) int32
 
     @classmethod
-    def of(cls, scales: Tensor, first: int, count: int) -> "_Span":
-        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows the count."""
+    def of(cls, scales: Tensor, first: int, total: int) -> "_Span":
+        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows their total."""
         kept = scales != 0
-        tiles = scales.shape[1]
         rows = scales.shape[0]
         # A stable sort finds the kept ones without asking the device how many they are.
-        flat = kept.T.reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)[:count]
+        flat = kept.T.reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)[:total]
         tile, row = flat // rows, flat % rows
         scale = scales.T.reshape(-1)[flat]
         by_row = row.argsort(stable=True)
         row_counts, tile_counts = kept.sum(1), kept.sum(0)
         return cls(
-            count,
+            total,
             row.int(),
             (tile + first).int(),
             scale,
@@ -227,15 +226,15 @@ def grad_blocks(
     with on(device):
         for first, last in spans:
             span = _Span.of(scales[:, first:last], first, sum(counts[first:last]))
-            if span.count:
+            if span.total:
                 _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
-            if grad_hidden is not None and (span.count or first == 0):
+            if grad_hidden is not None and (span.total or first == 0):
                 _store_hidden(grad_hidden, buffer, span, weight, add=first > 0)
             if grad_weight is not None:
                 _store_weight(grad_weight, buffer, span, hidden, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
-                    buffer, grad_bias, span.tile_start, first, bias.numel(), BLOCK_TOKENS, BLOCK_VOCAB
+                    buffer, grad_bias, span.tile_start, first, weight.shape[0], BLOCK_TOKENS, BLOCK_VOCAB
                 )
     return grad_hidden, grad_weight, grad_bias
 
@@ -270,7 +269,7 @@ def _store_blocks(
         span.row,
         span.tile,
         span.scale,
-        span.count,
+        span.total,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
         *(None if column is None else column.contiguous() for column in tokens),

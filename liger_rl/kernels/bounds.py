@@ -2,9 +2,9 @@
 
 With g = dL/dlogp, e = dL/dentropy and p the softmax,
 
-    dL/dz_v = g (1[v=y] - p_v) - e p_v (log p_v + entropy),    dL/dx_v = dL/dz_v dz/dx,    |dz/dx| <= scale / temperature
+    dL/dz_v = g (1[v=y] - p_v) - e p_v (log p_v + entropy),    dL/dx_v = dL/dz_v dz/dx
 
-The constant scale / temperature is left out on both sides of the comparison.
+The constant part of dz/dx, scale / temperature, is left out on both sides of every comparison; the rest is at most 1.
 """
 
 import math
@@ -24,6 +24,7 @@ from liger_rl.kernels.transform import LogitTransform
 
 STEPS_PER_OCTAVE = 4
 LARGEST_CODE = 255
+ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest (p (log p + entropy))^2
 # What float32 loses on the way to a bound, added to it: in nats, absolute and relative to the size of the logits.
 ROUNDING_NATS, ROUNDING_OF_LSE = 2e-3, 2e-6
 ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
@@ -59,7 +60,8 @@ def tile_bounds(
     out.elsewhere.copy_(energy.scatter(0, target_tile, 0.0).sum(0).mul_(1.0 - slack))
 
     if out.entropy_codes is not None and out.entropy_beside_target is not None and entropy is not None:
-        out.entropy_codes.copy_(_encoded(log_mass + _log_supremum(log_peak, entropy), slack))
+        log_energy = log_mass + _log_supremum(log_peak, entropy)
+        out.entropy_codes.copy_(_encoded(log_energy - ENTROPY_OCTAVES * math.log(2.0), slack))
         out.entropy_beside_target.copy_((log_others + _log_supremum(log_largest, entropy) + slack).exp())
 
 
@@ -94,33 +96,35 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     return tokens.at_target - tokens.grad_entropy * logps.exp() * (logps + tokens.entropy)
 
 
-def block_bounds(
-    bounds: TileBounds,
-    tokens: TokenGradients,  # (n,) each
-    target_gradients: Tensor,  # (n,)
-    targets: Tensor,  # (n,)
-    order: Tensor,  # (n,) a permutation of the tokens, BLOCK_TOKENS at a time make a block
-) -> Tensor:
-    """(row blocks, tiles) float32, upper bounds of the sum of squares of dL/dx in each block."""
-    energy = _combined(bounds.codes, bounds.entropy_codes, tokens)
-    at_target = _beside(bounds.beside_target, bounds.entropy_beside_target, tokens) + target_gradients.square()
-    energy.scatter_(0, (targets // BLOCK_VOCAB)[None], at_target[None])
-    energy = energy[:, order]
+def own_energies(known: TileBounds, tokens: TokenGradients, at_target: Tensor) -> Tensor:
+    """(n,) upper bounds of the sum of squares of dL/dx in the target's tile."""
+    amplitude = known.beside_target.sqrt() * tokens.grad_logps.abs()
+    if tokens.grad_entropy is not None and known.entropy_beside_target is not None:
+        amplitude = amplitude + known.entropy_beside_target.sqrt() * tokens.grad_entropy.abs()
+    return amplitude.square() + at_target.square()
+
+
+def large_tiles(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, threshold: Tensor) -> Tensor:
+    """(n,) int64, tiles in which a token's bound is above the threshold ()."""
+    return (_energies(known, tokens, own, targets) > threshold).sum(0)
+
+
+def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:
+    """(row blocks, tiles) float32, upper bounds of the sum of squares of dL/dx in each block.
+
+    `order` (n,) is a permutation of the tokens, BLOCK_TOKENS of which at a time make a row of blocks.
+    """
+    energy = _energies(known, tokens, own, targets)[:, order]
     rows = -(-order.numel() // BLOCK_TOKENS)
     energy = torch.nn.functional.pad(energy, (0, rows * BLOCK_TOKENS - order.numel()))
     return energy.view(-1, rows, BLOCK_TOKENS).sum(-1).T.contiguous()
 
 
-def _combined(codes: Tensor, entropy_codes: Tensor | None, tokens: TokenGradients) -> Tensor:
-    if tokens.grad_entropy is None or entropy_codes is None:
-        return _decoded(codes).mul_(tokens.grad_logps.square())
-    amplitude = _decoded(codes).sqrt_().mul_(tokens.grad_logps.abs())
-    # The triangle inequality, of two parts of one gradient.
-    return amplitude.add_(_decoded(entropy_codes).sqrt_().mul_(tokens.grad_entropy.abs())).square_()
-
-
-def _beside(energy: Tensor, entropy_energy: Tensor | None, tokens: TokenGradients) -> Tensor:
-    amplitude = energy.sqrt() * tokens.grad_logps.abs()
-    if tokens.grad_entropy is not None and entropy_energy is not None:
-        amplitude = amplitude + entropy_energy.sqrt() * tokens.grad_entropy.abs()
-    return amplitude.square()
+def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> Tensor:
+    """(tiles, n) upper bounds of the sum of squares of dL/dx."""
+    amplitude = _decoded(known.codes).sqrt_().mul_(tokens.grad_logps.abs())
+    if tokens.grad_entropy is not None and known.entropy_codes is not None:
+        # The triangle inequality, of two parts of one gradient.
+        other = _decoded(known.entropy_codes).mul_(2.0**ENTROPY_OCTAVES).sqrt_()
+        amplitude += other.mul_(tokens.grad_entropy.abs())
+    return amplitude.square_().scatter_(0, (targets // BLOCK_VOCAB)[None], own[None])

@@ -6,6 +6,8 @@ Formulas, with z the transformed logits and p = exp(z - lse):
     dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ def fold(
     peak = torch.maximum(state.peak, z.amax(-1))
     kept = (state.peak - peak).exp_()
     shifted = z - peak[:, None]
+    column, hit = _target_column(targets, first, z.shape[-1])
+    if state.sum_logits is not None:
+        state.sum_logits.add_(z.sum(-1))
+    if state.rival is not None:
+        before = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
+        torch.maximum(state.rival, torch.where(before, z, -math.inf).amax(-1), out=state.rival)
     if state.moment is None:
         exp = shifted.exp_()
     else:
@@ -37,8 +45,9 @@ def fold(
         moment = state.moment + (state.peak - peak) * state.sum_exp
         state.moment.copy_(kept * moment + (exp * shifted).sum(-1))
     state.sum_exp.mul_(kept).add_(exp.sum(-1))
+    if state.sum_sq_exp is not None:
+        state.sum_sq_exp.mul_(kept.square()).add_(exp.square().sum(-1))
     state.peak.copy_(peak)
-    column, hit = _target_column(targets, first, z.shape[-1])
     state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
 
 

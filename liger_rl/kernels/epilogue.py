@@ -6,13 +6,14 @@ token and tile instead of 4 bytes a logit written, read and thrown away. The gra
 to the dtype of the products that it goes into.
 """
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.bounds import tile_bounds
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -21,6 +22,7 @@ from liger_rl.kernels.statistics import (
     TileStatistics,
     TokenGradients,
 )
+from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 
@@ -110,6 +112,9 @@ def _gemm_fold_kernel(
     peaks,  # (V / TILE_VOCAB, tokens) each
     sums,
     moments,
+    sums_sq,
+    logit_sums,
+    rivals,
     target_logits,  # (tokens,)
     tokens,
     vocab,
@@ -137,21 +142,28 @@ def _gemm_fold_kernel(
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
         z, _ = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+        place = vocab_tile.to(tl.int64) * tokens + token
+        if logit_sums is not None:
+            tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
         z = tl.where((column < vocab)[None, :], z, float("-inf"))
         # The lowest finite number where every word is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
-        place = vocab_tile.to(tl.int64) * tokens + token
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, tl.sum(exp, 1), mask=live)
         if moments is not None:
             moment = tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY), 1)
             tl.store(moments + place, moment, mask=live)
+        if sums_sq is not None:
+            tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
         target = tl.load(targets + token, mask=live, other=-1)
         here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
         target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=here)
+        if rivals is not None:
+            rival = tl.max(tl.where(column[None, :] < target[:, None], z, float("-inf")), 1)
+            tl.store(rivals + place, rival, mask=live)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -208,18 +220,24 @@ def gemm_fold(
     transform: LogitTransform,
     *,
     entropy: bool,
+    extras: Collection[str] = (),
     bounds: TileBounds | None = None,  # written for all N tokens
 ) -> Fold:
     """The whole fold of hidden @ weight.T, where `applies` says so."""
     n = hidden.shape[0]
-    bytes_per_token = 4 * (4 if entropy else 2) * triton.cdiv(weight.shape[0], TILE_VOCAB)
+    state = Fold.start(n, hidden.device, entropy=entropy, extras=extras)
+    bytes_per_token = 4 * _kinds(state) * triton.cdiv(weight.shape[0], TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
-    state = Fold.start(n, hidden.device, entropy=entropy)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         known = None if bounds is None else bounds.columns(rows)
         _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows), known)
     return state
+
+
+def _kinds(state: Fold) -> int:
+    """Statistics that each vocabulary tile leaves of a token: all but the target, which is in one tile alone."""
+    return sum(values is not None for values in state) - 1
 
 
 def _fold_rows(
@@ -232,9 +250,12 @@ def _fold_rows(
     bounds: TileBounds | None,
 ) -> None:
     n, vocab = hidden.shape[0], weight.shape[0]
-    kinds = 2 if state.moment is None else 3
-    statistics = torch.empty(kinds, triton.cdiv(vocab, TILE_VOCAB), n, dtype=torch.float32, device=hidden.device)
-    peaks, sums, moments = statistics[0], statistics[1], None if state.moment is None else statistics[2]
+    tiles = triton.cdiv(vocab, TILE_VOCAB)
+    parts = Fold._make(
+        # The target is in one tile alone: its kernel writes it where it belongs.
+        whole if whole is None or whole is state.target else torch.empty(tiles, n, device=hidden.device)
+        for whole in state
+    )
     programs = device_programs(hidden.device)
     with on(hidden.device):
         _gemm_fold_kernel[(programs,)](
@@ -242,9 +263,9 @@ def _fold_rows(
             TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
-            peaks,
-            sums,
-            moments,
+            parts.peak,
+            parts.sum_exp,
+            *parts[3:],
             state.target,
             n,
             vocab,
@@ -258,15 +279,9 @@ def _fold_rows(
             num_stages=STAGES,
             num_warps=WARPS,
         )
-    # Tiles into the whole, in a fixed order.
-    torch.amax(peaks, 0, out=state.peak)
-    distance = peaks.sub_(state.peak) if bounds is None else peaks - state.peak
-    if state.moment is not None and moments is not None:
-        torch.sum(moments.addcmul_(distance, sums).mul_(distance.exp()), 0, out=state.moment)
-    distance.exp_()
-    torch.sum(sums.mul_(distance) if bounds is None else distance.mul_(sums), 0, out=state.sum_exp)
+    merge(parts, state)
     if bounds is not None:
-        tile_bounds(TileStatistics(peaks, sums), state.finish(), targets, transform, bounds)
+        tile_bounds(TileStatistics(parts.peak, parts.sum_exp), state.finish(), targets, transform, bounds)
 
 
 def gemm_grad(

@@ -1,9 +1,14 @@
 """What is known of a token's softmax: while tiles of the vocabulary are folded in, and afterwards."""
 
+import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# What a fold gives on demand besides log-probability and entropy, none of it with a gradient.
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class TokenStatistics(NamedTuple):
@@ -12,6 +17,9 @@ class TokenStatistics(NamedTuple):
     logps: Tensor  # (n,) log-probability of the target
     lse: Tensor  # (n,) log sum_v exp z_v
     entropy: Tensor | None  # (n,) in nats
+    log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
+    sum_logits: Tensor | None = None  # (n,) sum_v z_v
+    is_top1: Tensor | None = None  # (n,) bool: the target is the first of the words with the largest z
 
 
 class Fold(NamedTuple):
@@ -21,18 +29,29 @@ class Fold(NamedTuple):
     sum_exp: Tensor  # (n,) sum_v exp(z_v - peak)
     target: Tensor  # (n,) z at the target id, once its tile has passed
     moment: Tensor | None  # (n,) sum_v exp(z_v - peak) (z_v - peak), kept for the entropy alone
+    sum_sq_exp: Tensor | None  # (n,) sum_v exp(z_v - peak)^2, for log_sum_sq_probs
+    sum_logits: Tensor | None  # (n,) sum_v z_v, for mean_logits
+    rival: Tensor | None  # (n,) max of z_v over the words before the target, for is_top1
 
     @classmethod
-    def start(cls, n: int, device: torch.device, *, entropy: bool) -> "Fold":
+    def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
+        def full(value: float) -> Tensor:
+            return torch.full((n,), value, dtype=torch.float32, device=device)
+
         # The lowest finite peak instead of -inf: (peak - new peak) * 0 stays 0 in the moment's update.
-        peak = torch.full((n,), torch.finfo(torch.float32).min, dtype=torch.float32, device=device)
-        zeros = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(3 if entropy else 2)]
-        return cls(peak, zeros[0], zeros[1], zeros[2] if entropy else None)
+        return cls(
+            full(torch.finfo(torch.float32).min),
+            full(0.0),
+            full(0.0),
+            full(0.0) if entropy else None,
+            full(0.0) if "log_sum_sq_probs" in extras else None,
+            full(0.0) if "mean_logits" in extras else None,
+            full(-math.inf) if "is_top1" in extras else None,
+        )
 
     def take(self, rows: slice) -> "Fold":
         """Views, so that what a kernel writes to them is written here."""
-        moment = None if self.moment is None else self.moment[rows]
-        return Fold(self.peak[rows], self.sum_exp[rows], self.target[rows], moment)
+        return Fold._make(None if values is None else values[rows] for values in self)
 
     def finish(self) -> TokenStatistics:
         log_sum = self.sum_exp.log()
@@ -40,7 +59,10 @@ class Fold(NamedTuple):
         # rather than near the size of the logits.
         logps = ((self.target - self.peak) - log_sum).clamp_(max=0.0)
         entropy = None if self.moment is None else (log_sum - self.moment / self.sum_exp).clamp_(min=0.0)
-        return TokenStatistics(logps, self.peak + log_sum, entropy)
+        log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
+        # Exact: peak and rival are logits of the same tiles as the target's, and a tie counts for the earlier word.
+        is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
+        return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1)
 
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.
@@ -72,8 +94,8 @@ class TileBounds(NamedTuple):
     sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2, what dL/dentropy multiplies. In the target's own tile
     they leave out the target, whose gradient is known.
 
-    A code c of 8 bits stands for 2^(-c / 4), rounded up: a bound is at most 19% above what it was made of, and what is
-    under 2^-63 is as good as nothing.
+    A code c of 8 bits stands for 2^(-c / 4), an entropy code for 2^(8 - c / 4), rounded up: at most 19% above what it
+    was made of, and what is under 2^-55 is as good as nothing.
     """
 
     codes: Tensor  # (tiles, n) uint8, for dL/dlogp
@@ -94,7 +116,7 @@ class TileBounds(NamedTuple):
 
     def columns(self, tokens: slice) -> "TileBounds":
         """Views of some tokens."""
-        return TileBounds(*(None if part is None else part[..., tokens] for part in self))
+        return TileBounds._make(None if part is None else part[..., tokens] for part in self)
 
 
 class TokenGradients(NamedTuple):

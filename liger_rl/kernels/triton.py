@@ -64,6 +64,9 @@ def _fold_kernel(
     sums,
     target_logits,
     moments,
+    sums_sq,
+    logit_sums,
+    rivals,
     columns,
     first,
     gain,
@@ -86,13 +89,26 @@ def _fold_kernel(
     moment = 0.0
     if moments is not None:
         moment = tl.load(moments + row)
+    total_sq = 0.0
+    if sums_sq is not None:
+        total_sq = tl.load(sums_sq + row)
+    logit_sum = 0.0
+    if logit_sums is not None:
+        logit_sum = tl.load(logit_sums + row)
+    rival = float("-inf")
+    if rivals is not None:
+        rival = tl.load(rivals + row)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         z, _ = transformed(_loaded(logits, bias, column, inside), gain, cap, temperature, SCALED, CAPPED, HEATED)
         target += tl.sum(tl.where(column == column_of_target, z, 0.0))
+        if logit_sums is not None:
+            logit_sum += tl.sum(tl.where(inside, z, 0.0))
         # Only now, so that a softcap cannot make the lanes past the end finite again.
         z = tl.where(inside, z, float("-inf"))
+        if rivals is not None:
+            rival = tl.maximum(rival, tl.max(tl.where(column < column_of_target, z, float("-inf"))))
         new_peak = tl.maximum(peak, tl.max(z))
         kept = tl.exp(peak - new_peak)
         shifted = z - new_peak
@@ -101,12 +117,20 @@ def _fold_kernel(
             moment = kept * (moment + (peak - new_peak) * total)
             moment += tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY))
         total = total * kept + tl.sum(exp)
+        if sums_sq is not None:
+            total_sq = total_sq * kept * kept + tl.sum(exp * exp)
         peak = new_peak
     tl.store(peaks + row, peak)
     tl.store(sums + row, total)
     tl.store(target_logits + row, target)
     if moments is not None:
         tl.store(moments + row, moment)
+    if sums_sq is not None:
+        tl.store(sums_sq + row, total_sq)
+    if logit_sums is not None:
+        tl.store(logit_sums + row, logit_sum)
+    if rivals is not None:
+        tl.store(rivals + row, rival)
 
 
 @triton.jit(do_not_specialize=["first"])

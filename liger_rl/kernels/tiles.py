@@ -1,0 +1,323 @@
+"""Statistics of vocabulary tiles into those of whole tokens, and into bounds of a gradient's blocks, as Triton kernels.
+
+The formulas are those of `liger_rl.kernels.bounds`. Each (tiles, tokens) matrix is read once, tiles in a fixed order.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.bounds import (
+    ENTROPY_OCTAVES,
+    LARGEST_CODE,
+    ROUNDING_NATS,
+    ROUNDING_OF_DERIVATIVE,
+    ROUNDING_OF_LSE,
+    ROUNDING_OF_SUM,
+    STEPS_PER_OCTAVE,
+)
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    Fold,
+    TileBounds,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.triton import on
+
+MERGE_TOKENS, MERGE_TILES = 32, 32  # of a program, and of one step of its loop
+CODE_TOKENS, CODE_TILES = 128, 32
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
+OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
+TOP_CODE = tl.constexpr(float(LARGEST_CODE))
+SLACK, SLACK_OF_LSE = tl.constexpr(ROUNDING_NATS), tl.constexpr(ROUNDING_OF_LSE)
+SLACK_OF_SUM, SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_DERIVATIVE)
+ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
+ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
+LOG_4 = tl.constexpr(math.log(4.0))
+
+
+@triton.jit
+def _merge_kernel(
+    peaks,  # (tiles, tokens) each, and what they become, (tokens,) each
+    sums,
+    moments,
+    sums_sq,
+    logit_sums,
+    rivals,
+    peak_out,
+    sum_out,
+    moment_out,
+    sum_sq_out,
+    logit_sum_out,
+    rival_out,
+    tiles,
+    tokens,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    total = tl.zeros((TOKENS,), tl.float32)
+    moment = tl.zeros((TOKENS,), tl.float32)
+    total_sq = tl.zeros((TOKENS,), tl.float32)
+    logit_sum = tl.zeros((TOKENS,), tl.float32)
+    rival = tl.full((TOKENS,), float("-inf"), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+        tile_peak = tl.load(peaks + place, mask=inside, other=LOWEST)
+        tile_sum = tl.load(sums + place, mask=inside, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(tile_peak, 0))
+        kept = tl.exp(peak - new_peak)
+        distance = tile_peak - new_peak[None, :]
+        weight = tl.exp(distance)
+        if moments is not None:
+            tile_moment = tl.load(moments + place, mask=inside, other=0.0)
+            # A peak that is still the lowest number has no sum to be shifted by.
+            moment = kept * (moment + tl.where(total > 0.0, peak - new_peak, 0.0) * total)
+            moment += tl.sum(weight * (tile_moment + tl.where(weight > 0.0, distance, 0.0) * tile_sum), 0)
+        if sums_sq is not None:
+            tile_sq = tl.load(sums_sq + place, mask=inside, other=0.0)
+            total_sq = total_sq * kept * kept + tl.sum(weight * weight * tile_sq, 0)
+        if logit_sums is not None:
+            logit_sum += tl.sum(tl.load(logit_sums + place, mask=inside, other=0.0), 0)
+        if rivals is not None:
+            rival = tl.maximum(rival, tl.max(tl.load(rivals + place, mask=inside, other=float("-inf")), 0))
+        total = total * kept + tl.sum(weight * tile_sum, 0)
+        peak = new_peak
+    tl.store(peak_out + token, peak, mask=live)
+    tl.store(sum_out + token, total, mask=live)
+    if moments is not None:
+        tl.store(moment_out + token, moment, mask=live)
+    if sums_sq is not None:
+        tl.store(sum_sq_out + token, total_sq, mask=live)
+    if logit_sums is not None:
+        tl.store(logit_sum_out + token, logit_sum, mask=live)
+    if rivals is not None:
+        tl.store(rival_out + token, rival, mask=live)
+
+
+def merge(parts: Fold, state: Fold) -> None:
+    """Write the fold of n tokens from (tiles, n) folds of every tile; `target` has no parts and stays."""
+    tiles, n = parts.peak.shape
+    inputs = (parts.peak, parts.sum_exp, *parts[3:])
+    outputs = (state.peak, state.sum_exp, *state[3:])
+    with on(state.peak.device):
+        _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](*inputs, *outputs, tiles, n, MERGE_TOKENS, MERGE_TILES)
+
+
+@triton.jit
+def _log_supremum(log_p, entropy):
+    """log of the supremum of p (log p + entropy)^2 over 0 < p <= exp(log_p)."""
+    value = log_p + 2.0 * tl.log(tl.abs(log_p + entropy))
+    hill = LOG_4 - 2.0 - entropy
+    return tl.where(log_p >= -entropy - 2.0, tl.maximum(value, hill), value)
+
+
+@triton.jit
+def _encoded(log_energy, slack):
+    return tl.minimum(tl.maximum(tl.floor((log_energy + slack) * CODE_PER_NAT), 0.0), TOP_CODE).to(tl.uint8)
+
+
+@triton.jit
+def _bounds_kernel(
+    peaks,  # (tiles, tokens)
+    sums,
+    logps_of,  # (tokens,)
+    lse_of,
+    entropies,
+    targets,
+    codes,  # (tiles, all tokens), the others too
+    entropy_codes,
+    beside_target,
+    elsewhere_of,
+    entropy_beside_target,
+    tiles,
+    tokens,
+    stride,  # between the codes of two tiles
+    heat,  # temperature / softcap
+    CAPPED: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    lse = tl.load(lse_of + token, mask=live, other=0.0)
+    target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
+    slack = SLACK + SLACK_OF_LSE * tl.abs(lse)
+    entropy = tl.zeros((TOKENS,), tl.float32)
+    if entropy_codes is not None:
+        entropy = tl.load(entropies + token, mask=live, other=0.0)
+    elsewhere = tl.zeros((TOKENS,), tl.float32)
+    peak_there = tl.zeros((TOKENS,), tl.float32)
+    sum_there = tl.zeros((TOKENS,), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+        peak = tl.load(peaks + place, mask=inside, other=LOWEST)
+        total = tl.load(sums + place, mask=inside, other=0.0)
+        log_peak = peak - lse[None, :]
+        log_mass = log_peak + tl.log(total)
+        code_place = tile.to(tl.int64)[:, None] * stride + token[None, :]
+        tl.store(codes + code_place, _encoded(log_peak + log_mass, slack[None, :]), mask=inside)
+        if entropy_codes is not None:
+            log_energy = log_mass + _log_supremum(log_peak, entropy[None, :])
+            tl.store(entropy_codes + code_place, _encoded(log_energy - ENTROPY_NATS, slack[None, :]), mask=inside)
+        here = inside & (tile[:, None] == target_tile[None, :])
+        peak_there += tl.sum(tl.where(here, peak, 0.0), 0)
+        sum_there += tl.sum(tl.where(here, total, 0.0), 0)
+        largest = tl.exp(log_peak)
+        if CAPPED:
+            tanh = peak * heat
+            largest *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+        elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
+    target_term = tl.exp(tl.load(logps_of + token, mask=live, other=0.0) + lse - peak_there)
+    others = (tl.maximum(sum_there - target_term, 0.0) + SLACK_OF_SUM * sum_there) * (1.0 + slack)
+    log_others = peak_there - lse + tl.log(others)
+    log_largest = tl.minimum(peak_there - lse, log_others)
+    tl.store(beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
+    tl.store(elsewhere_of + token, elsewhere * (1.0 - slack), mask=live)
+    if entropy_codes is not None:
+        beside = tl.exp(log_others + _log_supremum(log_largest, entropy) + slack)
+        tl.store(entropy_beside_target + token, beside, mask=live)
+
+
+def tile_bounds(
+    tiles: TileStatistics,
+    statistics: TokenStatistics,  # (n,) each
+    targets: Tensor,  # (n,)
+    transform: LogitTransform,
+    out: TileBounds,
+) -> None:
+    """As `bounds.tile_bounds`; `out` may be some columns of all."""
+    count, n = tiles.peaks.shape
+    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
+    with on(targets.device):
+        _bounds_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+            *tiles,
+            statistics.logps,
+            statistics.lse,
+            statistics.entropy,
+            targets.contiguous(),
+            out.codes,
+            out.entropy_codes,
+            out.beside_target,
+            out.elsewhere,
+            out.entropy_beside_target,
+            count,
+            n,
+            out.codes.stride(0),
+            float(heat),
+            CAPPED=transform.softcap is not None,
+            TILE_VOCAB=BLOCK_VOCAB,
+            TOKENS=MERGE_TOKENS,
+            TILES=MERGE_TILES,
+        )
+
+
+@triton.jit
+def _energies(
+    codes, entropy_codes, grad_logps, grad_entropies, own_of, targets, token, live, tile, inside, tokens,
+    TILE_VOCAB: tl.constexpr,
+):  # fmt: skip
+    """-> (TILES, TOKENS) upper bounds of the sum of squares of dL/dx."""
+    place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+    # The square root of what a code stands for.
+    amplitude = tl.exp2(tl.load(codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
+    amplitude *= tl.abs(tl.load(grad_logps + token, mask=live, other=0.0))[None, :]
+    if entropy_codes is not None:
+        other = tl.exp2(tl.load(entropy_codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
+        amplitude += ENTROPY_AMPLITUDE * other * tl.abs(tl.load(grad_entropies + token, mask=live, other=0.0))[None, :]
+    own = tl.load(own_of + token, mask=live, other=0.0)
+    target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
+    energy = tl.where(tile[:, None] == target_tile[None, :], own[None, :], amplitude * amplitude)
+    return tl.where(inside, energy, 0.0)
+
+
+@triton.jit
+def _large_kernel(
+    codes, entropy_codes, grad_logps, grad_entropies, own, targets, threshold_at, out, tiles, tokens,
+    TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    threshold = tl.load(threshold_at)
+    count = tl.zeros((TOKENS,), tl.int32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        energy = _energies(
+            codes,
+            entropy_codes,
+            grad_logps,
+            grad_entropies,
+            own,
+            targets,
+            token,
+            live,
+            tile,
+            inside,
+            tokens,
+            TILE_VOCAB,
+        )
+        count += tl.sum((energy > threshold).to(tl.int32), 0)
+    tl.store(out + token, count.to(tl.int64), mask=live)
+
+
+@triton.jit
+def _block_bounds_kernel(
+    codes, entropy_codes, grad_logps, grad_entropies, own, targets, order, out, tiles, tokens,
+    TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    position = row * TOKENS + tl.arange(0, TOKENS)
+    live = position < tokens
+    token = tl.load(order + position, mask=live, other=0)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    inside = (tile < tiles)[:, None] & live[None, :]
+    energy = _energies(
+        codes, entropy_codes, grad_logps, grad_entropies, own, targets, token, live, tile, inside, tokens, TILE_VOCAB
+    )
+    tl.store(out + row.to(tl.int64) * tiles + tile, tl.sum(energy, 1), mask=tile < tiles)
+
+
+def large_tiles(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, threshold: Tensor) -> Tensor:
+    """As `bounds.large_tiles`."""
+    tiles, n = known.codes.shape
+    out = torch.empty(n, dtype=torch.int64, device=targets.device)
+    with on(targets.device):
+        _large_kernel[(triton.cdiv(n, CODE_TOKENS),)](
+            *_given(known, tokens, own, targets), threshold, out, tiles, n, BLOCK_VOCAB, CODE_TOKENS, CODE_TILES
+        )
+    return out
+
+
+def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:
+    """As `bounds.block_bounds`."""
+    tiles, n = known.codes.shape
+    rows = triton.cdiv(n, BLOCK_TOKENS)
+    out = torch.empty(rows, tiles, dtype=torch.float32, device=targets.device)
+    with on(targets.device):
+        _block_bounds_kernel[(rows, triton.cdiv(tiles, CODE_TILES))](
+            *_given(known, tokens, own, targets), order, out, tiles, n, BLOCK_VOCAB, BLOCK_TOKENS, CODE_TILES
+        )
+    return out
+
+
+def _given(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> tuple[Tensor | None, ...]:
+    with_entropy = tokens.grad_entropy is not None
+    entropy_codes = known.entropy_codes if with_entropy else None
+    grad_entropy = tokens.grad_entropy.contiguous() if tokens.grad_entropy is not None else None
+    return known.codes, entropy_codes, tokens.grad_logps.contiguous(), grad_entropy, own, targets.contiguous()
