@@ -18,6 +18,9 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradient
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on, transform_constants
 
+# One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, at 7.9% / 3.1% / 2.0% of the blocks: blocks
+# 0.96 / 0.38 / 0.24 ms, hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns of the weight
+# rather than a row), weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. Dense, each would take 0.95 / 0.37 / 0.24.
 BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vocabulary is never split
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
@@ -132,9 +135,10 @@ def _hidden_kernel(
     PROGRAMS: tl.constexpr,
 ):
     STEPS: tl.constexpr = TILE_VOCAB // STEP
-    for item in tl.range(tl.program_id(0), rows * tl.cdiv(hidden_size, COLUMNS), PROGRAMS):
-        # Neighbours share columns of the weight, and the rows advance through its tiles together.
-        row, part = tl.load(row_order + item % rows), item // rows
+    parts = tl.cdiv(hidden_size, COLUMNS)
+    for item in tl.range(tl.program_id(0), rows * parts, PROGRAMS):
+        # Neighbours share a row's blocks, and its tiles of the weight.
+        row, part = tl.load(row_order + item // parts), item % parts
         total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
         for step in tl.range(tl.load(row_start + row) * STEPS, tl.load(row_start + row + 1) * STEPS):
             block = tl.load(by_row + step // STEPS)

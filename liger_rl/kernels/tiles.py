@@ -32,7 +32,7 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on
 
 MERGE_TOKENS, MERGE_TILES = 32, 32  # of a program, and of one step of its loop
-CODE_TOKENS, CODE_TILES = 128, 32
+CODE_TILES = 32
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
 OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
@@ -298,8 +298,8 @@ def large_tiles(known: TileBounds, tokens: TokenGradients, own: Tensor, targets:
     tiles, n = known.codes.shape
     out = torch.empty(n, dtype=torch.int64, device=targets.device)
     with on(targets.device):
-        _large_kernel[(triton.cdiv(n, CODE_TOKENS),)](
-            *_given(known, tokens, own, targets), threshold, out, tiles, n, BLOCK_VOCAB, CODE_TOKENS, CODE_TILES
+        _large_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+            *_given(known, tokens, own, targets), threshold, out, tiles, n, BLOCK_VOCAB, MERGE_TOKENS, CODE_TILES
         )
     return out
 
