@@ -147,7 +147,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
         Args:
             _input: (B, T, H) last hidden states; position t predicts selected_token_ids[:, t].
-            lin_weight: (V, H) of the lm_head, in _input's dtype or float32 (any under autocast). One that DeepSpeed's ZeRO-3 has
+            lin_weight: (V, H) of the lm_head, in _input's dtype or float32 (any under autocast). One that ZeRO-3 has
                 partitioned is copied, because it is whole until the forward's end only.
             selected_token_ids: (B, T) the sampled tokens.
             attention_mask: (B, T) bool or 0/1, the completion tokens that count.
@@ -170,24 +170,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         _check_tokens(_input, selected_token_ids, attention_mask, vllm_is_ratio)
         _check_tensor("lin_weight", lin_weight, _input)
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
-        if num_items_in_batch is None and isinstance(fused.terms.reduction, GlobalTokenMean) and _ranks() > 1:
-            num_items_in_batch = counted.sum()
-            dist.all_reduce(num_items_in_batch)
+        if num_items_in_batch is None and isinstance(fused.terms.reduction, GlobalTokenMean):
+            num_items_in_batch = _tokens_of_all_ranks(counted)
         if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
             vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}"
-                )
-            _check_tensor("ref_input", ref_input, _input)
-            _check_tensor("ref_weight", ref_weight, _input)
-            hidden, weight, reference_bias = _head(ref_input, ref_weight, ref_bias)
-            ref_per_token_logps = fused.reference_logps(
-                hidden, weight, selected_token_ids, counted, bias=reference_bias
-            )
+            ref_per_token_logps = self._reference(fused, selected_token_ids, counted, ref_input, ref_weight, ref_bias)
         elif ref_input is not None:
             warnings.warn("ref_per_token_logps and ref_input are given; ref_per_token_logps is used", stacklevel=2)
         hidden, weight, bias = _head(_input, lin_weight, bias)
@@ -206,6 +196,26 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
         clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
         return loss, (*values, clipped)
+
+    def _reference(
+        self,
+        fused: FusedLinearGRPOLoss,
+        ids: Tensor,
+        counted: Tensor,
+        ref_input: Tensor | None,
+        ref_weight: Tensor | None,
+        ref_bias: Tensor | None,
+    ) -> Tensor:
+        if ref_input is None or ref_weight is None:
+            missing = "ref_input" if ref_input is None else "ref_weight"
+            raise ValueError(
+                f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}; "
+                f"got neither ref_per_token_logps nor {missing}"
+            )
+        for name, part in (("ref_input", ref_input), ("ref_weight", ref_weight)):
+            _check_tensor(name, part, counted)
+        hidden, weight, bias = _head(ref_input, ref_weight, ref_bias)
+        return fused.reference_logps(hidden, weight, ids, counted, bias=bias)
 
     def _fused(self) -> FusedLinearGRPOLoss:
         """The module that computes it, from the options as they are now."""
@@ -233,12 +243,16 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             **options,
         )
 
-    def extra_repr(self) -> str:
-        return repr(self._fused().terms)
-
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _tokens_of_all_ranks(counted: Tensor) -> Tensor:
+    count = counted.sum()
+    if _ranks() > 1:
+        dist.all_reduce(count)
+    return count
 
 
 def _check_tokens(_input: Tensor, ids: Tensor, attention_mask: Tensor, vllm_is_ratio: Tensor | None) -> None:
@@ -290,10 +304,9 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
 
 
 def _installed() -> type:
-    import liger_kernel.chunked_loss  # noqa: F401  the name is looked up here and in the module below
+    check_version("liger-kernel", _version(), (0, 8), (0, 9))
     from liger_kernel.chunked_loss import grpo_loss
 
-    check_version("liger-kernel", _version(), (0, 8), (0, 9))
     return grpo_loss.LigerFusedLinearGRPOLoss
 
 

@@ -34,9 +34,8 @@ def linear_cross_entropy(
 
         Any device, hidden size and strides. verl asks for CUDA, H a multiple of 128 and contiguous tensors.
         A negative label masks its token: 0 in both outputs, and no gradient. verl returns uninitialised memory there.
-        "sum" and "mean" are the sum and the mean. verl adds them to uninitialised memory.
         Labels beyond the vocabulary raise. verl returns uninitialised memory.
-        Logits under 0 throughout are as exact as others. verl starts its running maximum at 0.
+        Logits all under -87 are as exact as others. verl's underflow, because its running maximum starts at 0.
         Two host syncs on CUDA (see `linear_logprobs`). verl has none.
 
     Args:

@@ -26,7 +26,8 @@ from liger_rl.integrations.liger import (  # noqa: E402
 )
 
 THEIRS = [grpo_loss.LigerFusedLinearGRPOLoss]  # in a list, where patching does not reach it
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "liger.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "liger.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
 LENGTHS = torch.tensor([7, 3, 5, 1, 0, 6])
@@ -535,9 +536,13 @@ def test_an_unsupported_version_changes_nothing(caller, monkeypatch, version):
         pass
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_page_runs(snippet):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec(compile(snippet, "docs/liger.md", "exec"), {"__name__": "page"})
     assert grpo_loss.LigerFusedLinearGRPOLoss is THEIRS[0]
+
+
+def test_the_page_has_snippets():
+    assert len(SNIPPETS) == 2

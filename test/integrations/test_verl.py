@@ -13,7 +13,8 @@ import oracles
 from liger_rl.integrations import verl as integration
 from liger_rl.integrations.verl import linear_cross_entropy, patch_verl, patched_verl, unpatch_verl
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 TOKENS, HIDDEN, VOCAB = 23, 12, 137
 # (shape of hidden without H, shape of labels): packed, FSDP without padding, padded, Megatron's (S, B, H)
 SHAPES = [((TOKENS,), (TOKENS,)), ((1, TOKENS), (1, TOKENS)), ((1, TOKENS), (TOKENS,)), ((TOKENS, 1), (1, TOKENS))]
@@ -260,6 +261,10 @@ def test_without_verl():
             patch_verl()
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_page_runs(snippet):
     exec(compile(snippet, "docs/verl.md", "exec"), {"__name__": "page"})
+
+
+def test_the_page_has_snippets():
+    assert len(SNIPPETS) == 1
