@@ -1,0 +1,344 @@
+"""liger-kernel's chunked GRPO loss, by its own signature, on this package's head and losses.
+
+    from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, patch_liger
+
+    loss_fn = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo")  # in place of liger_kernel.chunked_loss's
+    patch_liger()  # or: in all the code that imports it from there
+
+Constructor, call and results are those of liger-kernel 0.8.5.
+"""
+
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.integrations.patching import GlobalPatch, check_version
+from liger_rl.logprobs import check_chunk
+from liger_rl.policy.objectives import VESPO
+from liger_rl.policy.presets import PRESETS
+from liger_rl.policy.reductions import GlobalTokenMean
+
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+# Options that change what is computed only where the loss has them -> the value that asks for nothing.
+SWITCHES = {"delta": None, "importance_sampling_level": "token"}
+LOSS_OPTIONS = (
+    "epsilon_low",
+    "epsilon_high",
+    "max_completion_length",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+    *SWITCHES,
+)
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
+
+    The same numbers, except where Liger's are wrong:
+
+        luspo: padding has no part in the loss. Liger weighs and averages it with the rest.
+        -inf or NaN at masked tokens, in any column, changes nothing. Liger multiplies it by 0, which is NaN.
+        advantages may be (B, T). Liger broadcasts them to the wrong tokens where a chunk has two sequences.
+        A KL penalty without a reference raises. Liger takes the KL to be 0 with use_ref_model=False.
+        vllm_is_ratio at masked tokens is not part of VESPO's weight. Liger sums it over padding.
+        A negative token id masks its token, one beyond the vocabulary raises. Liger takes its logit to be 0.
+        A float32 head on bfloat16 hidden states computes in float32. Liger rounds the weight to bfloat16.
+        Logits are float32 throughout, and the weight's gradient is rounded once. Liger rounds every logit to the
+            inputs' dtype and adds a gradient per chunk in the weight's.
+        Under no_grad, and for frozen inputs, nothing is computed for a backward.
+
+    Args:
+        beta: coefficient of the KL penalty, >= 0; 0 needs no reference, whatever use_ref_model says.
+        compiled: no effect; there is nothing to compile.
+        use_ref_model: must be True where beta > 0.
+        chunk_size: no effect on results, as in Liger, and none on memory: tiles are sized from a memory budget.
+        epsilon_low, epsilon_high: distances of the clip's bounds from 1; for "cispo" epsilon_high is the bound itself
+            and epsilon_low has no effect; no effect for "sapo" and "vespo".
+        loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
+        max_completion_length: tokens, for "dr_grpo", which needs it; no effect elsewhere.
+        importance_sampling_level: "token" or "sequence"; only "token" for "cispo", "sapo" and "vespo".
+        sapo_temperature_pos, sapo_temperature_neg: for "sapo"; no effect elsewhere.
+        temperature: divisor of the logits, > 0.
+        delta: upper clamp of the ratio, > 0, or None; None for "cispo", "sapo" and "vespo", where Liger ignores it.
+        use_bias_correction_kl: multiply the KL by the importance ratio.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for "vespo"; no effect elsewhere.
+
+    Options are attributes of the same names, read at every call.
+
+    Raises:
+        ValueError, TypeError: a value that is not listed above, naming the option.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+    ) -> None:
+        super().__init__()
+        self.beta = beta
+        self.compiled = compiled
+        self.use_ref_model = use_ref_model
+        self.chunk_size = chunk_size
+        self.epsilon_low = epsilon_low
+        self.epsilon_high = epsilon_high
+        self.loss_type = loss_type
+        self.max_completion_length = max_completion_length
+        self.importance_sampling_level = importance_sampling_level
+        self.sapo_temperature_pos = sapo_temperature_pos
+        self.sapo_temperature_neg = sapo_temperature_neg
+        self.temperature = temperature
+        self.delta = delta
+        self.use_bias_correction_kl = use_bias_correction_kl
+        self.vespo_k_pos = vespo_k_pos
+        self.vespo_lambda_pos = vespo_lambda_pos
+        self.vespo_k_neg = vespo_k_neg
+        self.vespo_lambda_neg = vespo_lambda_neg
+        self._fused()  # so that a mistake shows here
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: int | float | Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and metrics of one batch.
+
+        "dapo", "cispo" and "vespo" divide by the tokens of all ranks of torch.distributed's default group over their
+        number: num_items_in_batch / ranks, or, where that is None and there is more than one rank, the batch's count
+        summed over them, one all-reduce a call. (Liger makes it once per chunk of sequences, so ranks with batches of
+        different sizes wait for ever.)
+
+        Args:
+            _input: (B, T, H) last hidden states; position t predicts selected_token_ids[:, t].
+            lin_weight: (V, H) of the lm_head, in _input's dtype or float32 (any under autocast). One that ZeRO-3 has
+                partitioned is copied, because it is whole until the forward's end only.
+            selected_token_ids: (B, T) the sampled tokens.
+            attention_mask: (B, T) bool or 0/1, the completion tokens that count.
+            advantages: (B,), or per token (B, T).
+            bias: (V,) of the lm_head, in lin_weight's dtype.
+            ref_per_token_logps, old_per_token_logps: (B, T) in nats; without old ones the ratio is 1.
+            ref_input, ref_weight, ref_bias: (B, T, H), (V, H), (V,) of the reference model's head, in place of
+                ref_per_token_logps; with both a warning is given and ref_per_token_logps is used.
+            vllm_is_ratio: (B, T) per token, or (B, 1) or (B,) per sequence: trainer over sampler probability.
+            num_items_in_batch: tokens of the whole optimiser step, over all ranks.
+
+        Returns:
+            loss: () in float32.
+            metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
+
+        Raises:
+            TypeError, ValueError: before the loss is computed, naming the argument.
+        """
+        fused = self._fused()
+        _check_tokens(_input, selected_token_ids, attention_mask, vllm_is_ratio)
+        _check_tensor("lin_weight", lin_weight, _input)
+        counted = (attention_mask != 0) & (selected_token_ids >= 0)
+        if num_items_in_batch is None and isinstance(fused.terms.reduction, GlobalTokenMean):
+            num_items_in_batch = _tokens_of_all_ranks(counted)
+        if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
+            vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
+        if self.beta == 0.0:
+            ref_per_token_logps = None
+        elif ref_per_token_logps is None:
+            ref_per_token_logps = self._reference(fused, selected_token_ids, counted, ref_input, ref_weight, ref_bias)
+        elif ref_input is not None:
+            warnings.warn("ref_per_token_logps and ref_input are given; ref_per_token_logps is used", stacklevel=2)
+        hidden, weight, bias = _head(_input, lin_weight, bias)
+        loss, metrics = fused(
+            hidden,
+            weight,
+            selected_token_ids,
+            advantages,
+            counted,
+            bias=bias,
+            old_per_token_logps=old_per_token_logps,
+            ref_per_token_logps=ref_per_token_logps,
+            importance_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+        )
+        values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
+        clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
+        return loss, (*values, clipped)
+
+    def _reference(
+        self,
+        fused: FusedLinearGRPOLoss,
+        ids: Tensor,
+        counted: Tensor,
+        ref_input: Tensor | None,
+        ref_weight: Tensor | None,
+        ref_bias: Tensor | None,
+    ) -> Tensor:
+        if ref_input is None or ref_weight is None:
+            missing = "ref_input" if ref_input is None else "ref_weight"
+            raise ValueError(
+                f"ref_per_token_logps, or ref_input and ref_weight, must be given with beta = {self.beta}; "
+                f"got neither ref_per_token_logps nor {missing}"
+            )
+        for name, part in (("ref_input", ref_input), ("ref_weight", ref_weight)):
+            _check_tensor(name, part, counted)
+        hidden, weight, bias = _head(ref_input, ref_weight, ref_bias)
+        return fused.reference_logps(hidden, weight, ids, counted, bias=bias)
+
+    def _fused(self) -> FusedLinearGRPOLoss:
+        """The module that computes it, from the options as they are now."""
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(
+                f"loss_type must be one of {list(LOSS_TYPES)}, as in liger-kernel, got {self.loss_type!r}; "
+                "liger_rl.FusedLinearGRPOLoss has more"
+            )
+        if self.beta != 0.0 and not self.use_ref_model:
+            raise ValueError(f"use_ref_model must be True with beta = {self.beta}, or beta 0.0: a KL needs a reference")
+        check_chunk("chunk_size", self.chunk_size)
+        preset = PRESETS[self.loss_type]
+        known = {f.name for part in (preset.objective, preset.reduction) for f in fields(part)}
+        for name, off in SWITCHES.items():
+            if name not in known and getattr(self, name) != off:
+                raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
+        options = {name: getattr(self, name) for name in LOSS_OPTIONS if name in known}
+        if "world_size" in known:
+            options["world_size"] = _ranks()
+        return FusedLinearGRPOLoss(
+            self.loss_type,
+            beta=self.beta,
+            importance_weighted=self.use_bias_correction_kl,
+            temperature=self.temperature,
+            **options,
+        )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _tokens_of_all_ranks(counted: Tensor) -> Tensor:
+    count = counted.sum()
+    if _ranks() > 1:
+        dist.all_reduce(count)
+    return count
+
+
+def _check_tokens(_input: Tensor, ids: Tensor, attention_mask: Tensor, vllm_is_ratio: Tensor | None) -> None:
+    """What is called otherwise, or may have more shapes, in the module underneath."""
+    _check_tensor("_input", _input, _input)
+    if _input.dim() != 3:
+        raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
+    rows, columns = _input.shape[:2]
+    for name, tensor in (("selected_token_ids", ids), ("attention_mask", attention_mask)):
+        _check_tensor(name, tensor, _input)
+        if tensor.shape != (rows, columns):
+            raise ValueError(f"{name} must be (B, T) = {(rows, columns)} from _input, got {tuple(tensor.shape)}")
+    if vllm_is_ratio is None:
+        return
+    _check_tensor("vllm_is_ratio", vllm_is_ratio, _input)
+    if vllm_is_ratio.shape not in ((rows, columns), (rows, 1), (rows,)):
+        raise ValueError(
+            f"vllm_is_ratio must be (B, T) = {(rows, columns)}, (B, 1) or (B,), from _input, "
+            f"got {tuple(vllm_is_ratio.shape)}"
+        )
+
+
+def _check_tensor(name: str, value: Any, like: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} from _input, got {value.device}")
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The head's factors, for products in the weight's precision and for a backward after the forward's context."""
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16) and not autocast:
+        hidden = hidden.float()
+    return hidden, _whole(weight), None if bias is None else _whole(bias)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    # ZeRO-3 gathers a parameter for the forward and empties it again; its id is DeepSpeed's mark on such a parameter.
+    return parameter.clone() if hasattr(parameter, "ds_id") else parameter
+
+
+def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
+    """Ratios per token of the same product over each sequence: one per sequence goes to its first counted token."""
+    if ratio.shape == counted.shape:
+        return ratio
+    first = counted & (counted.cumsum(-1) == 1)
+    return torch.where(first, ratio.reshape(-1, 1), 1.0)
+
+
+def _installed() -> type:
+    check_version("liger-kernel", _version(), (0, 8), (0, 9))
+    from liger_kernel.chunked_loss import grpo_loss
+
+    return grpo_loss.LigerFusedLinearGRPOLoss
+
+
+def _version() -> str | None:
+    for name in ("liger-kernel", "liger-kernel-nightly"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed)
+
+
+def patch_liger() -> None:
+    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in every loaded module that has it.
+
+    Modules that import it afterwards get it too. Objects made before keep their class; liger-kernel's other losses and
+    the functional `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+
+    Raises:
+        ImportError: liger-kernel is not installed, or not of a supported version, which is named; nothing is changed.
+    """
+    _PATCH.apply()
+
+
+def unpatch_liger() -> None:
+    """Undo `patch_liger`, in modules that imported the name in between too; harmless where nothing is patched."""
+    _PATCH.undo()
+
+
+def patched_liger() -> AbstractContextManager[None]:
+    """`patch_liger` for the length of a `with` block."""
+    return _PATCH.within()

@@ -1,0 +1,125 @@
+"""verl's fused log-probabilities and entropy, by its own signature, on this package's head.
+
+    from liger_rl.integrations.verl import linear_cross_entropy, patch_verl
+
+    logprobs, entropy = linear_cross_entropy(hidden, weight, labels, temperature)
+    patch_verl()  # or: in all of verl
+
+Arguments, outputs, signs and gradients are those of verl 0.9.1.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_rl.integrations.patching import GlobalPatch, check_version
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import linear_logprobs
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.9.
+
+    In spite of its name it returns log-probabilities, not their negatives. Where verl's differ:
+
+        Any device, hidden size and strides. verl asks for CUDA, H a multiple of 128 and contiguous tensors.
+        A negative label masks its token: 0 in both outputs, and no gradient. verl returns uninitialised memory there.
+        Labels beyond the vocabulary raise. verl returns uninitialised memory.
+        Logits all under -87 are as exact as others. verl's underflow, because its running maximum starts at 0.
+        Two host syncs on CUDA (see `linear_logprobs`). verl has none.
+
+    Args:
+        hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
+        weight: (V, H) of the lm_head; dtype of `hidden` (any float dtype under autocast).
+        labels: as many integer token ids as hidden has rows, in any shape.
+        temperature: divisor of the logits, > 0.
+        reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
+        dist_process_group: None or a group of one rank. verl's splits the vocabulary over a larger one.
+
+    Returns:
+        logprobs: float32 in nats, <= 0, differentiable: (N,), N = labels.numel(), or () with "sum" or "mean".
+        entropy: (N,) float32 in nats, differentiable, whatever the reduction.
+
+    Raises:
+        TypeError, ValueError: before anything is computed, naming the argument; a group of several ranks too.
+    """
+    for name, tensor in (("hidden", hidden), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
+    if labels.numel() != hidden.shape[:-1].numel():
+        raise ValueError(
+            f"labels must have {hidden.shape[:-1].numel()} elements, one per row of hidden {tuple(hidden.shape)}, "
+            f"got {tuple(labels.shape)}"
+        )
+    if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
+    _check_one_rank(dist_process_group)
+    logprobs, entropy = linear_logprobs(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        transform=LogitTransform(temperature=temperature),
+        entropy=True,
+    )
+    assert entropy is not None
+    if reduction.lower() == "none":
+        return logprobs, entropy
+    return logprobs.sum() if reduction.lower() == "sum" else logprobs.mean(), entropy
+
+
+def _check_one_rank(group: dist.ProcessGroup | None) -> None:
+    if group is None:
+        return
+    ranks = dist.get_world_size(group)
+    if ranks != 1:
+        raise ValueError(
+            f"dist_process_group must be None or of one rank, got {ranks}: its ranks would each hold a part of the "
+            "vocabulary, which liger_rl does not compute yet; set tensor_model_parallel_size to 1"
+        )
+
+
+def _installed() -> object:
+    import verl
+
+    check_version("verl", getattr(verl, "__version__", None), (0, 5), (0, 10))
+    from verl.utils.kernel import linear_cross_entropy as home
+
+    return home.linear_cross_entropy
+
+
+_PATCH = GlobalPatch(linear_cross_entropy, _installed)
+
+
+def patch_verl() -> None:
+    """Put `linear_cross_entropy` of this module in place of verl's, in every loaded module that has it.
+
+    verl's models for FSDP look it up at each forward, those for Megatron import it once: both get it. verl uses it
+    with `use_fused_kernels=True` and `fused_kernel_options.impl_backend=triton`. To be called in every worker process.
+    Patching twice is harmless.
+
+    Raises:
+        ImportError: verl is not installed, or not of a supported version, which is named; nothing is changed.
+    """
+    _PATCH.apply()
+
+
+def unpatch_verl() -> None:
+    """Undo `patch_verl`, in modules that imported the name in between too; harmless where nothing is patched."""
+    _PATCH.undo()
+
+
+def patched_verl() -> AbstractContextManager[None]:
+    """`patch_verl` for the length of a `with` block."""
+    return _PATCH.within()

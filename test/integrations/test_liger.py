@@ -1,0 +1,548 @@
+"""The drop-in for liger-kernel's chunked GRPO loss against liger-kernel itself, and the places where that is wrong."""
+
+import inspect
+import re
+import sys
+import types
+import warnings
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="the integration needs liger-kernel")
+
+from liger_kernel.chunked_loss import grpo_loss  # noqa: E402
+
+import oracles  # noqa: E402
+from liger_rl.integrations import liger  # noqa: E402
+from liger_rl.integrations.liger import (  # noqa: E402
+    LigerFusedLinearGRPOLoss,
+    patch_liger,
+    patched_liger,
+    unpatch_liger,
+)
+
+THEIRS = [grpo_loss.LigerFusedLinearGRPOLoss]  # in a list, where patching does not reach it
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "liger.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
+LENGTHS = torch.tensor([7, 3, 5, 1, 0, 6])
+CLIPPING = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+FAMILIES = [*product(CLIPPING, ["token", "sequence"]), *product(["cispo", "sapo", "vespo"], ["token"])]
+# epsilon_low, epsilon_high, delta: a mean over a sequence moves less
+BOUNDS = {"token": (0.2, 0.28, 1.5), "sequence": (0.04, 0.06, 1.1)}
+OTHER_OPTIONS = {
+    "dr_grpo": {"max_completion_length": 11},
+    "cispo": {"epsilon_high": 1.3},
+    "sapo": {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.6},
+    "vespo": {"vespo_k_pos": 1.7, "vespo_lambda_pos": 2.2, "vespo_k_neg": 2.6, "vespo_lambda_neg": 1.4},
+}
+
+
+def options_of(loss_type, level="token", *, beta=0.13, delta=False, **options):
+    found = {"loss_type": loss_type, "beta": beta, "use_ref_model": beta != 0.0, "temperature": 0.8, "compiled": False}
+    if loss_type in CLIPPING:
+        low, high, bound = BOUNDS[level]
+        found |= {"epsilon_low": low, "epsilon_high": high, "importance_sampling_level": level}
+        found["delta"] = bound if delta else None
+    return found | OTHER_OPTIONS.get(loss_type, {}) | options
+
+
+def problem(device="cpu", *, full=False, dtype=torch.float32):
+    """-> the keywords of a call: uneven lengths, one sequence without tokens, ratios on either side of the bounds."""
+    hidden, weight = torch.randn(BATCH, LENGTH, HIDDEN), torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
+    bias, ids = torch.randn(VOCAB), torch.randint(VOCAB, (BATCH, LENGTH))
+    logps = oracles.logprobs(hidden, weight, ids, bias, temperature=0.8)[0].float()
+    mask = torch.arange(LENGTH) < (torch.full_like(LENGTHS, LENGTH) if full else LENGTHS)[:, None]
+    call = {
+        "_input": hidden.to(dtype),
+        "lin_weight": weight.to(dtype),
+        "selected_token_ids": ids,
+        "attention_mask": mask.float(),
+        "advantages": torch.tensor([1.3, -0.8, 0.4, -1.7, 0.9, -0.3]),
+        "bias": bias.to(dtype),
+        "old_per_token_logps": logps + 0.4 * torch.randn(BATCH, LENGTH),
+        "ref_per_token_logps": logps + 0.4 * torch.randn(BATCH, LENGTH),
+        "num_items_in_batch": 37.0,
+    }
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+def ratios(call):
+    mask = call["attention_mask"] != 0
+    ratio = 0.3 + 1.7 * torch.rand(BATCH, LENGTH, device=mask.device)
+    # 1 under the mask, as TRL makes them: VESPO of Liger sums over padding too
+    return {"none": None, "(B, T)": torch.where(mask, ratio, 1.0), "(B, 1)": ratio[:, :1], "(B,)": ratio[:, 0]}
+
+
+LEAVES = ("_input", "lin_weight", "bias")
+
+
+def run(loss_class, options, call):
+    """-> loss, gradients of hidden, weight and bias, metrics."""
+    leaves = {name: call[name].detach().clone().requires_grad_() for name in LEAVES if call.get(name) is not None}
+    loss, metrics = loss_class(**options)(**{**call, **leaves})
+    return loss.detach(), torch.autograd.grad(loss, list(leaves.values())), metrics
+
+
+def assert_same(found, expected):
+    assert expected[0].abs() > 1e-3
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert theirs.any()
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    assert isinstance(found[2], tuple)
+    for mine, theirs in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=0)
+
+
+def test_signatures_are_theirs():
+    for name in ("__init__", "forward"):
+        ours, theirs = (inspect.signature(getattr(c, name)) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+        assert list(ours.parameters) == list(theirs.parameters)
+        for parameter in theirs.parameters.values():
+            assert ours.parameters[parameter.name].default == parameter.default, parameter.name
+            assert ours.parameters[parameter.name].kind == parameter.kind
+    made = LigerFusedLinearGRPOLoss()
+    assert {n: v for n, v in vars(THEIRS[0]()).items() if not n.startswith("_")}.items() <= vars(made).items()
+
+
+@pytest.mark.parametrize("ratio", ["none", "(B, T)", "(B, 1)", "(B,)"])
+@pytest.mark.parametrize("kl", ["none", "plain", "importance_weighted"])
+@pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
+def test_same_numbers(loss_type, level, kl, ratio, device):
+    per_token = level == "token" or kl != "none" or ratio == "(B, T)"
+    call = problem(device, full=loss_type == "luspo" and per_token)  # see test_padding_has_no_part_in_luspo
+    call["vllm_is_ratio"] = ratios(call)[ratio]
+    asked = {"beta": 0.0 if kl == "none" else 0.13, "use_bias_correction_kl": kl == "importance_weighted"}
+    for delta in (False, True) if loss_type in CLIPPING else (False,):
+        options = options_of(loss_type, level, delta=delta, **asked)
+        found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+        assert_same(found, expected)
+        *divergence, clipped = found[2]
+        assert len(divergence) == (kl != "none")
+        assert all(value > 0.01 for value in divergence)
+        assert 0.05 < clipped < 0.95 if loss_type in (*CLIPPING, "cispo") else clipped == 0
+
+
+@pytest.mark.parametrize("left_out", ["old_per_token_logps", "num_items_in_batch", "bias"])
+@pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
+def test_same_numbers_without(loss_type, level, left_out):
+    call = problem(full=loss_type == "luspo")
+    whole = run(LigerFusedLinearGRPOLoss, options_of(loss_type, level), call)
+    del call[left_out]
+    found, expected = (run(c, options_of(loss_type, level), call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    assert_same(found, expected)
+    if left_out != "num_items_in_batch" or loss_type in ("dapo", "cispo", "vespo"):
+        assert not torch.allclose(found[1][1], whole[1][1])
+
+
+@pytest.mark.parametrize("chunk_size", [2, 4, 9])
+def test_chunk_size_changes_nothing(chunk_size):
+    call, options = problem(), options_of("dapo", chunk_size=chunk_size)
+    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0])))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_reference_from_hidden_states(with_bias, device):
+    call, options = problem(device), options_of("grpo")
+    given = run(LigerFusedLinearGRPOLoss, options, call)
+    del call["ref_per_token_logps"]
+    call["ref_input"] = call["_input"] + 0.3 * torch.randn_like(call["_input"])
+    call["ref_weight"] = call["lin_weight"] + 0.1 * torch.randn_like(call["lin_weight"])
+    if with_bias:
+        call["ref_bias"] = call["bias"] + 0.1 * torch.randn_like(call["bias"])
+    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    assert_same(found, expected)
+    assert not torch.allclose(found[2][0], given[2][0])
+
+
+def test_two_references():
+    call, options = problem(), options_of("grpo")
+    expected = run(LigerFusedLinearGRPOLoss, options, call)
+    call |= {"ref_input": call["_input"].flip(0), "ref_weight": call["lin_weight"]}
+    with pytest.warns(UserWarning, match="ref_per_token_logps is used"):
+        found = run(LigerFusedLinearGRPOLoss, options, call)
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_mask_of_any_kind(dtype):
+    call, options = problem(), options_of("dapo")
+    expected = run(THEIRS[0], options, call)
+    assert_same(
+        run(LigerFusedLinearGRPOLoss, options, call | {"attention_mask": call["attention_mask"].to(dtype)}), expected
+    )
+
+
+def test_called_by_position():
+    """The order of liger-kernel 0.8.5 in the constructor and the call."""
+    call = problem()
+    del call["num_items_in_batch"]
+    constructor = (0.2, False, True, 2, 0.1, 0.3, "sapo", 5, "token", 0.9, 1.2, 0.7, None, True)
+    order = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias",
+             "ref_per_token_logps", "old_per_token_logps")  # fmt: skip
+    results = [c(*constructor)(*(call[name] for name in order)) for c in (LigerFusedLinearGRPOLoss, THEIRS[0])]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0][1], tuple(m.detach() for m in results[1][1]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo"])
+def test_as_trl_builds_and_calls_it(loss_type):
+    """TRL 1.10 to 1.13 give every loss every option, with the defaults of GRPOConfig."""
+    module = LigerFusedLinearGRPOLoss(
+        beta=0.04, epsilon_low=0.2, epsilon_high=0.28, temperature=0.8, use_ref_model=True, loss_type=loss_type,
+        max_completion_length=256, importance_sampling_level="token", delta=None, use_bias_correction_kl=False,
+        sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+    )  # fmt: skip
+    call = problem()
+    loss, metrics = module(**call, vllm_is_ratio=None)
+    theirs = THEIRS[0](
+        loss_type=loss_type, epsilon_high=0.28, temperature=0.8, max_completion_length=256, compiled=False
+    )
+    expected, expected_metrics = theirs(**call)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert metrics[0] > 0.01
+    torch.testing.assert_close(metrics, tuple(m.detach() for m in expected_metrics), rtol=1e-5, atol=0)
+
+
+def test_options_are_read_at_every_call():
+    call = problem()
+    ours, theirs = (c(**options_of("grpo")) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    before = ours(**call)[0]
+    for module in (ours, theirs):
+        module.beta, module.loss_type = 0.5, "bnpo"
+    assert not torch.allclose(ours(**call)[0], before)
+    torch.testing.assert_close(ours(**call)[0], theirs(**call)[0].detach(), rtol=1e-5, atol=1e-6)
+    ours.use_ref_model = False
+    with pytest.raises(ValueError, match="use_ref_model"):
+        ours(**call)
+
+
+def test_zero3_empties_the_head_after_the_forward():
+    """DeepSpeed's ZeRO-3 gathers a parameter for the forward alone and marks it with an id."""
+    call, options = problem(), options_of("dapo")
+    expected = run(LigerFusedLinearGRPOLoss, options, call)
+    call["_input"].requires_grad_()
+    for name in ("lin_weight", "bias"):
+        call[name] = torch.nn.Parameter(call[name])
+        call[name].ds_id = 1
+    loss, _ = LigerFusedLinearGRPOLoss(**options)(**call)
+    for name in ("lin_weight", "bias"):
+        call[name].data = torch.empty(0)
+    for found, truth in zip(torch.autograd.grad(loss, [call[name] for name in LEAVES]), expected[1], strict=True):
+        assert torch.equal(found, truth)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """-> the values that were all-reduced, as if another rank had the same."""
+    calls = []
+
+    def all_reduce(value, op=None):
+        calls.append(value.item())
+        value.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return calls
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
+def test_ranks_share_the_count_that_is_given(loss_type, two_ranks):
+    call, options = problem(), options_of(loss_type)
+    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    assert_same(found, expected)
+    assert not two_ranks
+
+
+def test_ranks_count_once_a_call(two_ranks):
+    """Liger counts once a chunk, inside the loop: ranks with different numbers of sequences wait for each other."""
+    call, options = problem(), options_of("dapo")
+    del call["num_items_in_batch"]
+    expected = run(THEIRS[0], options, call)
+    assert len(two_ranks) == BATCH
+    two_ranks.clear()
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
+    assert two_ranks == [LENGTHS.sum().item()]
+    two_ranks.clear()
+    run(LigerFusedLinearGRPOLoss, options_of("bnpo"), call)  # divides by this batch's own tokens
+    assert not two_ranks
+
+
+# --- where liger-kernel is wrong --------------------------------------------------------------------------------------
+
+
+def test_padding_has_no_part_in_luspo():
+    call, options = problem(), options_of("luspo", beta=0.0)
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    padding = call["attention_mask"] == 0
+    assert wrong[1][0][padding].any()
+    assert not mine[1][0][padding].any()
+    logps, _ = oracles.logprobs(
+        *(call[n] for n in ("_input", "lin_weight", "selected_token_ids", "bias")), temperature=0.8
+    )
+    losses = oracles.token_losses(
+        logps, call["advantages"], ~padding, old=call["old_per_token_logps"], eps_low=0.2, eps_high=0.28
+    )
+    truth = sum(loss for row in losses for loss in row if loss is not None) / BATCH
+    torch.testing.assert_close(mine[0], truth.float(), rtol=1e-5, atol=1e-6)
+    assert abs(wrong[0] - truth) > 1e-2 * abs(truth)
+
+
+@pytest.mark.parametrize("column", ["old_per_token_logps", "ref_per_token_logps", "_input"])
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_nothing_under_the_mask_counts(column, value):
+    call, options = problem(), options_of("grpo")
+    clean = run(LigerFusedLinearGRPOLoss, options, call)
+    call[column] = call[column].clone()
+    call[column][call["attention_mask"] == 0] = value
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    assert not all(part.isfinite().all() for part in (wrong[0], *wrong[1]))
+    assert torch.equal(mine[0], clean[0])
+    assert all(torch.equal(a, b) for a, b in zip(mine[1], clean[1], strict=True))
+
+
+def test_advantages_per_token():
+    """A chunk of C sequences makes (C, 1, T) x (C, T): every advantage meets every row."""
+    call, options = problem(), options_of("bnpo")
+    call["advantages"] = torch.randn(BATCH, LENGTH)
+    right = run(THEIRS[0], options, call)
+    for chunk_size in (3, BATCH):
+        wrong, mine = (
+            run(c, options | {"chunk_size": chunk_size}, call) for c in (THEIRS[0], LigerFusedLinearGRPOLoss)
+        )
+        assert abs(wrong[0] - right[0]) > 0.1 * abs(right[0])
+        # Their share of clipped tokens is wrong in chunks of one sequence too, which have (1, 1, T) masks.
+        assert_same((*mine[:2], mine[2][:1]), (*right[:2], right[2][:1]))
+
+
+def test_a_kl_needs_a_reference():
+    call = problem()
+    without = {name: value for name, value in call.items() if name != "ref_per_token_logps"}
+    options = options_of("dapo", beta=0.5) | {"use_ref_model": False}
+    for given in (call, without):
+        _, (divergence, _) = THEIRS[0](**options)(**given)
+        assert divergence == 0
+    with pytest.raises(ValueError, match="use_ref_model"):
+        LigerFusedLinearGRPOLoss(**options)
+    with pytest.raises(ValueError, match="ref_per_token_logps"):
+        LigerFusedLinearGRPOLoss(**options_of("dapo", beta=0.5))(**without)
+
+
+def test_no_kl_needs_no_reference():
+    call = problem()
+    del call["ref_per_token_logps"]
+    options = options_of("dapo", beta=0.0)
+    expected = run(THEIRS[0], options, call)
+    with pytest.raises(AssertionError):
+        run(THEIRS[0], options | {"use_ref_model": True}, call)
+    assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, call), expected)
+
+
+def test_ratios_of_padding_have_no_part_in_vespo():
+    call, options = problem(), options_of("vespo", beta=0.0)
+    call["vllm_is_ratio"] = ratios(call)["(B, T)"]
+    right = run(THEIRS[0], options, call)
+    call["vllm_is_ratio"] = torch.where(call["attention_mask"] != 0, call["vllm_is_ratio"], 0.5)
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), right)
+    assert abs(run(THEIRS[0], options, call)[0] - right[0]) > 1e-2 * abs(right[0])
+
+
+def test_ids_outside_the_vocabulary():
+    call, options = problem(), options_of("bnpo")
+    call["selected_token_ids"] = call["selected_token_ids"].clone()
+    call["selected_token_ids"][0, 2] = -100
+    masked = call | {"attention_mask": call["attention_mask"].clone()}
+    masked["attention_mask"][0, 2] = 0
+    right = run(THEIRS[0], options, masked)
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), right)
+    assert abs(run(THEIRS[0], options, call)[0] - right[0]) > 1e-2 * abs(right[0])
+    call["selected_token_ids"][0, 2] = VOCAB
+    assert run(THEIRS[0], options, call)[0].isfinite()
+    with pytest.raises(ValueError, match=r"\[0, 61\)"):
+        run(LigerFusedLinearGRPOLoss, options, call)
+
+
+def test_a_float32_head_computes_in_float32():
+    call, options = problem(), options_of("dapo", beta=0.0)
+    call["_input"] = call["_input"].bfloat16()
+    truth = run(LigerFusedLinearGRPOLoss, options, call | {"_input": call["_input"].float()})
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    assert torch.equal(mine[0], truth[0])
+    assert torch.equal(mine[1][1], truth[1][1])
+    assert mine[1][0].dtype == torch.bfloat16
+    assert (wrong[1][1] - truth[1][1]).norm() > 1e-3 * truth[1][1].norm()
+
+
+def test_bfloat16_logits_are_not_rounded():
+    call, options = problem(dtype=torch.bfloat16), options_of("bnpo", beta=0.0)
+    exact = run(LigerFusedLinearGRPOLoss, options, {**call, **{name: call[name].float() for name in LEAVES}})
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    for found, other, truth in zip(mine[1], wrong[1], exact[1], strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - truth).norm() < 4 * torch.finfo(torch.bfloat16).eps * truth.norm()
+        assert (other.float() - truth).norm() > (found.float() - truth).norm()
+
+
+def test_a_frozen_head_and_no_grad():
+    call, options = problem(), options_of("dapo")
+    module = LigerFusedLinearGRPOLoss(**options)
+    call["_input"].requires_grad_()
+    loss, _ = module(**call)
+    loss.backward()
+    assert call["_input"].grad.any()
+    assert call["lin_weight"].grad is None
+    with torch.no_grad():
+        assert not module(**call)[0].requires_grad
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+BAD_OPTIONS = [
+    ("loss_type", ValueError, {"loss_type": "gspo"}),
+    ("loss_type", ValueError, {"loss_type": ["dapo"]}),
+    ("beta", ValueError, {"beta": -0.1}),
+    ("use_ref_model", ValueError, {"use_ref_model": False}),
+    ("chunk_size", ValueError, {"chunk_size": 0}),
+    ("epsilon_low", ValueError, {"epsilon_low": -0.1}),
+    ("epsilon_high", TypeError, {"epsilon_high": "0.2"}),
+    ("max_completion_length", ValueError, {"loss_type": "dr_grpo"}),
+    ("importance_sampling_level", ValueError, {"importance_sampling_level": "tokens"}),
+    ("importance_sampling_level", ValueError, {"loss_type": "cispo", "importance_sampling_level": "sequence"}),
+    ("importance_sampling_level", ValueError, {"loss_type": "sapo", "importance_sampling_level": "sequence"}),
+    ("importance_sampling_level", ValueError, {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
+    ("sapo_temperature_pos", ValueError, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}),
+    ("sapo_temperature_neg", ValueError, {"loss_type": "sapo", "sapo_temperature_neg": -1.0}),
+    ("temperature", ValueError, {"temperature": 0.0}),
+    ("delta", ValueError, {"delta": 0.0}),
+    ("delta", ValueError, {"loss_type": "sapo", "delta": 1.5}),
+    ("vespo_k_pos", ValueError, {"loss_type": "vespo", "vespo_k_pos": -1.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "options"), BAD_OPTIONS)
+def test_bad_options(name, error, options):
+    with pytest.raises(error, match=name):
+        LigerFusedLinearGRPOLoss(**options)
+
+
+BAD_ARGUMENTS = [
+    ("_input", ValueError, {"_input": torch.zeros(BATCH * LENGTH, HIDDEN)}),
+    ("_input", TypeError, {"_input": [0.0]}),
+    ("weight", ValueError, {"lin_weight": torch.zeros(VOCAB, HIDDEN + 1)}),
+    ("lin_weight", TypeError, {"lin_weight": None}),
+    ("lin_weight", ValueError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, device="meta")}),
+    ("weight", TypeError, {"lin_weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)}),
+    ("selected_token_ids", ValueError, {"selected_token_ids": torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64)}),
+    ("selected_token_ids", TypeError, {"selected_token_ids": torch.zeros(BATCH, LENGTH)}),
+    ("attention_mask", ValueError, {"attention_mask": torch.ones(BATCH)}),
+    ("attention_mask", TypeError, {"attention_mask": None}),
+    ("advantages", ValueError, {"advantages": torch.zeros(BATCH + 1)}),
+    ("bias", ValueError, {"bias": torch.zeros(VOCAB + 1)}),
+    ("old_per_token_logps", ValueError, {"old_per_token_logps": torch.zeros(BATCH)}),
+    ("ref_per_token_logps", ValueError, {"ref_per_token_logps": None}),
+    ("ref_per_token_logps", ValueError, {"ref_per_token_logps": torch.zeros(BATCH)}),
+    ("ref_weight", ValueError, {"ref_per_token_logps": None, "ref_input": torch.zeros(BATCH, LENGTH, HIDDEN)}),
+    ("ref_input", TypeError, {"ref_per_token_logps": None, "ref_input": 0.0, "ref_weight": 0.0}),
+    ("vllm_is_ratio", ValueError, {"vllm_is_ratio": torch.ones(LENGTH)}),
+    ("vllm_is_ratio", TypeError, {"vllm_is_ratio": 1.0}),
+    ("num_items_in_batch", ValueError, {"num_items_in_batch": torch.ones(2)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "error", "arguments"), BAD_ARGUMENTS)
+def test_bad_arguments(name, error, arguments):
+    with pytest.raises(error, match=name):
+        LigerFusedLinearGRPOLoss(**options_of("dapo"))(**{**problem(), **arguments})
+
+
+# --- patching ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def caller(monkeypatch):
+    """A loaded module that imported the name before, as TRL 1.12 does, under another name too."""
+    module = types.ModuleType("a_trainer")
+    module.LigerFusedLinearGRPOLoss = module.renamed = THEIRS[0]
+    monkeypatch.setitem(sys.modules, "a_trainer", module)
+    yield module
+    unpatch_liger()
+
+
+def places(caller):
+    return [
+        chunked_loss.LigerFusedLinearGRPOLoss,
+        grpo_loss.LigerFusedLinearGRPOLoss,
+        caller.LigerFusedLinearGRPOLoss,
+        caller.renamed,
+    ]
+
+
+def test_patch_and_unpatch(caller):
+    others = {name: value for name, value in vars(chunked_loss).items() if value is not THEIRS[0]}
+    for _ in range(2):
+        patch_liger()
+        assert all(place is LigerFusedLinearGRPOLoss for place in places(caller))
+    assert others.items() <= vars(chunked_loss).items()
+    late = types.ModuleType("a_late_trainer")
+    late.theirs = chunked_loss.LigerFusedLinearGRPOLoss
+    sys.modules["a_late_trainer"] = late
+    try:
+        for _ in range(2):
+            unpatch_liger()
+            assert all(place is THEIRS[0] for place in [*places(caller), late.theirs])
+    finally:
+        del sys.modules["a_late_trainer"]
+    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss is not THEIRS[0]
+
+
+def test_patched_within_a_block(caller):
+    with patched_liger():
+        with patched_liger():
+            pass
+        assert all(place is LigerFusedLinearGRPOLoss for place in places(caller))
+    assert all(place is THEIRS[0] for place in places(caller))
+    with pytest.raises(KeyError), patched_liger():
+        raise KeyError
+    assert all(place is THEIRS[0] for place in places(caller))
+
+
+def test_patched_code_runs(caller):
+    call, options = problem(), options_of("grpo")
+    expected = run(caller.renamed, options, call)
+    with patched_liger():
+        assert_same(run(caller.renamed, options, call), expected)
+
+
+@pytest.mark.parametrize("version", ["0.7.9", "0.9.0", "1.0", "unknown", None])
+def test_an_unsupported_version_changes_nothing(caller, monkeypatch, version):
+    def installed(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(ImportError, match=r"liger-kernel >= 0\.8, < 0\.9"):
+        patch_liger()
+    assert all(place is THEIRS[0] for place in places(caller))
+    with pytest.raises(ImportError), patched_liger():
+        pass
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_the_page_runs(snippet):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(snippet, "docs/liger.md", "exec"), {"__name__": "page"})
+    assert grpo_loss.LigerFusedLinearGRPOLoss is THEIRS[0]
+
+
+def test_the_page_has_snippets():
+    assert len(SNIPPETS) == 2

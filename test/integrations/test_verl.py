@@ -1,0 +1,270 @@
+"""verl's function against full logits in float64, and the patch on a package with verl's modules."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import oracles
+from liger_rl.integrations import verl as integration
+from liger_rl.integrations.verl import linear_cross_entropy, patch_verl, patched_verl, unpatch_verl
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+TOKENS, HIDDEN, VOCAB = 23, 12, 137
+# (shape of hidden without H, shape of labels): packed, FSDP without padding, padded, Megatron's (S, B, H)
+SHAPES = [((TOKENS,), (TOKENS,)), ((1, TOKENS), (1, TOKENS)), ((1, TOKENS), (TOKENS,)), ((TOKENS, 1), (1, TOKENS))]
+
+
+def problem(device="cpu", dtype=torch.float32):
+    hidden = (2 * torch.randn(TOKENS, HIDDEN, device=device)).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, device=device).to(dtype)
+    return hidden, weight, torch.randint(VOCAB, (TOKENS,), device=device)
+
+
+def gradients(outputs, leaves, upstream):
+    total = sum((output * factor.to(output.dtype)).sum() for output, factor in zip(outputs, upstream, strict=True))
+    return torch.autograd.grad(total, leaves)
+
+
+def reduced(logps, reduction):
+    return {"none": logps, "sum": logps.sum(), "mean": logps.sum() / logps.numel()}[reduction]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
+def test_outputs_and_gradients(reduction, temperature, upstream, device):
+    hidden, weight, labels = problem(device)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    found = linear_cross_entropy(*leaves, labels, temperature, reduction)
+    logps, entropy = oracles.logprobs(*exact, labels, temperature=temperature)
+    expected = (reduced(logps, reduction), entropy)
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert mine.shape == truth.shape
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5)
+    assert (found[0] < 0).all()
+    assert (found[1] > 0).all()
+    factors = [torch.randn_like(output.detach()) + 2 for output in found]
+    if upstream != "both":
+        factors[upstream == "logprobs"].zero_()
+    for mine, truth in zip(gradients(found, leaves, factors), gradients(expected, exact, factors), strict=True):
+        assert truth.any()
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize(("rows", "ids"), SHAPES)
+def test_shapes_as_verl_has_them(rows, ids):
+    """FSDP without padding has a first dimension of one, Megatron its tokens before the batch; outputs are flat."""
+    hidden, weight, labels = problem()
+    expected = linear_cross_entropy(hidden, weight, labels, 0.7)
+    strided = hidden.T.contiguous().T.reshape(*rows, HIDDEN).requires_grad_()
+    found = linear_cross_entropy(strided, weight, labels.reshape(ids), 0.7)
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.shape == (TOKENS,)
+        torch.testing.assert_close(mine, truth)
+    (grad,) = torch.autograd.grad(found[0].sum() + found[1].sum(), strided)
+    assert grad.shape == strided.shape
+    assert grad.any()
+
+
+def test_defaults_and_names_are_verls():
+    hidden, weight, labels = problem()
+    expected = linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
+    found = linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(found[0], expected[0])
+    upper = linear_cross_entropy(hidden, weight, labels, 1.0, "MEAN")[0]
+    assert torch.equal(upper, linear_cross_entropy(hidden, weight, labels, 1.0, "mean")[0])
+
+
+def test_bfloat16(device):
+    """Within twice eager PyTorch's error; gradients in the inputs' dtype."""
+    hidden, weight, labels = problem(device, torch.bfloat16)
+    truth = oracles.logprobs(hidden, weight, labels, temperature=0.8)
+    eager = oracles.eager_logprobs(hidden, weight, labels, temperature=0.8)
+    leaves = [t.requires_grad_() for t in (hidden, weight)]
+    found = linear_cross_entropy(*leaves, labels, 0.8)
+    for mine, other, exact in zip(found, eager, truth, strict=True):
+        assert mine.dtype == torch.float32
+        assert oracles.max_error(mine, exact) <= oracles.error_budget(other, exact, torch.bfloat16)
+    (found[0].sum() - found[1].sum()).backward()
+    assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 2
+
+
+def test_a_negative_label_masks_its_token():
+    hidden, weight, labels = problem()
+    hidden.requires_grad_()
+    labels[4] = -100
+    logprobs, entropy = linear_cross_entropy(hidden, weight, labels)
+    assert logprobs[4] == entropy[4] == 0
+    (grad,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
+    assert not grad[4].any()
+    assert grad[5].any()
+    mean = linear_cross_entropy(hidden, weight, labels, 1.0, "mean")[0]
+    torch.testing.assert_close(mean, logprobs.sum() / TOKENS)  # of all tokens, as verl divides
+
+
+def test_logits_far_under_zero():
+    """A running maximum that starts at 0 has nothing left of them."""
+    hidden, weight, labels = torch.ones(3, 1), torch.linspace(-220, -200, VOCAB)[:, None], torch.tensor([0, 60, 136])
+    found = linear_cross_entropy(hidden, weight, labels)
+    for mine, truth in zip(found, oracles.logprobs(hidden, weight, labels), strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture(params=[1, 2])
+def group(request):
+    """A process group of so many ranks, this one the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param, dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_process_group(group):
+    ranks, process_group = group
+    arguments = problem()
+    if ranks == 1:
+        found = linear_cross_entropy(*arguments, 0.9, "none", process_group)
+        assert torch.equal(found[0], linear_cross_entropy(*arguments, 0.9)[0])
+    else:
+        with pytest.raises(ValueError, match=r"dist_process_group .* got 2"):
+            linear_cross_entropy(*arguments, 0.9, "none", process_group)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "arguments"),
+    [
+        ("hidden", TypeError, {"hidden": [0.0]}),
+        ("hidden", ValueError, {"hidden": torch.zeros(HIDDEN)}),
+        ("weight", ValueError, {"weight": torch.zeros(VOCAB, HIDDEN + 1)}),
+        ("weight", TypeError, {"weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)}),
+        ("labels", TypeError, {"labels": [0]}),
+        ("labels", ValueError, {"labels": torch.zeros(TOKENS + 1, dtype=torch.int64)}),
+        ("targets", ValueError, {"labels": torch.full((TOKENS,), VOCAB)}),
+        ("temperature", ValueError, {"temperature": 0.0}),
+        ("temperature", TypeError, {"temperature": torch.ones(TOKENS)}),
+        ("reduction", ValueError, {"reduction": "batchmean"}),
+        ("reduction", ValueError, {"reduction": None}),
+    ],
+)
+def test_bad_arguments(name, error, arguments):
+    hidden, weight, labels = problem()
+    with pytest.raises(error, match=name):
+        linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
+
+
+# --- patching ---------------------------------------------------------------------------------------------------------
+
+# The two ways in which verl 0.9.1 looks the function up, in files of the same names.
+FILES = {
+    "__init__.py": '__version__ = "{version}"\n',
+    "utils/kernel/linear_cross_entropy.py": """
+class LinearCrossEntropy:
+    @staticmethod
+    def apply(*args):
+        return "verl's own", args
+
+linear_cross_entropy = LinearCrossEntropy.apply
+""",
+    "models/transformers/dense_common.py": """
+def forward_with_triton_backend(*args):
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(*args)
+""",
+    "models/mcore/model_forward_fused.py": """
+from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+def fused(*args):
+    return linear_cross_entropy(*args)
+""",
+}
+
+
+@pytest.fixture
+def fake_verl(tmp_path, monkeypatch):
+    """-> a function that makes a version of the package importable."""
+
+    def make(version="0.9.1"):
+        for name, text in FILES.items():
+            path = tmp_path / "verl" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace("{version}", version), encoding="utf-8")
+
+    before = {name for name in sys.modules if name.split(".")[0] == "verl"}
+    assert not before, "a real verl is loaded, whose modules these would mix with"
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    unpatch_verl()
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+def outputs():
+    """What verl's two kinds of models compute now."""
+    from verl.models.mcore import model_forward_fused
+    from verl.models.transformers import dense_common
+
+    arguments = (*problem(), 1.0, "none")
+    return [
+        dense_common.forward_with_triton_backend(*arguments),
+        model_forward_fused.fused(*arguments),
+    ]
+
+
+def is_ours(output):
+    return isinstance(output[0], torch.Tensor)
+
+
+@pytest.mark.parametrize("version", ["0.5.0", "0.9.1", "0.9.2.dev"])
+@pytest.mark.parametrize("loaded_before", [True, False])
+def test_patch_and_unpatch(fake_verl, version, loaded_before):
+    fake_verl(version)
+    if loaded_before:
+        assert not any(map(is_ours, outputs()))
+    for _ in range(2):
+        patch_verl()
+        assert all(map(is_ours, outputs()))
+    for _ in range(2):
+        unpatch_verl()
+        assert not any(map(is_ours, outputs()))
+    assert integration.linear_cross_entropy is linear_cross_entropy
+
+
+def test_patched_within_a_block(fake_verl):
+    fake_verl()
+    with patched_verl():
+        with patched_verl():
+            pass
+        assert all(map(is_ours, outputs()))
+    assert not any(map(is_ours, outputs()))
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "0.10.0", "1.0", ""])
+def test_an_unsupported_version_changes_nothing(fake_verl, version):
+    fake_verl(version)
+    with pytest.raises(ImportError, match=r"verl >= 0\.5, < 0\.10"):
+        patch_verl()
+    assert not any(map(is_ours, outputs()))
+
+
+def test_without_verl():
+    unpatch_verl()
+    if "verl" not in sys.modules:
+        with pytest.raises(ImportError, match="verl"):
+            patch_verl()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_the_page_runs(snippet):
+    exec(compile(snippet, "docs/verl.md", "exec"), {"__name__": "page"})
+
+
+def test_the_page_has_snippets():
+    assert len(SNIPPETS) == 1
