@@ -18,9 +18,10 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradient
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on, transform_constants
 
-# One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, at 7.9% / 3.1% / 2.0% of the blocks: blocks
-# 0.96 / 0.38 / 0.24 ms, hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns of the weight
-# rather than a row), weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. Dense, each would take 0.95 / 0.37 / 0.24.
+# One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
+# gradients 0.96 / 0.38 / 0.24 ms, hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns of
+# the weight rather than a row), weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the dense
+# product each would take 0.95 / 0.37 / 0.24 ms.
 BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vocabulary is never split
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
