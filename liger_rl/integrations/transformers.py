@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from liger_rl.integrations.accelerate import only_moves_inputs, rebind_forward
+from liger_rl.integrations.peft import Head, base_model, read_head
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import linear_logprobs
+from liger_rl.logprobs import FLOAT_DTYPES, linear_logprobs
 
 # HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -56,11 +58,15 @@ class FusedCausalLMOutput(ModelOutput):
 MODEL_FIELDS = ("aux_loss", "router_logits", "past_key_values", "hidden_states", "attentions")
 
 
-def swap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap_lm_head(model: Model) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed and tied weights stay tied.
-    Arguments of the fused call, beside the model's own:
+    LoRA adapters on the head (PEFT) become low-rank terms of its product and are never merged; which of them are
+    active is read at each call. Arguments of the fused call, beside the model's own:
 
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
@@ -69,34 +75,37 @@ def swap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
 
     Args:
-        model: a causal LM whose head is an `nn.Linear`, with its weights loaded.
+        model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
 
     Raises:
-        TypeError: not a HuggingFace model, or a head that is not a plain `nn.Linear`.
+        TypeError: not a HuggingFace model, or a head that is not a plain `nn.Linear` with or without LoRA.
         ValueError: a head or a logit convention that the fused head would not reproduce; the model's class and the
             reason are named, and the model is left as it was.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    swapped: Any = base_model(model)
+    if not _is_pretrained(swapped):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
     if is_swapped(model):
         return model
-    head = _checked_head(model)
-    name = type(model).__name__
-    if not model.can_generate() or model.config.is_encoder_decoder:
+    head = _checked_head(swapped)
+    before: Any = type(swapped)
+    name = before.__name__
+    if not swapped.can_generate() or swapped.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
-    if "forward" in vars(model):
+    transform = _probed_transform(swapped, head)
+    after = _with_fused_head(before)
+    if not rebind_forward(swapped, before, after):
         raise ValueError(
-            f"the forward of this {name} was replaced on the instance (accelerate's hooks and mixed precision do "
+            f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare does "
             "that), which would hide the fused one; swap the head before it is"
         )
-    swapped: Any = model
-    swapped._fused_transform = _probed_transform(model, head)
-    swapped._fused_head_type = type(head)
-    swapped.__class__ = _with_fused_head(type(swapped))  # type: ignore[arg-type]
-    return swapped
+    swapped._fused_transform = transform
+    swapped._fused_head_type = type(head.linear)
+    swapped.__class__ = after
+    return model
 
 
-def unswap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
+def unswap_lm_head(model: Model) -> Model:
     """Undo `swap_lm_head`; harmless on a model that is not swapped.
 
     Raises:
@@ -104,19 +113,24 @@ def unswap_lm_head(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not is_swapped(model):
         return model
-    before = vars(type(model)).get("_class_before_swap")
+    swapped: Any = base_model(model)
+    after, before = type(swapped), vars(type(swapped)).get("_class_before_swap")
     if before is None:
-        raise ValueError(f"{type(model).__name__} was derived from the swapped class; undo that first")
-    if "forward" in vars(model):
-        raise ValueError(f"the forward of this {type(model).__name__} was replaced after the swap; undo that first")
-    model.__class__ = before
-    del model._fused_transform, model._fused_head_type
+        raise ValueError(f"{after.__name__} was derived from the swapped class; undo that first")
+    if not rebind_forward(swapped, after, before):
+        raise ValueError(f"the forward of this {after.__name__} was replaced after the swap; undo that first")
+    swapped.__class__ = before
+    del swapped._fused_transform, swapped._fused_head_type
     return model
 
 
 def is_swapped(model: nn.Module) -> bool:
-    """Whether `model` has a fused head."""
-    return isinstance(model, _FusedHead)
+    """Whether `model`, or the model inside a `peft.PeftModel`, has a fused head."""
+    return isinstance(base_model(model), _FusedHead)
+
+
+def _is_pretrained(model: object) -> bool:
+    return isinstance(model, PreTrainedModel)
 
 
 class _FusedHead:
@@ -158,16 +172,26 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         targets = _shifted(_checked_labels("labels", labels, args, kwargs))
     transform = replace(model._fused_transform, temperature=temperature)
 
-    head = _unchanged_head(model)
+    head = _current_head(model)
     kwargs["return_dict"] = True
-    with _kept_hidden(head) as kept:
+    with _kept_hidden(head.module) as kept:
         output = plain_forward(model, *args, **kwargs)
     assert kept.hidden is not None  # seen at swap time: the forward calls its head
-    hidden = kept.hidden.to(head.weight.device)
+    hidden = kept.hidden.to(head.linear.weight.device)
     targets = targets.to(hidden.device)
-    per_token = linear_logprobs(hidden, head.weight, targets, bias=head.bias, transform=transform, entropy=entropy)
+    per_token = linear_logprobs(
+        hidden,
+        head.linear.weight,
+        targets,
+        bias=head.bias(),
+        low_rank=head.low_rank(hidden),
+        transform=transform,
+        entropy=entropy,
+    )
 
     count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(hidden.device)
     loss = -per_token.logps.sum() / count
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
@@ -178,15 +202,23 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)
 
 
-def _unchanged_head(model) -> nn.Linear:
-    """The head, if it is still what was tried at swap time: an adapter or a hook would be left out of the product."""
-    head = model.get_output_embeddings()
-    if type(head) is not model._fused_head_type or head._forward_hooks or head._forward_pre_hooks:
-        hooks = len(head._forward_hooks) + len(head._forward_pre_hooks)
+def _current_head(model) -> Head:
+    """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
+    name = type(model).__name__
+    head = read_head(model.get_output_embeddings(), name)
+    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
+    if type(head.linear) is not model._fused_head_type or hooks:
         raise ValueError(
-            f"the head of {type(model).__name__} was a plain {model._fused_head_type.__name__} when it was swapped, "
-            f"now it is a {type(head).__name__} with {hooks} hooks, which the fused head would leave out; unswap first"
+            f"the head of {name} was a plain {model._fused_head_type.__name__} when it was swapped, "
+            f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
+            "unswap first"
         )
+    for part in head.bypassed():
+        if "forward" in vars(part) and not only_moves_inputs(part):
+            raise ValueError(
+                f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
+                "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
+            )
     return head
 
 
@@ -245,22 +277,53 @@ def _kept_hidden(head: nn.Module, stand_in: Tensor | None = None) -> Iterator[_K
 
 
 @torch.no_grad()
-def _checked_head(model: PreTrainedModel) -> nn.Linear:
+def _checked_head(model: PreTrainedModel) -> Head:
     name = type(model).__name__
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise TypeError(f"the head of {name} must be an nn.Linear, got {type(head).__name__}")
-    if head.weight.device.type == "meta":
+    head = read_head(model.get_output_embeddings(), name)
+    linear = head.linear
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"the head of {name} must be an nn.Linear, got {type(linear).__name__}")
+    if linear.weight.device.type == "meta":
         raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
-    hidden = torch.linspace(-1, 1, head.in_features, dtype=head.weight.dtype, device=head.weight.device)[None]
-    expected = nn.functional.linear(hidden, head.weight, head.bias)
-    if not torch.equal(head(hidden), expected):
-        raise ValueError(f"the head of {name}, a {type(head).__name__}, computes something other than h @ W.T + b")
+    if linear.weight.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
+            f"{type(linear).__name__}; keep the head out of the quantisation"
+        )
+    hidden = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    expected = nn.functional.linear(hidden, linear.weight, linear.bias)
+    if not torch.equal(linear(hidden), expected):
+        raise ValueError(f"the head of {name}, a {type(linear).__name__}, computes something other than h @ W.T + b")
+    if head.module is not linear:
+        _check_adapters(head, hidden, name)
     return head
 
 
+def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
+    """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
+    with _same_random_numbers(hidden.device):
+        seen = head.module(hidden).float()
+    with _same_random_numbers(hidden.device):
+        bias, terms = head.bias(), head.low_rank(hidden)
+    expected = nn.functional.linear(hidden, head.linear.weight).float()
+    if bias is not None:
+        expected += bias.float()
+    for term in terms:
+        expected += term.rows(hidden, None).float() @ term.b.float().T
+    rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
+    if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
+        raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
 @torch.no_grad()
-def _probed_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform:
+def _probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     """The transform that does to logits what the model's own forward does to them."""
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32)
@@ -268,11 +331,11 @@ def _probed_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform
     devices = [model.device] if model.device.type == "cuda" else []
     try:
         # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), _kept_hidden(head, probe) as kept:
+        with torch.random.fork_rng(devices=devices), _kept_hidden(head.module, probe) as kept:
             output = model(input_ids=ids, use_cache=False, return_dict=True)
     except Exception as error:
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    if kept.hidden is None or kept.hidden.shape != (1, 2, head.in_features):
+    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.in_features):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))
