@@ -30,6 +30,7 @@ SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_NAMES = ("final_logit_softcapping",)
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 IGNORE_INDEX = -100
+HEAD_OPTIONS = ("grad_tolerance", "unbiased", "chunk_tokens", "chunk_vocab")
 
 
 @dataclass
@@ -73,6 +74,7 @@ def swap_lm_head(model: Model) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
+        grad_tolerance, unbiased, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
@@ -133,6 +135,11 @@ def _is_pretrained(model: object) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
+def swapped_inside(model: nn.Module) -> Any:
+    """The swapped model in `model`, in whatever wraps it (PEFT, DDP, torch.compile); None where there is none."""
+    return next((module for module in model.modules() if isinstance(module, _FusedHead)), None)
+
+
 class _FusedHead:
     """Mark of the classes that `_with_fused_head` makes."""
 
@@ -157,6 +164,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     entropy = kwargs.pop("entropy", False)
     temperature = kwargs.pop("temperature", 1.0)
     num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+    options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
     if (labels is None) == (shift_labels is None):
         raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
     if kwargs.pop("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
@@ -187,6 +195,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         low_rank=head.low_rank(hidden),
         transform=transform,
         entropy=entropy,
+        **options,
     )
 
     count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -195,7 +204,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     loss = -per_token.logps.sum() / count
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
-        loss = loss + _router_coefficient(model) * fields["aux_loss"].to(loss.device)
+        loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     logps, entropies = per_token
     if shift_labels is None:
         logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
@@ -240,10 +249,11 @@ def _unshifted(values: Tensor) -> Tensor:
     return nn.functional.pad(values[:, :-1], (1, 0))
 
 
-def _router_coefficient(model) -> float:
+def router_loss(model: Any, aux_loss: Tensor) -> Tensor:
+    """A mixture of experts' aux_loss, weighted as the model's own loss weighs it."""
     for holder in (model, model.config):
         if hasattr(holder, "router_aux_loss_coef"):
-            return holder.router_aux_loss_coef
+            return holder.router_aux_loss_coef * aux_loss
     raise ValueError(f"{type(model).__name__} returns an aux_loss, but names no router_aux_loss_coef to weigh it by")
 
 
