@@ -30,8 +30,17 @@ def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
     return leads_there
 
 
-def only_moves_inputs(module: nn.Module) -> bool:
-    """Whether a forward set on the instance is accelerate's, and only brings the inputs to the weights."""
-    hook: Any = vars(module).get("_hf_hook")
-    hooks = getattr(hook, "hooks", (hook,))
-    return all(type(h).__name__ == "AlignDevicesHook" and not h.offload for h in hooks)
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether a call of the module computes what its class's forward does, its inputs at most brought to its weights.
+
+    Not so with another function set on the instance, or with a hook that does more (offload, a user's own).
+    """
+    attributes = vars(module)
+    if "forward" not in attributes:
+        return True
+    own: Any = type(module).forward
+    if getattr(attributes["forward"], "__func__", None) is own:
+        return True  # left behind by a hook that was removed
+    hook: Any = attributes.get("_hf_hook")
+    only_moves = all(type(h).__name__ == "AlignDevicesHook" and not h.offload for h in getattr(hook, "hooks", (hook,)))
+    return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is own

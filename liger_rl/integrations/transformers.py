@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from liger_rl.integrations.accelerate import only_moves_inputs, rebind_forward
+from liger_rl.integrations.accelerate import rebind_forward, runs_own_forward
+from liger_rl.integrations.liger_layers import apply_liger_layers, check_liger_layers
 from liger_rl.integrations.peft import Head, base_model, read_head
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import FLOAT_DTYPES, linear_logprobs
@@ -62,7 +63,7 @@ MODEL_FIELDS = ("aux_loss", "router_logits", "past_key_values", "hidden_states",
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def swap_lm_head(model: Model) -> Model:
+def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
     """Give `model` a fused head, reached by `model(..., labels=labels, fused=True)`; returns the same object.
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed and tied weights stay tied.
@@ -78,8 +79,11 @@ def swap_lm_head(model: Model) -> Model:
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
+        liger_layers: also put liger-kernel's RMSNorm, RoPE and SwiGLU or GeGLU into the body, on CUDA, its fused cross
+            entropy left off. They stay in after `unswap_lm_head`, and RoPE is replaced for the whole process.
 
     Raises:
+        ImportError: liger_layers without liger-kernel.
         TypeError: not a HuggingFace model, or a head that is not a plain `nn.Linear` with or without LoRA.
         ValueError: a head or a logit convention that the fused head would not reproduce; the model's class and the
             reason are named, and the model is left as it was.
@@ -87,8 +91,16 @@ def swap_lm_head(model: Model) -> Model:
     swapped: Any = base_model(model)
     if not _is_pretrained(swapped):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
-    if is_swapped(model):
-        return model
+    if liger_layers:
+        check_liger_layers(swapped)
+    if not is_swapped(model):
+        _swap(swapped)
+    if liger_layers:
+        apply_liger_layers(swapped)
+    return model
+
+
+def _swap(swapped: Any) -> None:
     head = _checked_head(swapped)
     before: Any = type(swapped)
     name = before.__name__
@@ -104,7 +116,6 @@ def swap_lm_head(model: Model) -> Model:
     swapped._fused_transform = transform
     swapped._fused_head_type = type(head.linear)
     swapped.__class__ = after
-    return model
 
 
 def unswap_lm_head(model: Model) -> Model:
@@ -223,7 +234,7 @@ def _current_head(model) -> Head:
             "unswap first"
         )
     for part in head.bypassed():
-        if "forward" in vars(part) and not only_moves_inputs(part):
+        if not runs_own_forward(part):
             raise ValueError(
                 f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
