@@ -77,9 +77,9 @@ def policy_step(
     prepared = loss.terms.prepare(PolicyBatch(**columns), shape, ids.device, torch.float32)
 
     output = _fused(model, ids, mask, loss, inputs, entropy=loss.terms.needs_entropy)
-    logps = output.per_token_logps.to(ids.device)
-    entropy = None if output.entropy is None else output.entropy.to(ids.device)
-    total, metrics = prepared(logps.view(shape), None if entropy is None else entropy.view(shape))
+    logps = _aligned(output.per_token_logps, ids)
+    entropy = None if output.entropy is None else _aligned(output.entropy, ids)
+    total, metrics = prepared(logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
     if output.aux_loss is not None:
         total = total + router_loss(swapped, output.aux_loss).to(total.device)
     return PolicyStep(total, metrics, logps.detach(), None if entropy is None else entropy.detach())
@@ -98,7 +98,7 @@ def completion_logps(
     inputs = _model_inputs(swapped, batch, model_inputs)
     _check_loss(loss, swapped)
     ids, mask = _tokens(batch)
-    return _fused(model, ids, mask, loss, inputs, entropy=False).per_token_logps.to(ids.device)
+    return _aligned(_fused(model, ids, mask, loss, inputs, entropy=False).per_token_logps, ids)
 
 
 def _fused(model: nn.Module, ids: Tensor, mask: Tensor, loss: FusedLinearGRPOLoss, inputs: dict, *, entropy: bool):
@@ -112,6 +112,11 @@ def _fused(model: nn.Module, ids: Tensor, mask: Tensor, loss: FusedLinearGRPOLos
         chunk_vocab=loss.chunk_vocab,
         **inputs,
     )
+
+
+def _aligned(values: Tensor, ids: Tensor) -> Tensor:
+    """(B, T) like the token ids, on their device, without the virtual tokens that prompt tuning puts before them."""
+    return values[:, -ids.shape[1] :].to(ids.device)
 
 
 def _swapped(model: nn.Module) -> Any:

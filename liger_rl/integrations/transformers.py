@@ -9,27 +9,21 @@ states it is given. So whatever the model does before the head (a final norm, a 
 and what it does after the head (a softcap, a scale) is tried out at swap time and has to be one that we know.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from liger_rl.integrations.accelerate import rebind_forward, runs_own_forward
+from liger_rl.integrations.accelerate import rebind_forward
+from liger_rl.integrations.head import checked_head, current_head, kept_hidden, probed_transform
 from liger_rl.integrations.liger_layers import apply_liger_layers, check_liger_layers
-from liger_rl.integrations.peft import Head, base_model, read_head
-from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import FLOAT_DTYPES, linear_logprobs
+from liger_rl.integrations.peft import base_model
+from liger_rl.logprobs import linear_logprobs
 
-# HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
-SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-SOFTCAP_NAMES = ("final_logit_softcapping",)
-PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 IGNORE_INDEX = -100
 HEAD_OPTIONS = ("grad_tolerance", "unbiased", "chunk_tokens", "chunk_vocab")
 
@@ -101,12 +95,12 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
 
 
 def _swap(swapped: Any) -> None:
-    head = _checked_head(swapped)
+    head = checked_head(swapped)
     before: Any = type(swapped)
     name = before.__name__
     if not swapped.can_generate() or swapped.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
-    transform = _probed_transform(swapped, head)
+    transform = probed_transform(swapped, head)
     after = _with_fused_head(before)
     if not rebind_forward(swapped, before, after):
         raise ValueError(
@@ -164,6 +158,9 @@ def _with_fused_head(model_class: Any) -> type:
             return model_class.forward(self, *args, **kwargs)
         return _fused_forward(self, model_class.forward, args, kwargs)
 
+    # The signature names the columns of a data set to the Trainer; accelerate would unwrap this forward away.
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__
     body = {"forward": forward, "__module__": model_class.__module__, "_class_before_swap": model_class}
     # The name stays, because save_pretrained writes it into the config.
     return type(model_class.__name__, (_FusedHead, model_class), body)
@@ -191,9 +188,9 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         targets = _shifted(_checked_labels("labels", labels, args, kwargs))
     transform = replace(model._fused_transform, temperature=temperature)
 
-    head = _current_head(model)
+    head = current_head(model, model._fused_head_type)
     kwargs["return_dict"] = True
-    with _kept_hidden(head.module) as kept:
+    with kept_hidden(head.module) as kept:
         output = plain_forward(model, *args, **kwargs)
     assert kept.hidden is not None  # seen at swap time: the forward calls its head
     hidden = kept.hidden.to(head.linear.weight.device)
@@ -222,26 +219,6 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)
 
 
-def _current_head(model) -> Head:
-    """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
-    name = type(model).__name__
-    head = read_head(model.get_output_embeddings(), name)
-    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
-    if type(head.linear) is not model._fused_head_type or hooks:
-        raise ValueError(
-            f"the head of {name} was a plain {model._fused_head_type.__name__} when it was swapped, "
-            f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
-            "unswap first"
-        )
-    for part in head.bypassed():
-        if not runs_own_forward(part):
-            raise ValueError(
-                f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
-                "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
-            )
-    return head
-
-
 def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
@@ -266,122 +243,3 @@ def router_loss(model: Any, aux_loss: Tensor) -> Tensor:
         if hasattr(holder, "router_aux_loss_coef"):
             return holder.router_aux_loss_coef * aux_loss
     raise ValueError(f"{type(model).__name__} returns an aux_loss, but names no router_aux_loss_coef to weigh it by")
-
-
-class _Kept:
-    """The head for one call: keeps what it is given and answers with stand-in logits, one word wide."""
-
-    def __init__(self, stand_in: Tensor | None = None) -> None:
-        self.hidden: Tensor | None = None
-        self.stand_in = stand_in
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        if self.hidden is not None:
-            raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
-        self.hidden = hidden
-        stand_in = hidden.new_zeros(1) if self.stand_in is None else self.stand_in.to(hidden.device)
-        return stand_in.expand(*hidden.shape[:-1], -1).clone()
-
-
-@contextmanager
-def _kept_hidden(head: nn.Module, stand_in: Tensor | None = None) -> Iterator[_Kept]:
-    kept = _Kept(stand_in)
-    before = vars(head).get("forward")
-    head.forward = kept
-    try:
-        yield kept
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
-
-
-@torch.no_grad()
-def _checked_head(model: PreTrainedModel) -> Head:
-    name = type(model).__name__
-    head = read_head(model.get_output_embeddings(), name)
-    linear = head.linear
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"the head of {name} must be an nn.Linear, got {type(linear).__name__}")
-    if linear.weight.device.type == "meta":
-        raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
-    if linear.weight.dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
-            f"{type(linear).__name__}; keep the head out of the quantisation"
-        )
-    hidden = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
-    expected = nn.functional.linear(hidden, linear.weight, linear.bias)
-    if not torch.equal(linear(hidden), expected):
-        raise ValueError(f"the head of {name}, a {type(linear).__name__}, computes something other than h @ W.T + b")
-    if head.module is not linear:
-        _check_adapters(head, hidden, name)
-    return head
-
-
-def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
-    """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
-    with _same_random_numbers(hidden.device):
-        seen = head.module(hidden).float()
-    with _same_random_numbers(hidden.device):
-        bias, terms = head.bias(), head.low_rank(hidden)
-    expected = nn.functional.linear(hidden, head.linear.weight).float()
-    if bias is not None:
-        expected += bias.float()
-    for term in terms:
-        expected += term.rows(hidden, None).float() @ term.b.float().T
-    rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
-    if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
-        raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
-
-
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
-
-
-@torch.no_grad()
-def _probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that does to logits what the model's own forward does to them."""
-    name = type(model).__name__
-    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32)
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    devices = [model.device] if model.device.type == "cuda" else []
-    try:
-        # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), _kept_hidden(head.module, probe) as kept:
-            output = model(input_ids=ids, use_cache=False, return_dict=True)
-    except Exception as error:
-        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.in_features):
-        raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
-    seen = output.logits.float().cpu()
-    candidates = list(_candidates(model))
-    for transform in candidates:
-        if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, _apply(transform, probe), rtol=1e-4):
-            return transform
-    raise ValueError(
-        f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
-        f"{candidates} does"
-    )
-
-
-def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
-    holders = (model.config.get_text_config(), model.config, model)
-
-    def named(names: tuple[str, ...]) -> list[float]:
-        values = (getattr(holder, name, None) for name in names for holder in holders)
-        return list(dict.fromkeys(float(v) for v in values if isinstance(v, int | float) and v > 0))
-
-    scales = named(SCALE_NAMES)
-    for scale in dict.fromkeys([1.0, *scales, *(1.0 / scale for scale in scales)]):
-        for softcap in (None, *named(SOFTCAP_NAMES)):
-            yield LogitTransform(scale=scale, softcap=softcap)
-
-
-def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
-    logits = logits * transform.scale
-    return logits if transform.softcap is None else torch.tanh(logits / transform.softcap) * transform.softcap

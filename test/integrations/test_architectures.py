@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+from liger_rl import LogitTransform  # noqa: E402
 from liger_rl.integrations.transformers import (  # noqa: E402
     FusedCausalLMOutput,
     is_swapped,
@@ -347,6 +348,25 @@ def test_a_hook_of_another_kind_on_the_head_is_refused():
         model(**make_batch(), fused=True)
 
 
+def test_accelerates_mixed_precision_after_the_swap():
+    """Before it, the swap is refused: the forward on the instance would hide the fused one."""
+    accelerate = pytest.importorskip("accelerate", reason="mixed precision is accelerate's")
+    accelerator, batch = accelerate.Accelerator(mixed_precision="bf16", cpu=True), make_batch()
+    exact, _ = full(text_model("Llama"), batch)
+    model = accelerator.prepare(swap_lm_head(text_model("Llama")))
+    plain, _ = full(model, batch)
+    fused = model(**batch, fused=True)
+    assert fused.loss.dtype == torch.float32
+    assert 0 < (fused.per_token_logps - exact).norm() <= (plain - exact).norm()
+    with pytest.raises(ValueError, match="replaced after the swap"):
+        unswap_lm_head(model)
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    torch.testing.assert_close(bare(**batch, fused=True).per_token_logps, exact, rtol=1e-5, atol=1e-5)
+    assert not is_swapped(unswap_lm_head(bare))
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        swap_lm_head(accelerator.prepare(text_model("Llama")))
+
+
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,7 +450,7 @@ def test_ligers_layers_are_applied_without_its_loss(swapped, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda", 0))
     from liger_rl.integrations import transformers as integration
 
-    monkeypatch.setattr(integration, "_probed_transform", lambda model, head: integration.LogitTransform())
+    monkeypatch.setattr(integration, "probed_transform", lambda model, head: LogitTransform())
     model = text_model("Llama")
     if swapped:
         swap_lm_head(model)

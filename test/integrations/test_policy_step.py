@@ -239,6 +239,22 @@ def test_a_model_with_lora_on_its_head():
     assert len(expected_gradients) == 2
 
 
+def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
+    peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, loss = peft.get_peft_model(build("Llama"), config), FusedLinearGRPOLoss("grpo")
+    batch = {name: value for name, value in make_batch().items() if name != "position_ids"}
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:-1].log_softmax(-1)
+    expected = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    step = policy_step(model, batch, loss)
+    assert step.per_token_logps.shape == batch["input_ids"].shape
+    mask = batch["completion_mask"][:, 1:]
+    torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, expected, 0.0), rtol=1e-5, atol=1e-5)
+    assert len(gradients(model, step.loss)) == 1
+
+
 def test_a_few_steps_make_good_tokens_likelier():
     model, batch = gemma(), make_batch()
     loss = FusedLinearGRPOLoss(Reinforce(), reduction=TokenMean())
