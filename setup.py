@@ -5,10 +5,11 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HF = ["transformers>=4.57"]
+PEFT = [*HF, "peft>=0.17"]
 TRL = [*HF, "trl>=1.10"]
 BENCHMARK = ["liger-kernel>=0.8.5", "matplotlib>=3.8", "rich>=13"]
 TEST = ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5"]
-DEV = [*TRL, *BENCHMARK, *TEST, "mypy>=1.10", "ruff>=0.6", "tqdm>=4.66"]
+DEV = [*PEFT, *TRL, *BENCHMARK, *TEST, "mypy>=1.10", "ruff>=0.6", "tqdm>=4.66"]
 
 setup(
     name="liger_rl",
@@ -21,5 +22,5 @@ setup(
     packages=find_packages(include=["liger_rl", "liger_rl.*"]),
     package_data={"liger_rl": ["py.typed"]},
     install_requires=["torch>=2.8", 'triton>=3.4; platform_system == "Linux"'],
-    extras_require={"hf": HF, "trl": TRL, "benchmark": BENCHMARK, "dev": DEV},
+    extras_require={"hf": HF, "peft": PEFT, "trl": TRL, "benchmark": BENCHMARK, "dev": DEV},
 )

@@ -21,7 +21,8 @@ from text import python_text, train_tokenizer
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from liger_rl import GlobalTokenMean, KLPenalty, PolicyBatch, PPOClip, ppo_loss_fn
+from liger_rl import FusedLinearGRPOLoss
+from liger_rl.integrations.policy_step import completion_logps, policy_step
 from liger_rl.integrations.transformers import swap_lm_head
 
 matplotlib.use("Agg")
@@ -76,19 +77,6 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def per_token(model, ids, attention_mask, labels, **options):
-    """One fused forward: log-probabilities of the labelled tokens, (B, T) like the labels."""
-    return model(
-        ids,
-        attention_mask=attention_mask,
-        position_ids=positions(attention_mask),
-        labels=labels,
-        fused=True,
-        use_cache=False,
-        **options,
-    )
-
-
 def warm_start(model, tokenizer, steps: int, batch_size: int) -> None:
     """Supervised: imitate the careless teacher. The loss comes from the same fused head."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
@@ -100,7 +88,7 @@ def warm_start(model, tokenizer, steps: int, batch_size: int) -> None:
         tokenizer.padding_side = "right"
         batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE)
-        loss = per_token(model, batch.input_ids, batch.attention_mask, labels).loss
+        loss = model(**batch, position_ids=positions(batch.attention_mask), labels=labels, fused=True).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -108,19 +96,9 @@ def warm_start(model, tokenizer, steps: int, batch_size: int) -> None:
         progress.set_postfix(loss=f"{loss.item():.3f}")
 
 
-@dataclass
-class Rollout:
-    """A group of completions for each prompt, one sequence a row."""
-
-    ids: torch.Tensor  # (B, T) prompt and completion
-    attention_mask: torch.Tensor  # (B, T)
-    labels: torch.Tensor  # (B, T) the completion's ids, -100 elsewhere
-    advantages: torch.Tensor  # (B,)
-    reward: float
-
-
 @torch.no_grad()
-def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, temperature: float) -> Rollout:
+def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, temperature: float):
+    """-> a batch of prompts with a group of completions each, one sequence a row, and the mean reward."""
     model.eval()
     problems = [problem for problem in (Problem.draw() for _ in range(prompts)) for _ in range(group)]
     batch = encode(tokenizer, [p.prompt for p in problems], model.device)
@@ -137,55 +115,46 @@ def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, temp
     # The first end-of-sequence token counts, what generate pads behind it does not.
     ended = (completions == tokenizer.eos_token_id).cumsum(-1)
     counted = (ended == 0) | ((ended == 1) & (completions == tokenizer.eos_token_id))
-    completion_labels = completions.masked_fill(~counted, IGNORE)
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = torch.tensor([p.reward(t) for p, t in zip(problems, texts, strict=True)], device=model.device)
     by_group = rewards.view(prompts, group)
     # GRPO: an answer is as good as it is better than the others to the same prompt.
     advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)
-    return Rollout(
-        ids=ids,
-        attention_mask=torch.cat([batch.attention_mask, counted.to(batch.attention_mask.dtype)], dim=1),
-        labels=torch.cat([torch.full_like(batch.input_ids, IGNORE), completion_labels], dim=1),
-        advantages=advantages.flatten(),
-        reward=rewards.mean().item(),
-    )
+    attention_mask = torch.cat([batch.attention_mask, counted.to(batch.attention_mask.dtype)], dim=1)
+    rollout = {
+        "input_ids": ids,
+        "attention_mask": attention_mask,
+        "position_ids": positions(attention_mask),
+        "completion_mask": torch.cat([torch.zeros_like(batch.input_ids), counted], dim=1),
+        "advantages": advantages.flatten(),
+    }
+    return rollout, rewards.mean().item()
 
 
 def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float]]:
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    objective, reduction, kl = PPOClip(epsilon_low=0.2, epsilon_high=0.28), GlobalTokenMean(), KLPenalty(beta=0.005)
+    loss = FusedLinearGRPOLoss(
+        "dapo", epsilon_high=0.28, beta=0.005, temperature=options.temperature, metrics="with_entropy"
+    )
     history = []
     progress = trange(options.steps, desc="GRPO")
     for _ in progress:
-        rollout = sample(model, tokenizer, options.prompts, options.group, options.max_new_tokens, options.temperature)
-        sequences = (rollout.ids, rollout.attention_mask, rollout.labels)
-        model.train()
-        with torch.no_grad():
-            old = per_token(model, *sequences, temperature=options.temperature).per_token_logps
-            ref = per_token(reference, *sequences, temperature=options.temperature).per_token_logps
-        batch = PolicyBatch(
-            advantages=rollout.advantages,
-            completion_mask=rollout.labels != IGNORE,
-            old_per_token_logps=old,
-            ref_per_token_logps=ref,
+        batch, reward = sample(
+            model, tokenizer, options.prompts, options.group, options.max_new_tokens, options.temperature
         )
+        model.train()
+        batch["old_per_token_logps"] = completion_logps(model, batch, loss)
+        batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)
         for _ in range(options.updates):
-            out = per_token(model, *sequences, entropy=True, temperature=options.temperature)
-            loss, metrics = ppo_loss_fn(out.per_token_logps, batch, objective, reduction, kl=kl)
-            loss.backward()
+            result = policy_step(model, batch, loss)
+            result.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        entropy = out.entropy.sum().item() / batch.completion_mask.sum().item()
-        step = {
-            "reward": rollout.reward,
-            "loss": loss.item(),
-            "kl": metrics["kl_ref"].item(),
-            "clip_ratio": metrics["clip_ratio"].item(),
-            "entropy": entropy,
-        }
+        metrics = {"kl": "kl_ref", "clip_ratio": "clip_ratio", "entropy": "entropy"}
+        step = {"reward": reward, "loss": result.loss.item()}
+        step |= {name: result.metrics[metric].item() for name, metric in metrics.items()}
         history.append(step)
         progress.set_postfix({name: f"{step[name]:.3f}" for name in ("reward", "kl", "clip_ratio", "entropy")})
     return history

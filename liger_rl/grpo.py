@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, check_chunk, check_linear, linear_logprobs
+from liger_rl.logprobs import LogProbs, LowRank, check_chunk, check_linear, linear_logprobs
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms
@@ -77,6 +77,7 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        low_rank: Sequence[LowRank] = (),
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
         sampling_per_token_logps: Tensor | None = None,
@@ -94,6 +95,7 @@ class FusedLinearGRPOLoss(nn.Module):
             advantages: (B,) or (B, T) / (N,).
             mask: (B, T) or (N,), the completion tokens that count; None counts all.
             bias: (V,) of the lm_head.
+            low_rank: adapters on the lm_head, as in `linear_logprobs`.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
                 num_sequences, num_items_in_batch: see `PolicyBatch`.
 
@@ -104,7 +106,7 @@ class FusedLinearGRPOLoss(nn.Module):
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument.
         """
-        check_linear(hidden, weight, selected_token_ids, mask, bias, targets_name="selected_token_ids")
+        check_linear(hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids")
         counted = selected_token_ids >= 0
         if mask is not None:
             counted = counted & (mask != 0)
@@ -120,7 +122,9 @@ class FusedLinearGRPOLoss(nn.Module):
             num_items_in_batch=num_items_in_batch,
         )
         policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
-        found = self._logprobs(hidden, weight, selected_token_ids, counted, bias, entropy=self.terms.needs_entropy)
+        found = self._logprobs(
+            hidden, weight, selected_token_ids, counted, bias, low_rank, entropy=self.terms.needs_entropy
+        )
         return policy_loss(found.logps, found.entropy)
 
     @torch.no_grad()
@@ -132,15 +136,24 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        low_rank: Sequence[LowRank] = (),
     ) -> Tensor:
         """Log-probabilities under a reference or old policy's head, (B, T) or (N,) float32, without gradient.
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        return self._logprobs(hidden, weight, selected_token_ids, mask, bias, entropy=False).logps
+        return self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, entropy=False).logps
 
     def _logprobs(
-        self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor | None, bias: Tensor | None, *, entropy: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        low_rank: Sequence[LowRank],
+        *,
+        entropy: bool,
     ) -> LogProbs:
         return linear_logprobs(
             hidden,
@@ -148,6 +161,7 @@ class FusedLinearGRPOLoss(nn.Module):
             ids,
             mask=mask,
             bias=bias,
+            low_rank=low_rank,
             transform=self.transform,
             entropy=entropy,
             chunk_tokens=self.chunk_tokens,

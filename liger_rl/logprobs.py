@@ -1,6 +1,8 @@
 """Per-token log-probabilities from an lm_head or from logits: checks, mask compaction, scatter back."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,32 @@ class LogProbs(NamedTuple):
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
+
+    Attributes:
+        a: (r, H) and b: (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
+            dtype is. hidden @ a.T runs in the dtype of `a`, or autocast's; where that is float32 beside a 16-bit
+            head, the term is not rounded to 16 bits either, only its factors in the products of their gradients.
+        scaling: factor on the term (LoRA: alpha / r).
+        hidden: shaped like the call's hidden, what `a` is applied to in its place (after a dropout, say).
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    hidden: Tensor | None = None
+
+    def rows(self, hidden: Tensor, index: Tensor | None) -> Tensor:
+        """(..., H) -> (N, r) scaling * (hidden @ a.T), 0 where the index leaves a token out."""
+        given = hidden if self.hidden is None else self.hidden
+        flat = given.reshape(-1, given.shape[-1])
+        live = flat if index is None else flat[index]
+        values = torch.nn.functional.linear(live.to(self.a.dtype), self.a) * self.scaling
+        return values if index is None else values.new_zeros(len(flat), values.shape[1]).index_copy(0, index, values)
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -40,6 +68,7 @@ def linear_logprobs(
     *,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    low_rank: Sequence[LowRank] = (),
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     extras: Collection[str] = (),
@@ -69,7 +98,9 @@ def linear_logprobs(
             compute_dtype).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token.
         mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing.
-        bias: (V,), added to the head's output before the transform.
+        bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
+        low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
+            once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
@@ -77,7 +108,7 @@ def linear_logprobs(
             Blocks of 128 tokens x 256 words whose bounds are small enough together are left out of the backward's three
             products, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to it. The
             backward stays exact where blocks cannot be told apart: on CUDA below compute capability 9.0, in float32 or
-            mixed dtypes, with under 512 live tokens, or where a chunk is named.
+            mixed dtypes, with under 512 live tokens, where a chunk is named, or beside a low-rank term.
         unbiased: bring left-out blocks back at random, scaled so that the expected gradient is the exact one, seeded
             from torch's default generator. It adds noise, at most 3 grad_tolerance in the root mean square.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
@@ -104,7 +135,7 @@ def linear_logprobs(
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
     with whole_head(gather, weight, bias):
-        compute_dtype = check_linear(hidden, weight, targets, mask, bias, compute_dtype=compute_dtype)
+        compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         flat_targets = targets.reshape(-1).long()
         live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
         options = ProjectionOptions(
@@ -119,7 +150,11 @@ def linear_logprobs(
         )
         index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options)
+        low_inputs = low_weight = None
+        if low_rank:
+            low_inputs = torch.cat([term.rows(hidden, index) for term in low_rank], dim=1)
+            low_weight = torch.cat([term.b for term in low_rank], dim=1)
+        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
     return _spread(outputs, index, targets.shape)
 
 
@@ -222,6 +257,7 @@ def check_linear(
     targets: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
+    low_rank: Sequence[LowRank] = (),
     *,
     targets_name: str = "targets",
     compute_dtype: torch.dtype | None = None,
@@ -241,8 +277,38 @@ def check_linear(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
         _check_device("bias", bias, hidden, "hidden")
+    _check_low_rank(low_rank, hidden, weight)
     _check_tokens(targets, mask, hidden.shape[:-1], hidden, "hidden", targets_name)
     return _compute_dtype(hidden, weight, bias) if compute_dtype is None else compute_dtype
+
+
+def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
+    if not isinstance(low_rank, list | tuple):
+        raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
+    for place, term in enumerate(low_rank):
+        name = f"low_rank[{place}]"
+        if not isinstance(term, LowRank):
+            raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
+        if isinstance(term.scaling, bool) or not isinstance(term.scaling, int | float):
+            raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
+        if not math.isfinite(term.scaling):
+            raise ValueError(f"{name}.scaling must be finite, got {term.scaling}")
+        for part in ("a", "b", "hidden"):
+            tensor = getattr(term, part)
+            if part == "hidden" and tensor is None:
+                continue
+            _check_floating(f"{name}.{part}", tensor)
+            _check_device(f"{name}.{part}", tensor, hidden, "hidden")
+        size, vocab = hidden.shape[-1], weight.shape[0]
+        if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
+            raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
+        rank = term.a.shape[0]
+        if term.b.shape != (vocab, rank):
+            raise ValueError(
+                f"{name}.b must be (V, r) = ({vocab}, {rank}) from weight and {name}.a, got {tuple(term.b.shape)}"
+            )
+        if term.hidden is not None and term.hidden.shape != hidden.shape:
+            raise ValueError(f"{name}.hidden must be {tuple(hidden.shape)} from hidden, got {tuple(term.hidden.shape)}")
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
@@ -322,6 +388,8 @@ def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     for name, tensor in (("weight", weight), ("bias", bias)):
+        if name == "bias" and tensor is not None and tensor.dtype == torch.float32:
+            continue  # it is added in float32 anyway
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} from hidden (or run under autocast), got {tensor.dtype}")
     return hidden.dtype

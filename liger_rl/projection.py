@@ -32,6 +32,7 @@ from liger_rl.kernels.transform import LogitTransform
 WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = BLOCK_VOCAB
+JOINED_COLUMNS = 8  # rows of two 16-bit factors side by side start at multiples of the 16 bytes that TMA asks for
 # From this share of kept blocks on, the dense products are faster than those of the blocks.
 DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
 
@@ -85,28 +86,71 @@ def plan_tiles(
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
 
 
+class LowRankRows(NamedTuple):
+    """A low-rank term of the logits, inputs @ weight.T, that is computed in one product with hidden @ weight.T.
+
+    Both stand side by side: [hidden | inputs] @ [weight | low-rank weight].T. Inputs that are wider than the compute
+    dtype are the sum of a rounded part and the rest, as the weight then is, and three of the four products of those
+    are taken: to 16 bits and more, at three times the few columns.
+    """
+
+    inputs: Tensor  # (n, r) any float dtype
+    weight: Tensor  # (V, r) any float dtype
+
+    def beside_rows(self, hidden: Tensor) -> Tensor:
+        """(n, H) in the compute dtype -> (n, H + ...)"""
+        inputs, dtype = self.inputs, hidden.dtype
+        rounded = inputs.to(dtype)
+        if not self._is_wider_than(dtype):
+            return _joined(hidden, rounded)
+        return _joined(hidden, rounded, (inputs - rounded).to(dtype), rounded)
+
+    def beside_tile(self, weight_tile: Tensor, first: int) -> Tensor:
+        """(v, H) in the compute dtype, the weight from row `first` on -> (v, H + ...)"""
+        low_tile, dtype = self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype
+        rounded = low_tile.to(dtype)
+        if not self._is_wider_than(dtype):
+            return _joined(weight_tile, rounded)
+        return _joined(weight_tile, rounded, rounded, (low_tile - rounded).to(dtype))
+
+    def _is_wider_than(self, dtype: torch.dtype) -> bool:
+        return torch.promote_types(self.inputs.dtype, dtype) != dtype
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Side by side, with zeros up to a width that TMA can address."""
+    width = sum(part.shape[1] for part in parts)
+    return torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], -width % JOINED_COLUMNS)], dim=1)
+
+
 def fold_projection(
     hidden: Tensor,  # (n, H) in the compute dtype
     weight: Tensor,  # (V, H) any dtype
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (n,)
     options: ProjectionOptions,
+    low_rank: LowRankRows | None = None,
     *,
     bounded: bool = False,
 ) -> tuple[TokenStatistics, TileBounds | None]:
-    """Statistics of every token, in a forward's one product (2 n H V), and bounds for a backward with a tolerance.
+    """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
-    Without bounds the backward is exact: they are made in the product's epilogue, and on CPU, where no chunk is named.
+    Without bounds a backward is exact: they are made in the product's epilogue, and on CPU, where no chunk is named
+    and no low-rank term joins the weight.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    whole_fold = gemm_fold_for(hidden, weight) if options.chunks_are_free else None
+    # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
+    free = options.chunks_are_free and low_rank is None
+    whole_fold = gemm_fold_for(hidden, weight) if free else None
     known = None
-    if bounded and options.chunks_are_free and (whole_fold is not None or not hidden.is_cuda):
+    if bounded and free and (whole_fold is not None or not hidden.is_cuda):
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
         wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known}
         return whole_fold(hidden, weight, bias, targets, options.transform, **wanted).finish(), known
     fold = for_device(hidden.device).fold
+    if low_rank is not None:
+        hidden = low_rank.beside_rows(hidden)
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
     bytes_per_logit = 4 if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -114,6 +158,8 @@ def fold_projection(
     by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device)
     for first, last in _spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
+        if low_rank is not None:
+            weight_tile = low_rank.beside_tile(weight_tile, first)
         bias_tile = None if bias is None else bias[first:last]
         for start, stop in _spans(n, tiles.tokens):
             rows = slice(start, stop)
@@ -134,6 +180,8 @@ class ProjectionGradients(NamedTuple):
     hidden: Tensor | None  # (n, H) float32
     weight: Tensor | None  # (V, H) like the weight
     bias: Tensor | None  # (V,) like the bias
+    low_rank_inputs: Tensor | None  # (n, r) float32
+    low_rank_weight: Tensor | None  # (V, r) like the low-rank weight
 
 
 def grad_projection(
@@ -143,22 +191,31 @@ def grad_projection(
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
     options: ProjectionOptions,
-    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    needs: tuple[bool, ...],  # for hidden, weight, bias and the low-rank term's inputs and weight
+    low_rank: LowRankRows | None = None,
 ) -> ProjectionGradients:
     """Gradients from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and weight."""
     n, vocab = hidden.shape[0], weight.shape[0]
+    factor = hidden  # what a tile of logits is recomputed from
+    if low_rank is not None:
+        factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
+        hidden = factor[:, : hidden.shape[1]]
     grad = for_device(hidden.device).grad
-    gemm_grad = gemm_grad_for(hidden, weight, options.transform, tokens) if options.chunks_are_free else None
+    gemm_grad = gemm_grad_for(factor, weight, options.transform, tokens) if options.chunks_are_free else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    grad_inputs = grad_low = None
+    if low_rank is not None:
+        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
+        grad_low = torch.empty_like(low_rank.weight) if needs[4] else None
 
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
-        rows, row_targets, row_tokens = hidden[start:stop], targets[start:stop], tokens.take(slice(start, stop))
+        rows, row_targets, row_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
         if gemm_grad is not None:
             return gemm_grad(rows, weight_tile, bias_tile, row_targets, first, options.transform, row_tokens)
         logits = gemm.matmul(rows, weight_tile.T)
@@ -169,22 +226,31 @@ def grad_projection(
 
     token_spans = _spans(n, tiles.tokens)
     for first, last in _spans(vocab, tiles.vocab):
-        weight_tile = weight[first:last].to(options.compute_dtype)
+        weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
         parts = len(token_spans)
         weight_total = _WeightTotal(grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype)
+        low_total = _WeightTotal(grad_low, first, last, parts=parts, compute_dtype=options.compute_dtype)
+        if low_rank is not None:
+            low_tile = low_rank.weight[first:last].to(options.compute_dtype)
+            factor_tile = low_rank.beside_tile(weight_tile, first)
         bias_parts = []
         for start, stop in token_spans:
-            tile = tile_gradient(weight_tile, first, start, stop)
+            tile = tile_gradient(factor_tile, first, start, stop)
             if grad_hidden is not None:
                 gemm.accumulate(grad_hidden[start:stop], tile, weight_tile)
             weight_total.add(tile, hidden[start:stop])
+            if low_rank is not None:
+                if grad_inputs is not None:
+                    gemm.accumulate(grad_inputs[start:stop], tile, low_tile)
+                low_total.add(tile, low_inputs[start:stop])
             if grad_bias is not None:
                 bias_parts.append(tile.sum(0, dtype=torch.float32))
             del tile
         weight_total.store()
+        low_total.store()
         if grad_bias is not None:
             grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
-    return ProjectionGradients(grad_hidden, grad_weight, grad_bias)
+    return ProjectionGradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
 
 
 class _WeightTotal:
@@ -217,22 +283,27 @@ class _WeightTotal:
 class LinearLogProbs(torch.autograd.Function):
     """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
 
-    Gradients of logps and entropy, for hidden, weight and bias. A sharded head must be whole around the forward, whose
-    caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its rows are.
+    Gradients of logps and entropy, for hidden, weight and bias, and for the two factors of a low-rank term where there
+    is one: the logits are hidden @ weight.T + low_inputs @ low_weight.T + bias. A sharded head must be whole around the
+    forward, whose caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its
+    rows are.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, live, options):
-        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them
+    def forward(ctx, hidden, weight, bias, targets, live, options, low_inputs, low_weight):
+        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them,
+        # low_inputs (N, r), low_weight (V, r), or None for both
         ctx.set_materialize_grads(False)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _gather(hidden, live, options.compute_dtype)
             live_targets = targets if live is None else targets[live]
+            low_rank = _low_rank_rows(low_inputs, low_weight, live)
             bounded = options.tolerance is not None and any(ctx.needs_input_grad)
-            statistics, known = fold_projection(rows, weight, bias, live_targets, options, bounded=bounded)
+            statistics, known = fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
-        ctx.save_for_backward(hidden, weight, bias, targets, live, *statistics[:3], *(known or ()))
+        kept = (*statistics[:3], *(known or ()))
+        ctx.save_for_backward(hidden, weight, bias, targets, live, low_inputs, low_weight, *kept)
         mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / weight.shape[0]
         extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
@@ -242,11 +313,11 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy, *_):
-        hidden, weight, bias, targets, live, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, live, low_inputs, low_weight, *kept = ctx.saved_tensors
         statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
-        needs = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:]
         if grad_logps is None and grad_entropy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None, None
         with torch.autocast(hidden.device.type, enabled=False), whole_head(ctx.options.gather, weight, bias):
             if grad_logps is None:
                 grad_logps = torch.zeros_like(grad_entropy)
@@ -266,15 +337,26 @@ class LinearLogProbs(torch.autograd.Function):
             rows = _gather(hidden, live, ctx.options.compute_dtype)
             row_targets = targets if live is None else targets[live]
             if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[_kind(hidden.device)]:
-                gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs)
+                low_rank = _low_rank_rows(low_inputs, low_weight, live)
+                gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs, low_rank)
+                del low_rank
             else:
-                parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, ctx.options.transform, needs)
-                gradients = ProjectionGradients(*parts)
+                parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, ctx.options.transform, needs[:3])
+                gradients = ProjectionGradients(*parts, None, None)
             del rows
-            grad_hidden = None
+            grad_hidden = grad_inputs = None
             if gradients.hidden is not None:
                 grad_hidden = _scatter(gradients.hidden, live, hidden)
-        return grad_hidden, gradients.weight, gradients.bias, None, None, None
+            if gradients.low_rank_inputs is not None:
+                grad_inputs = _scatter(gradients.low_rank_inputs, live, low_inputs)
+        grads = (grad_hidden, gradients.weight, gradients.bias, None, None, None)
+        return *grads, grad_inputs, gradients.low_rank_weight
+
+
+def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | None) -> LowRankRows | None:
+    if inputs is None or weight is None:
+        return None
+    return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
 
 
 def select_rows(tokens: TokenGradients) -> Tensor | None:

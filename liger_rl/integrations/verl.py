@@ -66,7 +66,7 @@ def linear_cross_entropy(
     if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
     _check_one_rank(dist_process_group)
-    logprobs, entropy = linear_logprobs(
+    logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),

@@ -5,6 +5,7 @@ far off as the plain forward in the same dtype, plus one rounding.
 """
 
 import copy
+import functools
 import inspect
 from collections import Counter
 
@@ -850,18 +851,29 @@ def test_the_fused_call_is_linear_logprobs_of_the_models_last_hidden_state():
 
 
 def test_refuses_a_model_whose_forward_was_replaced_on_the_instance():
-    """accelerate does that; the replacement would hide the fused forward and swallow its arguments."""
+    """accelerate's mixed precision does that; it would hide the fused forward and swallow its arguments."""
     model = build("llama")
-    model.forward = model.forward
+    model.forward = functools.partial(model.forward)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM was replaced on the instance"):
         swap_lm_head(model)
+    assert type(model) is transformers.LlamaForCausalLM
     del model.forward
     swap_lm_head(model)
-    model.forward = model.forward
+    model.forward = functools.partial(model.forward)
     with pytest.raises(ValueError, match="replaced after the swap"):
         unswap_lm_head(model)
     del model.forward
     assert unswap_lm_head(model) is model
+
+
+def test_a_forward_of_its_own_class_on_the_instance_is_no_hindrance():
+    """Removing accelerate's hooks leaves one behind."""
+    model, batch = build("llama"), make_batch()
+    expected = swap_lm_head(build("llama"))(**batch, fused=True).per_token_logps
+    model.forward = model.forward
+    assert torch.equal(swap_lm_head(model)(**batch, fused=True).per_token_logps, expected)
+    assert "fused" not in inspect.signature(unswap_lm_head(model).forward).parameters
+    assert model(**batch).logits.shape == (BATCH, LENGTH, VOCAB)
 
 
 def test_refuses_a_model_that_is_not_causal():

@@ -1,0 +1,162 @@
+"""The lm_head of a HuggingFace model: checked, tried out, and replaced for the length of a call.
+
+What the model does to its head's output (a softcap, a scale) is found out by trying: the head is made to answer with a
+few known logits, and what the model returns for them has to be one of the transforms that its config names.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_rl.integrations.accelerate import runs_own_forward
+from liger_rl.integrations.peft import Head, read_head
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import FLOAT_DTYPES
+
+# HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
+SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+SOFTCAP_NAMES = ("final_logit_softcapping",)
+PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
+
+
+def current_head(model: Any, linear_type: type) -> Head:
+    """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
+    name = type(model).__name__
+    head = read_head(model.get_output_embeddings(), name)
+    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
+    if type(head.linear) is not linear_type or hooks:
+        raise ValueError(
+            f"the head of {name} was a plain {linear_type.__name__} when it was swapped, "
+            f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
+            "unswap first"
+        )
+    for part in head.bypassed():
+        if not runs_own_forward(part):
+            raise ValueError(
+                f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
+                "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
+            )
+    return head
+
+
+class _Kept:
+    """The head for one call: keeps what it is given and answers with stand-in logits, one word wide."""
+
+    def __init__(self, stand_in: Tensor | None = None) -> None:
+        self.hidden: Tensor | None = None
+        self.stand_in = stand_in
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.hidden is not None:
+            raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
+        self.hidden = hidden
+        stand_in = hidden.new_zeros(1) if self.stand_in is None else self.stand_in.to(hidden.device)
+        return stand_in.expand(*hidden.shape[:-1], -1).clone()
+
+
+@contextmanager
+def kept_hidden(head: nn.Module, stand_in: Tensor | None = None) -> Iterator[_Kept]:
+    kept = _Kept(stand_in)
+    before = vars(head).get("forward")
+    head.forward = kept
+    try:
+        yield kept
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
+
+
+@torch.no_grad()
+def checked_head(model: PreTrainedModel) -> Head:
+    name = type(model).__name__
+    head = read_head(model.get_output_embeddings(), name)
+    linear = head.linear
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"the head of {name} must be an nn.Linear, got {type(linear).__name__}")
+    if linear.weight.device.type == "meta":
+        raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
+    if linear.weight.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
+            f"{type(linear).__name__}; keep the head out of the quantisation"
+        )
+    hidden = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    expected = nn.functional.linear(hidden, linear.weight, linear.bias)
+    if not torch.equal(linear(hidden), expected):
+        raise ValueError(f"the head of {name}, a {type(linear).__name__}, computes something other than h @ W.T + b")
+    if head.module is not linear:
+        _check_adapters(head, hidden, name)
+    return head
+
+
+def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
+    """The head's own output on `hidden` against that of its parts, with the same random numbers in the dropout."""
+    with _same_random_numbers(hidden.device):
+        seen = head.module(hidden).float()
+    with _same_random_numbers(hidden.device):
+        bias, terms = head.bias(), head.low_rank(hidden)
+    expected = nn.functional.linear(hidden, head.linear.weight).float()
+    if bias is not None:
+        expected += bias.float()
+    for term in terms:
+        expected += term.rows(hidden, None).float() @ term.b.float().T
+    rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
+    if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
+        raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+@torch.no_grad()
+def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
+    """The transform that does to logits what the model's own forward does to them."""
+    name = type(model).__name__
+    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        # Dropout in the probe must not move the caller's random numbers.
+        with torch.random.fork_rng(devices=devices), kept_hidden(head.module, probe) as kept:
+            output = model(input_ids=ids, use_cache=False, return_dict=True)
+    except Exception as error:
+        raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
+    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.in_features):
+        raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
+    seen = output.logits.float().cpu()
+    candidates = list(_candidates(model))
+    for transform in candidates:
+        if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, _apply(transform, probe), rtol=1e-4):
+            return transform
+    raise ValueError(
+        f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
+        f"{candidates} does"
+    )
+
+
+def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
+    holders = (model.config.get_text_config(), model.config, model)
+
+    def named(names: tuple[str, ...]) -> list[float]:
+        values = (getattr(holder, name, None) for name in names for holder in holders)
+        return list(dict.fromkeys(float(v) for v in values if isinstance(v, int | float) and v > 0))
+
+    scales = named(SCALE_NAMES)
+    for scale in dict.fromkeys([1.0, *scales, *(1.0 / scale for scale in scales)]):
+        for softcap in (None, *named(SOFTCAP_NAMES)):
+            yield LogitTransform(scale=scale, softcap=softcap)
+
+
+def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
+    logits = logits * transform.scale
+    return logits if transform.softcap is None else torch.tanh(logits / transform.softcap) * transform.softcap

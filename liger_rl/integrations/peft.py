@@ -1,0 +1,137 @@
+"""LoRA adapters on an lm_head, without merging them: what PEFT would add to the logits, as low-rank terms of the head.
+
+Everything is read at the time of the call, because adapters can be added, switched, merged and disabled between two
+calls. What is not understood is refused by name and never left out.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_rl.logprobs import LowRank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One active LoRA adapter of a layer: scaling * b(a(dropout(hidden)))."""
+
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module
+    scaling: float
+
+    def low_rank(self, hidden: Tensor) -> LowRank:
+        """The term, its dropout drawn here as PEFT draws it."""
+        drops = self.dropout.training and getattr(self.dropout, "p", 0.0) > 0
+        dropped = self.dropout(hidden.to(self.a.weight.dtype)) if drops else None
+        return LowRank(a=self.a.weight, b=self.b.weight, scaling=self.scaling, hidden=dropped)
+
+
+@dataclass(frozen=True)
+class Head:
+    """An lm_head taken apart.
+
+    Attributes:
+        module: what the model calls.
+        linear: the layer whose weight it is.
+        adapters: what is added to its output.
+    """
+
+    module: nn.Module
+    linear: Any
+    adapters: tuple[Adapter, ...] = ()
+
+    def bias(self) -> Tensor | None:
+        """(V,) of the layer and of the adapters together, float32 if there are any of those."""
+        total = self.linear.bias
+        for adapter in self.adapters:
+            if adapter.b.bias is not None:
+                added = adapter.b.bias.float() * adapter.scaling
+                total = added if total is None else total.float() + added
+        return total
+
+    def low_rank(self, hidden: Tensor) -> list[LowRank]:
+        """The adapters' terms for (..., H) hidden states."""
+        return [adapter.low_rank(hidden) for adapter in self.adapters]
+
+    def bypassed(self) -> Iterator[nn.Module]:
+        """Every module whose own forward is not run when the head is taken apart."""
+        yield self.module
+        yield self.linear
+        for adapter in self.adapters:
+            yield from (adapter.a, adapter.b, adapter.dropout)
+
+
+def base_model(model: Any) -> Any:
+    """The model inside a `peft.PeftModel`; any other as it is."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def read_head(module: nn.Module, owner: str) -> Head:
+    """An lm_head as it is now, with the adapters that are active now.
+
+    Args:
+        module: the model's output embeddings.
+        owner: name of the model's class, for messages.
+
+    Raises:
+        TypeError: a PEFT layer other than LoRA's on an `nn.Linear`, or other than modules_to_save.
+        ValueError: a variant of LoRA that is more than a low-rank term, such as DoRA.
+    """
+    if "peft" not in sys.modules:
+        return Head(module, module)
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    inner = module
+    if isinstance(module, ModulesToSaveWrapper):
+        inner = _saved_module(module)
+    if isinstance(inner, AuxiliaryTrainingWrapper | BaseTunerLayer) and type(inner) is not LoraLinear:
+        raise TypeError(
+            f"the head of {owner} carries a PEFT layer that the fused head does not know: "
+            f"{type(inner).__module__}.{type(inner).__name__}; only LoRA on an nn.Linear and modules_to_save are known"
+        )
+    if type(inner) is not LoraLinear:
+        return Head(module, inner)
+    if isinstance(inner.base_layer, BaseTunerLayer):
+        raise TypeError(f"the head of {owner} carries LoRA on another PEFT layer, {type(inner.base_layer).__name__}")
+    return Head(module, inner.base_layer, _active_adapters(inner, owner))
+
+
+def _saved_module(wrapper: Any) -> nn.Module:
+    """The copy of the module that a `ModulesToSaveWrapper` would call."""
+    active, copies = wrapper.active_adapters, wrapper.modules_to_save
+    if wrapper.disable_adapters or not active or any(name not in copies for name in active):
+        return wrapper.original_module
+    return copies[active[0]]
+
+
+def _active_adapters(layer: Any, owner: str) -> tuple[Adapter, ...]:
+    if layer.disable_adapters:
+        if layer.merged:
+            layer.unmerge()  # as its own forward does
+        return ()
+    if layer.merged:
+        return ()
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    return tuple(_adapter(layer, name, owner) for name in names)
+
+
+def _adapter(layer: Any, name: str, owner: str) -> Adapter:
+    variant = layer.lora_variant.get(name)
+    if variant is not None:
+        raise ValueError(
+            f"adapter {name!r} on the head of {owner} is a {type(variant).__name__}, which is more than a low-rank "
+            "term of the logits; the fused head knows plain LoRA alone"
+        )
+    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    expected = ((a, nn.Linear), (b, nn.Linear), (dropout, nn.Dropout | nn.Identity))
+    for part, kind in expected:
+        if not isinstance(part, kind):
+            raise TypeError(f"adapter {name!r} on the head of {owner} holds a {type(part).__name__}, not known here")
+    return Adapter(a, b, dropout, float(layer.scaling[name]))

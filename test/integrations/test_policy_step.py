@@ -1,0 +1,329 @@
+"""One call for a step against the same step spelt out with full logits."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+
+from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Reinforce, Segments, TokenMean, ppo_loss_fn  # noqa: E402
+from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
+from liger_rl.integrations.transformers import is_swapped, swap_lm_head  # noqa: E402
+from liger_rl.kernels import gemm  # noqa: E402
+
+VOCAB, BATCH, LENGTH, PROMPT = 151, 4, 13, 5
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+on_every_device = pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))],
+)
+
+
+@torch.no_grad()
+def build(kind: str = "Gemma2", **options) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(3)
+    return model
+
+
+def gemma(**options) -> transformers.PreTrainedModel:
+    return build(head_dim=8, final_logit_softcapping=3.0, **options)
+
+
+def make_batch(device: str = "cpu") -> dict[str, Tensor]:
+    """Prompts padded on the left, completions on the right."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
+    column = torch.arange(LENGTH)
+    attention = (column >= torch.tensor([0, 2, 1, 3])[:, None]) & (column < torch.tensor([13, 9, 12, 7])[:, None])
+    mask = attention & (column >= PROMPT)
+    batch = {
+        "input_ids": torch.where(attention, ids, 0),
+        "attention_mask": attention.long(),
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]),
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def full(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probabilities and entropies of the tokens themselves, from full logits; column 0 is 0."""
+    names = ("input_ids", "attention_mask", "position_ids")
+    logits = model(**{n: batch[n] for n in names if n in batch}).logits.float()
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    logps = log_p.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    return tuple(nn.functional.pad(v, (1, 0)) for v in (logps, -(log_p.exp() * log_p).sum(-1)))
+
+
+def expected_step(model, batch, loss: FusedLinearGRPOLoss):
+    logps, entropy = full(model, batch, loss.transform.temperature)
+    names = set(PolicyBatch.__dataclass_fields__) & set(batch)
+    columns = PolicyBatch(**{name: batch[name] for name in names})
+    terms = loss.terms
+    return ppo_loss_fn(
+        logps, columns, terms.objective, terms.reduction, entropy=entropy, kl=terms.kl,
+        entropy_bonus=terms.entropy_bonus, corrections=terms.corrections, metrics=terms.metrics,
+    )  # fmt: skip
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    size = max(g.norm().item() for g in expected.values())
+    assert size > 1e-3
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        ("grpo", {}),
+        ("dapo", {"beta": 0.1, "epsilon_high": 0.28, "temperature": 0.7}),
+        ("gspo", {"metrics": "with_entropy"}),
+        ("dr_grpo", {"max_completion_length": 10, "entropy_coef": 0.02}),
+        ("cispo", {"epsilon_high": 2.0, "chunk_tokens": 7, "chunk_vocab": 50}),
+    ],
+)
+@on_every_device
+def test_a_step_is_that_of_the_full_logits(loss_type, options, device):
+    model, batch, loss = gemma().to(device), make_batch(device), FusedLinearGRPOLoss(loss_type, **options)
+    batch |= {"num_items_in_batch": 19, "importance_ratio": torch.rand(BATCH, 1, device=device) + 0.5}
+    old = full(model, batch, loss.transform.temperature)[0].detach()
+    batch["old_per_token_logps"] = old + 0.3 * torch.randn(BATCH, LENGTH, device=device)
+    batch["ref_per_token_logps"] = old + 0.3 * torch.randn(BATCH, LENGTH, device=device)
+    expected = expected_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    step = policy_step(model, batch, loss)
+    assert is_swapped(model)
+    assert isinstance(step, PolicyStep)
+    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert step.metrics.keys() == expected.metrics.keys() != set()
+    for name, metric in expected.metrics.items():
+        torch.testing.assert_close(step.metrics[name].value, metric.value, rtol=1e-5, atol=1e-5)
+    mask = batch["completion_mask"]
+    torch.testing.assert_close(step.per_token_logps, torch.where(mask, old, 0.0), rtol=1e-5, atol=1e-5)
+    assert not step.per_token_logps.requires_grad
+    assert (step.entropy is not None) == loss.terms.needs_entropy
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
+
+
+def test_completion_logps_are_the_old_ones_of_the_same_policy():
+    model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo", temperature=0.7, beta=0.1)
+    old = completion_logps(model, batch, loss)
+    assert not old.requires_grad
+    mask = batch["completion_mask"]
+    torch.testing.assert_close(old, torch.where(mask, full(model, batch, 0.7)[0], 0.0), rtol=1e-5, atol=1e-5)
+    step = policy_step(model, {**batch, "old_per_token_logps": old, "ref_per_token_logps": old}, loss)
+    assert torch.equal(step.per_token_logps, old)
+    assert step.metrics["kl_ref"].item() == 0.0
+
+
+def test_only_completion_tokens_are_projected(monkeypatch):
+    model, batch, loss = swap_lm_head(gemma()), make_batch(), FusedLinearGRPOLoss("grpo")
+    rows, plain_matmul = [], gemm.matmul
+    monkeypatch.setattr(gemm, "matmul", lambda a, b: (rows.append(a.shape[0]), plain_matmul(a, b))[1])
+    policy_step(model, batch, loss)
+    assert rows == [int(batch["completion_mask"].sum())]
+
+
+def test_the_first_token_is_never_counted():
+    """Nothing predicts it: with it in the mask, the result is the same."""
+    model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo")
+    expected = policy_step(model, batch, loss).loss
+    batch["completion_mask"] = batch["completion_mask"].clone()
+    batch["completion_mask"][0, 0] = True
+    assert torch.equal(policy_step(model, batch, loss).loss, expected)
+
+
+def test_micro_batches_sum_to_the_whole():
+    model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("dapo")
+    batch["num_items_in_batch"] = int(batch["completion_mask"].sum())
+    whole = gradients(model, policy_step(model, batch, loss).loss)
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        policy_step(model, part, loss).loss.backward()
+    assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, whole)
+
+
+def test_a_packed_row_is_the_padded_batch():
+    """Sequences one after the other, told apart by position_ids, per-sequence ratios included."""
+    model, loss = build("Llama", attn_implementation="eager"), FusedLinearGRPOLoss("gspo", metrics="basic")
+    batch = make_batch()
+    batch["old_per_token_logps"] = completion_logps(model, batch, loss) + 0.1 * torch.randn(BATCH, LENGTH)
+    expected = policy_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    real = batch["attention_mask"].bool()
+    rows = torch.arange(BATCH)[:, None].expand_as(real)[real]
+    packed = {
+        "input_ids": batch["input_ids"][real][None],
+        "position_ids": batch["position_ids"][real][None],
+        "completion_mask": batch["completion_mask"][real][None],
+        "old_per_token_logps": batch["old_per_token_logps"][real][None],
+        "advantages": batch["advantages"][rows][None],
+        "segments": Segments(index=rows, count=BATCH),
+    }
+    step = policy_step(model, packed, loss)
+    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert step.per_token_logps.shape == packed["input_ids"].shape
+    torch.testing.assert_close(step.per_token_logps[0], expected.per_token_logps[real], rtol=1e-5, atol=1e-5)
+    for name, metric in expected.metrics.items():
+        torch.testing.assert_close(step.metrics[name].value, metric.value, rtol=1e-4, atol=1e-5)
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
+
+
+def test_the_router_loss_is_added():
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    model, batch = build("Mixtral", **experts), make_batch()
+    loss = FusedLinearGRPOLoss("grpo")
+    with_router = policy_step(model, batch, loss)
+    without = policy_step(model, batch, loss, output_router_logits=False)
+    aux_loss = model(batch["input_ids"], attention_mask=batch["attention_mask"]).aux_loss
+    assert aux_loss > 0.5
+    torch.testing.assert_close(with_router.loss - without.loss, 0.1 * aux_loss, rtol=1e-4, atol=1e-6)
+
+
+class _Wrapper(nn.Module):
+    """As DDP is."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_wrapped_models():
+    batch, loss = make_batch(), FusedLinearGRPOLoss("grpo")
+    expected = policy_step(gemma(), batch, loss).loss
+    wrapped = _Wrapper(swap_lm_head(gemma()))
+    assert torch.equal(policy_step(wrapped, batch, loss).loss, expected)
+    with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got _Wrapper"):
+        policy_step(_Wrapper(gemma()), batch, loss)
+
+
+def test_a_model_with_lora_on_its_head():
+    peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
+    model, batch, loss = gemma(tie_word_embeddings=False), make_batch(), FusedLinearGRPOLoss("grpo")
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+    with torch.no_grad():
+        model.get_base_model().lm_head.lora_B["default"].weight.normal_(std=0.1)
+    expected = expected_step(model, batch, loss)
+    expected_gradients = gradients(model, expected.loss)
+    step = policy_step(model, batch, loss)
+    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients(model, step.loss), expected_gradients)
+    assert len(expected_gradients) == 2
+
+
+def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
+    peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, loss = peft.get_peft_model(build("Llama"), config), FusedLinearGRPOLoss("grpo")
+    batch = {name: value for name, value in make_batch().items() if name != "position_ids"}
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:-1].log_softmax(-1)
+    expected = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    step = policy_step(model, batch, loss)
+    assert step.per_token_logps.shape == batch["input_ids"].shape
+    mask = batch["completion_mask"][:, 1:]
+    torch.testing.assert_close(step.per_token_logps[:, 1:], torch.where(mask, expected, 0.0), rtol=1e-5, atol=1e-5)
+    assert len(gradients(model, step.loss)) == 1
+
+
+def test_a_few_steps_make_good_tokens_likelier():
+    model, batch = gemma(), make_batch()
+    loss = FusedLinearGRPOLoss(Reinforce(), reduction=TokenMean())
+    good = batch["input_ids"] < VOCAB // 2
+    batch["advantages"] = good.float() * 2 - 1
+    before = completion_logps(model, batch, loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(8):
+        policy_step(model, batch, loss).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    change = completion_logps(model, batch, loss) - before
+    mask = batch["completion_mask"]
+    assert change[mask & good].mean() > 0.5
+    assert change[mask & ~good].mean() < -0.5
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"input_ids": None}, TypeError, "input_ids must be a tensor in the batch, got NoneType"),
+        ({"completion_mask": None}, TypeError, "completion_mask must be a tensor in the batch, got NoneType"),
+        ({"completion_mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"completion_mask must be .* = \(4, 13\)"),
+        ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) integers"),
+        ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
+        ({"advantages": torch.ones(BATCH + 1)}, ValueError, r"advantages must be .*got \(5,\)"),
+        ({"old_per_token_logps": torch.ones(BATCH, 3)}, ValueError, "old_per_token_logps must be"),
+        ({"old_per_token_logp": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'old_per_token_logp'"),
+        ({"labels": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'labels'"),
+        ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
+        ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),
+    ],
+)  # fmt: skip
+def test_bad_batches_are_refused_before_the_model_runs(changed, error, message):
+    model = swap_lm_head(gemma())
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    batch = {name: value for name, value in {**make_batch(), **changed}.items() if value is not None}
+    with pytest.raises(error, match=message):
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+
+
+def test_what_a_loss_needs_is_asked_for_before_the_model_runs():
+    model = swap_lm_head(gemma())
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match="ref_per_token_logps"):
+        policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo", beta=0.1))
+    with pytest.raises(TypeError, match="loss must be a FusedLinearGRPOLoss, got str"):
+        policy_step(model, make_batch(), "grpo")
+    with pytest.raises(TypeError, match="batch must be a mapping"):
+        policy_step(model, [1], FusedLinearGRPOLoss("grpo"))
+    with pytest.raises(TypeError, match="model must be a causal LM"):
+        policy_step("model", make_batch(), FusedLinearGRPOLoss("grpo"))
+
+
+def test_a_softcap_of_the_loss_must_be_the_models():
+    model, batch = swap_lm_head(gemma()), make_batch()
+    expected = policy_step(model, batch, FusedLinearGRPOLoss("grpo")).loss
+    assert torch.equal(policy_step(model, batch, FusedLinearGRPOLoss("grpo", softcap=3.0)).loss, expected)
+    for options in ({"softcap": 30.0}, {"scale": 0.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be left out of the loss"):
+            policy_step(model, batch, FusedLinearGRPOLoss("grpo", **options))
+
+
+def test_inputs_are_left_alone():
+    model, batch = gemma(), make_batch()
+    before = copy.deepcopy(batch)
+    policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
+    assert batch.keys() == before.keys()
+    assert all(torch.equal(batch[name], value) for name, value in before.items())
