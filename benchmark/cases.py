@@ -17,6 +17,7 @@ EVERYTHING = ("memory", "time", "error")
 
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"
 RL, POLICY, ENTROPY, FROZEN, FORWARD = "rl", "policy", "entropy", "frozen", "forward"
+GROUPS = (MODELS, RL, POLICY, ENTROPY, FROZEN, FORWARD, TOKENS, VOCABULARY)
 
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals

@@ -1,4 +1,4 @@
-"""What every variant is compared with: a case in float64, on the same rounded inputs, a few rows of logits at a time."""
+"""What every variant is compared with: a case in float64, on the same rounded inputs, a few rows at a time."""
 
 from dataclasses import dataclass
 

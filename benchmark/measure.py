@@ -33,6 +33,7 @@ from benchmark.timing import measure_ms
 # Of the loss over the whole case, in nats, against log-probabilities from float32 logits. bfloat16 logits move each
 # log-probability by up to 3e-2; thousands of tokens average that out.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+SURE = 0.99  # probability of a token that a policy is sure of
 
 Compute = Callable[[], Tensor]
 
@@ -53,6 +54,15 @@ class Bench:
         if self.case.task != STEP:
             return _mean(self.inputs.current_logps, self.inputs).item()
         return grpo_loss(self.inputs.current_logps, self.inputs).item()
+
+    @cached_property
+    def policy(self) -> dict[str, float]:
+        """What the tokens that count are like."""
+        counted = self.inputs.mask
+        return {
+            "mean_entropy": self.inputs.current_entropy[counted].mean().item(),
+            "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
+        }
 
     @cached_property
     def floor(self) -> Floor:
@@ -102,7 +112,7 @@ def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str,
 
 def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> dict[str, Any]:
     case, inputs, device = bench.case, bench.inputs, bench.device
-    result: dict[str, Any] = {"status": "ok", "reason": None}
+    result: dict[str, Any] = {"status": "ok", "reason": None, **bench.policy}
     compute = bench.compute(variant)
     if "memory" in quantities or "time" in quantities:
         _load_libraries(variant, case, device)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmark.cases import Case, preset
+from benchmark.cases import GROUPS, Case, preset
 from benchmark.environment import ROOT, slug
 from benchmark.merge import differences, merged
 from benchmark.peers import BASELINE, EVERYWHERE, LABELS, OURS
@@ -164,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=["*"],
         metavar="GLOB",
-        help="only cases whose names or groups (models, rl, policy, entropy, forward, frozen, tokens, vocabulary) match",
+        help=f"only cases whose names or groups ({', '.join(GROUPS)}) match",
     )
     parser.add_argument(
         "--variants",

@@ -42,7 +42,7 @@ def measure_ms(
     begun = time.perf_counter()
     while len(times) < repeats.most:
         spent = time.perf_counter() - begun
-        if times and spent >= repeats.long_seconds or len(times) >= repeats.least and spent >= repeats.seconds:
+        if (times and spent >= repeats.long_seconds) or (len(times) >= repeats.least and spent >= repeats.seconds):
             break
         before()
         times.append(_once_cuda(run) if device == "cuda" else _once_cpu(run))
