@@ -9,6 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from benchmark.peers import EVERYWHERE, VARIANTS
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 MEMORY = ("memory",)
@@ -158,8 +160,9 @@ def cpu_preset() -> list[Case]:
     ]
 
 
-# What is worth its time where a case is one of many.
-SWEEP = ("eager", "liger_triton", "liger_sm90", "trl_chunked", "cce", "verl_triton", "ours", "ours-1e-3")
+# What is worth its time where a case is one of many: neither minutes of compiling nor the slowest.
+SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chunked"))
+LONG = ("eager", "liger_triton", "liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
 TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
@@ -183,6 +186,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
     point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=SWEEP)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
+    long = replace(point, variants=LONG)
     return [
         llama,
         rl[0],
@@ -194,18 +198,20 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         *rl[1:],
         replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,)),
         replace(llama, name="llama-3-8b-half-masked", mask_share=0.5, groups=(MODELS,), variants=SWEEP),
-        *logps[1:],
-        *entropies[1:],
+        *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (1024, 2048, 16384)),
         crossing,
         *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
-        *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (65536, 131072, 262144)),
+        *(replace(long, name=f"tokens-{n}", tokens=n // 8) for n in (65536, 131072, 262144)),
     ]
 
 
 def policy_cases(like: Case, policy: str | None) -> list[Case]:
-    """One dense batch of a trained policy's own tokens for each temperature in its folder; [] without one."""
+    """One dense batch of a trained policy's own tokens for each temperature in its folder; [] without one.
+
+    The first temperature is measured in full, the others for what a tolerance does.
+    """
     if policy is None:
         return []
     about = json.loads((Path(policy) / "policy.json").read_text(encoding="utf-8"))
@@ -222,7 +228,7 @@ def policy_cases(like: Case, policy: str | None) -> list[Case]:
             policy=str(policy),
             temperature=sample["temperature"],
             groups=(POLICY, ENTROPY),
-            variants=("liger_triton", "liger_sm90", "trl_chunked", "cce", *TOLERANCES),
+            variants=("liger_sm90", "trl_chunked", "cce", *TOLERANCES) if cases else tuple(VARIANTS),
         )
         cases.append(case)
     return cases

@@ -119,7 +119,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
         if "memory" in quantities:
             result |= _measure_memory(compute, case, inputs, device)
         if "time" in quantities:
-            result |= _measure_time(compute, bench)
+            result |= _measure_time(compute, bench, warm="memory" in quantities)
         loss = _run(compute, case, inputs).item()
         result |= {"loss": loss, "expected_loss": bench.expected, "kept_share": variant.kept_share()}
         if not abs(loss - bench.expected) <= LOSS_TOLERANCE[case.dtype]:
@@ -153,7 +153,8 @@ def _measure_memory(compute: Compute, case: Case, inputs: Inputs, device: str) -
     return {"peak_mib": memory.peak_bytes / 2**20, "peak_extra_mib": extra / 2**20}
 
 
-def _measure_time(compute: Compute, bench: Bench) -> dict[str, float | int]:
+def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, float | int]:
+    """`warm`: a step has been run before."""
     case, inputs, device, floor = bench.case, bench.inputs, bench.device, bench.floor
     _clear_gradients(inputs)
     with torch.no_grad():
@@ -167,7 +168,9 @@ def _measure_time(compute: Compute, bench: Bench) -> dict[str, float | int]:
     _clear_gradients(inputs)
     if floor.step is None:
         return result | {"floor_tflops": case.floor_flops / floor.forward / 1e9}
-    step = measure_ms(lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs))
+    step = measure_ms(
+        lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm
+    )
     _clear_gradients(inputs)
     return result | {
         "step_ms": step.median_ms,
