@@ -168,9 +168,7 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, fl
     _clear_gradients(inputs)
     if floor.step is None:
         return result | {"floor_tflops": case.floor_flops / floor.forward / 1e9}
-    step = measure_ms(
-        lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm
-    )
+    step = measure_ms(lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm)
     _clear_gradients(inputs)
     return result | {
         "step_ms": step.median_ms,

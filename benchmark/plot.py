@@ -1,9 +1,9 @@
 """Pictures of results: `python -m benchmark.plot [DIR]` draws what each results file in DIR has the rows for.
 
-    memory-NAME.png   peak memory against tokens and vocabulary
-    time-NAME.png     milliseconds per 1,000 tokens against tokens
-    rl-NAME.png       time and gradient error on the batch as RL makes it
-    entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
+memory-NAME.png   peak memory against tokens and vocabulary
+time-NAME.png     milliseconds per 1,000 tokens against tokens
+rl-NAME.png       time and gradient error on the batch as RL makes it
+entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
 """
 
 import json
@@ -167,9 +167,7 @@ def _panels(count: int, **options: Any) -> tuple[Any, Any]:
     return figure, panels[0]
 
 
-def _draw_lines(
-    panel: Any, rows: list[Row], across: Callable[[Row], float], up: Callable[[Row], float | None]
-) -> None:
+def _draw_lines(panel: Any, rows: list[Row], across: Callable[[Row], float], up: Callable[[Row], float | None]) -> None:
     """One line per variant, of its rows that have a value."""
     for variant, style in STYLES.items():
         mine = [row for row in rows if row["variant"] == variant and row["status"] == "ok"]

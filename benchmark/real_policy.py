@@ -8,7 +8,7 @@ completions are not sampled: after minutes of training they run into loops, whic
 
 The folder it writes is what `benchmark.run --policy` reads:
 
-    policy.json       the model, what it was trained on, its losses; mean entropy and share of sure tokens per temperature
+    policy.json       the recipe, losses, and per temperature the mean entropy and the share of sure tokens
     weight.pt         (V, H), the head
     sample-TAU.pt     {"hidden": (N, H), "ids": (N,)}, hidden states divided by TAU, so that every reader's
                       plain softmax is the distribution that the tokens were drawn from

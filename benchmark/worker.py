@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from benchmark.cases import Case
 from benchmark.environment import ROOT
 
 VARIANT_TIMEOUT_S = 240
+MEASURE = (sys.executable, "-m", "benchmark.measure")
 
 # For the environment of a process that measures host memory: with these, freed blocks go back to the system at once
 # and the high-water mark is what was in use together. They cost page faults, so times are taken without them.
@@ -64,8 +65,9 @@ class Workers:
     another's doing. After any failure the process is replaced, since a GPU's errors outlive the call that made them.
     """
 
-    def __init__(self, deadline: float | None = None) -> None:
+    def __init__(self, deadline: float | None = None, command: Sequence[str] = MEASURE) -> None:
         self.deadline = deadline  # of time.monotonic(); None for no limit
+        self.command = command
         self.process: _Process | None = None
 
     def __enter__(self) -> "Workers":
@@ -102,7 +104,7 @@ class Workers:
     def _ready(self, job: Job) -> "_Process":
         if self.process is None:
             host = job.alone and "memory" in job.quantities
-            self.process = _Process(HOST_ENVIRONMENT if host else {})
+            self.process = _Process(self.command, HOST_ENVIRONMENT if host else {})
         return self.process
 
     def _patience(self) -> float:
@@ -123,14 +125,14 @@ class Workers:
 
 
 class _Process:
-    """`python -m benchmark.measure`, its results read by a thread so that waiting for one can end."""
+    """The process, its results read by a thread so that waiting for one can end."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.used = False
         # It lives as long as the process.
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmark.measure"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

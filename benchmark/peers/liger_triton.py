@@ -24,7 +24,7 @@ class Head(Base):
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
         with torch.no_grad():
-            return Values(fused_selective_log_softmax(_logits(case, inputs), inputs.ids, 1.0, inputs.mask))
+            return Values(fused_selective_log_softmax(_logits(case, inputs), inputs.ids, 1.0, inputs.mask.long()))
 
     def make(self, case: Case, inputs: Inputs) -> Callable[[], Tensor]:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
