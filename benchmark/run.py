@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmark.cases import GROUPS, Case, preset
 from benchmark.environment import ROOT, slug
 from benchmark.merge import differences, merged
-from benchmark.peers import BASELINE, EVERYWHERE, LABELS, OURS
+from benchmark.peers import EVERYWHERE, LABELS, OURS
 from benchmark.plot import RESULTS, plot_directory
 from benchmark.table import by_case, cells, columns_of, title
 from benchmark.worker import Job, OutOfTime, Workers
@@ -79,7 +79,6 @@ def _collect_job(
     for variant, result in workers.run(replace(job, variants=tuple(kept))):
         row = rows.setdefault((job.case.name, variant), _new_row(job.case, variant))
         row |= result
-        _compare_with_baseline(rows)
         save(list(rows.values()))
         what = f"{job.case.name}: {LABELS[variant]}, {' and '.join(job.quantities)}"
         progress.update(task, description=what, advance=1)
@@ -87,13 +86,6 @@ def _collect_job(
             # A log shows no bar, so it gets a line for each result.
             print(f"{what}: {row['status']}, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
         begun = time.perf_counter()
-
-
-def _compare_with_baseline(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    for row in rows.values():
-        baseline = rows.get((row["case"], BASELINE), {}).get("peak_extra_mib")
-        if baseline and row.get("peak_extra_mib") is not None:
-            row["peak_extra_of_eager"] = row["peak_extra_mib"] / baseline
 
 
 def _new_row(case: Case, variant: str) -> dict[str, Any]:

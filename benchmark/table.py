@@ -36,6 +36,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "x GEMM": _number("forward_x_floor", ".2f"),
     "fwd+bwd ms": _milliseconds("step_ms"),
     "x floor": _number("step_x_floor", ".2f"),
+    "x TRL": _number("step_x_trl", ".2f"),
     "extra MiB": _number("peak_extra_mib", ",.0f"),
     "of eager": _number("peak_extra_of_eager", ".1%"),
     "kept": _number("kept_share", ".0%"),

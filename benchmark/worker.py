@@ -62,12 +62,14 @@ class Workers:
     """Runs jobs one after the other; one process does them all for as long as nothing goes wrong in it.
 
     A variant that fails in a process that others have used is tried once more in a fresh one: a failure may be
-    another's doing. After any failure the process is replaced, since a GPU's errors outlive the call that made them.
+    another's doing. Once it has failed in a fresh one it is not given a second chance again. After any failure the
+    process is replaced, since a GPU's errors outlive the call that made them.
     """
 
     def __init__(self, deadline: float | None = None, command: Sequence[str] = MEASURE) -> None:
         self.deadline = deadline  # of time.monotonic(); None for no limit
         self.command = command
+        self.hopeless: set[str] = set()  # variants that failed in a fresh process
         self.process: _Process | None = None
 
     def __enter__(self) -> "Workers":
@@ -92,8 +94,9 @@ class Workers:
                 process.used = True
                 if result["status"] == "failed":
                     self._stop()
-                    if used:
+                    if used and waiting[0] not in self.hopeless:
                         break  # asks again, from this variant on, in a fresh process
+                    self.hopeless.add(waiting[0])
                 yield Outcome(waiting.pop(0), result)
                 if self.process is None or not waiting:
                     break

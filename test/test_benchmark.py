@@ -226,6 +226,12 @@ def test_a_failure_in_a_process_that_others_used_is_tried_again_in_a_fresh_one()
     assert [result["status"] for _name, result in pretend(["a", "fails", "b"])] == ["ok", "failed", "ok"]
 
 
+def test_what_failed_in_a_fresh_process_is_not_tried_twice_again():
+    outcomes = pretend(["a", "fails", "b", "fails", "c"])
+    # A process for `a` and the first failure, one for its second chance, one for `b` and the next failure, one for `c`.
+    assert len({result["pid"] for _name, result in outcomes}) == 4
+
+
 def test_a_peer_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr("benchmark.worker.VARIANT_TIMEOUT_S", 1)
     outcomes = pretend(["hangs", "b"])
@@ -269,14 +275,17 @@ def test_results_of_one_environment_merge_and_the_later_row_wins():
     one = {"environment": ENVIRONMENT, "rows": [a_row(DENSE, "ours"), a_row(BATCH, "ours")]}
     two = {
         "environment": ENVIRONMENT | {"date": "2026-01-02"},
-        "rows": [a_row(BATCH, "ours", step_ms=7.0), a_row(DENSE, "eager")],
+        "rows": [a_row(BATCH, "ours", step_ms=7.0), a_row(DENSE, "eager"), a_row(DENSE, peers.TRL, step_ms=40.0)],
     }
     both = merge([one, two])
     assert [(row["case"], row["variant"], row["step_ms"]) for row in both["rows"]] == [
         ("dense", "eager", 10.0),
+        ("dense", peers.TRL, 40.0),
         ("dense", "ours", 10.0),
         ("rl", "ours", 7.0),
     ]
+    # Of a variant that another file had.
+    assert [row.get("step_x_trl") for row in both["rows"]] == [0.25, 1.0, 0.25, None]
     assert both["environment"]["date"] == "2026-01-02"
     assert merged(both["rows"], []) == both["rows"]
     with pytest.raises(ValueError, match="torch"):

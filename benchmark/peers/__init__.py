@@ -34,6 +34,7 @@ VARIANTS = {
 }
 LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
+TRL = "trl_chunked"
 OURS = "ours"
 # On a case that names no others: one tolerance stands for all.
 EVERYWHERE = tuple(name for name in VARIANTS if name not in ("ours-1e-4", "ours-3e-3", "ours-1e-2"))
