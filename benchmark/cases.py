@@ -192,18 +192,17 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         rl[0],
         *policy_cases(llama, policy),
         logps[0],
-        entropies[0],
+        replace(entropies[0], variants=SWEEP),
         flat,
         *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
-        *rl[1:],
-        replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,)),
-        replace(llama, name="llama-3-8b-half-masked", mask_share=0.5, groups=(MODELS,), variants=SWEEP),
+        *(replace(case, variants=SWEEP) for case in rl[1:]),
+        replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,), variants=SWEEP),
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (1024, 2048, 16384)),
         crossing,
         *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
-        *(replace(long, name=f"tokens-{n}", tokens=n // 8) for n in (65536, 131072, 262144)),
+        *(replace(long, name=f"tokens-{n}", tokens=n // 8) for n in (131072, 262144)),
     ]
 
 

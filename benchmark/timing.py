@@ -20,7 +20,7 @@ class Repeats:
 
 
 REPEATS = {
-    "cuda": Repeats(most=9, least=3, seconds=1.0, long_seconds=4.0),
+    "cuda": Repeats(most=9, least=3, seconds=0.7, long_seconds=3.0),
     "cpu": Repeats(most=5, least=3, seconds=5.0, long_seconds=60.0),
 }
 
