@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmark.cases import Case
 from benchmark.environment import ROOT
 
-VARIANT_TIMEOUT_S = 240
+VARIANT_TIMEOUT_S = 150
 MEASURE = (sys.executable, "-m", "benchmark.measure")
 
 # For the environment of a process that measures host memory: with these, freed blocks go back to the system at once
