@@ -31,7 +31,7 @@ test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence
 
-benchmark: $(STAMP) ## Measure memory, time and error beside eager PyTorch and liger-kernel.
+benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
 	$(BIN)/python -m benchmark.run
 
 lint: $(STAMP) ## Check style and formatting; changes nothing.

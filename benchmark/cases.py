@@ -3,9 +3,13 @@
 Imports no torch, so that the process that starts the measurements stays small.
 """
 
+import json
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
+
+from benchmark.peers import EVERYWHERE, VARIANTS
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -14,6 +18,20 @@ MEMORY_AND_TIME = ("memory", "time")
 EVERYTHING = ("memory", "time", "error")
 
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"
+RL, POLICY, ENTROPY, FROZEN, FORWARD = "rl", "policy", "entropy", "frozen", "forward"
+GROUPS = (MODELS, RL, POLICY, ENTROPY, FROZEN, FORWARD, TOKENS, VOCABULARY)
+
+# How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
+MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
+SURE = "sure"  # p > 0.99 at SURE_SHARE of the tokens, the rest below
+FLAT = "flat"  # logits of random hidden states, where every word has a share
+SURE_SHARE = 0.8
+
+STEP = "step"  # forward and backward of the loss
+LOGPS = "logps"  # log-probabilities without a gradient, as of the old and the reference policy
+LOGPS_AND_ENTROPY = "logps and entropy"
+
+BETA = 0.04
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +45,15 @@ class Case:
         dtype: "float32" or "bfloat16", of hidden states and weight.
         mask_share: share of the B T tokens that is padding, at the ends of sequences of unequal length.
         softcap: of the logits, None for uncapped.
-        groups: what the case is part of; TOKENS and VOCABULARY are the two axes of the memory plot.
+        idle_share: share of the sequences whose advantage is 0.
+        beta: of the k3 penalty, 0.0 for none.
+        peaks: MIXED, SURE or FLAT; says nothing where there is a policy.
+        policy: folder written by `benchmark.real_policy` that hidden states, weight and tokens come from.
+        temperature: one of the policy's, which its tokens were drawn at.
+        frozen: the head has no gradient.
+        task: STEP, LOGPS or LOGPS_AND_ENTROPY.
+        variants: what is measured on it; () is everything that every case has.
+        groups: what the case is part of; TOKENS and VOCABULARY are axes of the plots.
         quantities: what is worth measuring on it.
     """
 
@@ -39,6 +65,14 @@ class Case:
     dtype: str
     mask_share: float = 0.0
     softcap: float | None = None
+    idle_share: float = 0.0
+    beta: float = BETA
+    peaks: str = MIXED
+    policy: str | None = None
+    temperature: float | None = None
+    frozen: bool = False
+    task: str = STEP
+    variants: tuple[str, ...] = ()
     groups: tuple[str, ...] = (MODELS,)
     quantities: tuple[str, ...] = EVERYTHING
 
@@ -67,14 +101,20 @@ class Case:
         return 2 * self.live_rows * self.hidden_size * self.vocab
 
     @property
+    def idle_sequences(self) -> list[int]:
+        """Sequences without an advantage, evenly spread, so among short and long ones alike."""
+        count = round(self.idle_share * self.batch)
+        return [(2 * k + 1) * self.batch // (2 * count) for k in range(count)]
+
+    @property
     def floor_flops(self) -> int:
-        """6 N H V: logits, gradient of hidden, gradient of weight, each once."""
-        return 3 * self.product_flops
+        """2 N H V of each product that the results need: logits, gradient of hidden, gradient of weight."""
+        return (1 if self.task != STEP else 2 if self.frozen else 3) * self.product_flops
 
     @property
     def recompute_flops(self) -> int:
-        """8 N H V: the same with the logits computed twice."""
-        return 4 * self.product_flops
+        """The same with the logits computed twice where there is a gradient."""
+        return self.floor_flops + (self.product_flops if self.task == STEP else 0)
 
     @property
     def logits_bytes(self) -> int:
@@ -83,8 +123,10 @@ class Case:
 
     @property
     def gradient_bytes(self) -> int:
-        """The results of a backward, (B, T, H) and (V, H) in the case's dtype."""
-        return (self.rows + self.vocab) * self.hidden_size * ITEM_BYTES[self.dtype]
+        """The results of a backward, (B, T, H) and, unless it is frozen, (V, H) in the case's dtype."""
+        if self.task != STEP:
+            return 0
+        return (self.rows + (0 if self.frozen else self.vocab)) * self.hidden_size * ITEM_BYTES[self.dtype]
 
     def with_rows(self, rows: int) -> "Case":
         """The same head on at most `rows` tokens in all."""
@@ -93,7 +135,7 @@ class Case:
 
     def tiny(self) -> "Case":
         """A step too small to matter, for what happens once per process."""
-        return replace(self.with_rows(4 * self.batch), vocab=min(self.vocab, 512))
+        return replace(self.with_rows(4 * self.batch), vocab=min(self.vocab, 512), policy=None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,32 +160,80 @@ def cpu_preset() -> list[Case]:
     ]
 
 
-def cuda_preset() -> list[Case]:
-    """Heads of three published models in bfloat16; a sweep's points are memory alone, because a process is 10 s."""
-    llama = Case(
-        name="llama-3-8b",
-        batch=8,
-        tokens=1024,
-        hidden_size=4096,
-        vocab=128256,
-        dtype="bfloat16",
-        groups=(MODELS, TOKENS),
-    )
-    point = replace(llama, groups=(TOKENS,), quantities=MEMORY)
+# What is worth its time where a case is one of many: neither minutes of compiling nor the slowest.
+SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chunked"))
+LONG = ("eager", "liger_triton", "liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
+TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
+LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
+HEADS: dict[str, dict[str, Any]] = {
+    LLAMA: {"hidden_size": 4096, "vocab": 128256},
+    QWEN: {"hidden_size": 2048, "vocab": 151936},
+    GEMMA: {"hidden_size": 2304, "vocab": 256000, "softcap": 30.0},
+}
+
+
+def cuda_preset(policy: str | None = None) -> list[Case]:
+    """Heads of three published models in bfloat16; what matters most comes first, since a run may end early."""
+    llama = Case(name=LLAMA, batch=8, tokens=1024, dtype="bfloat16", groups=(MODELS, TOKENS), **HEADS[LLAMA])
+
+    def of_each(prefix: str, **fields: Any) -> list[Case]:
+        return [replace(llama, name=f"{prefix}{name}", **head, **fields) for name, head in HEADS.items()]
+
+    # 42% padding, a quarter of the sequences without a signal, no penalty, a policy that is sure of most tokens.
+    rl = of_each("rl-", groups=(RL,), mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE)
+    logps = of_each("logps-", groups=(FORWARD,), task=LOGPS)
+    entropies = of_each("logps-entropy-", groups=(FORWARD,), task=LOGPS_AND_ENTROPY)
+    flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
+    point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=SWEEP)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
+    long = replace(point, variants=LONG)
     return [
         llama,
-        replace(llama, name="qwen3-1.7b", hidden_size=2048, vocab=151936, groups=(MODELS,)),
-        replace(llama, name="gemma-2-2b", hidden_size=2304, vocab=256000, softcap=30.0, groups=(MODELS,)),
-        replace(llama, name="llama-3-8b-half-masked", mask_share=0.5, groups=(MODELS,)),
-        replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME),
+        rl[0],
+        *policy_cases(llama, policy),
+        logps[0],
+        replace(entropies[0], variants=SWEEP),
+        flat,
+        *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
+        *(replace(case, variants=SWEEP) for case in rl[1:]),
+        replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,), variants=SWEEP),
+        *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
+        replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (1024, 2048, 16384)),
         crossing,
         *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
+        *(replace(long, name=f"tokens-{n}", tokens=n // 8) for n in (131072, 262144)),
     ]
 
 
-def quick_preset(dtype: str) -> list[Case]:
+def policy_cases(like: Case, policy: str | None) -> list[Case]:
+    """One dense batch of a trained policy's own tokens for each temperature in its folder; [] without one.
+
+    The first temperature is measured in full, the others for what a tolerance does.
+    """
+    if policy is None:
+        return []
+    about = json.loads((Path(policy) / "policy.json").read_text(encoding="utf-8"))
+    cases = []
+    for sample in about["samples"]:
+        case = replace(
+            like,
+            name=f"policy-{sample['temperature']:g}",
+            batch=about["batch"],
+            tokens=about["tokens"],
+            hidden_size=about["hidden_size"],
+            vocab=about["vocab"],
+            dtype=about["dtype"],
+            policy=str(policy),
+            temperature=sample["temperature"],
+            groups=(POLICY, ENTROPY),
+            variants=("liger_sm90", "trl_chunked", "cce", *TOLERANCES) if cases else tuple(VARIANTS),
+        )
+        cases.append(case)
+    return cases
+
+
+def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
     """Every code path once, in shapes that say nothing about speed."""
     both = Case(
         name="quick",
@@ -157,15 +247,25 @@ def quick_preset(dtype: str) -> list[Case]:
     return [
         both,
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
-        replace(both, name="quick-tokens-512", tokens=256, groups=(TOKENS,), quantities=MEMORY),
-        replace(both, name="quick-vocab-8000", vocab=8000, groups=(VOCABULARY,), quantities=MEMORY),
+        replace(both, name="quick-rl", batch=8, mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE, groups=(RL,)),
+        *policy_cases(both, policy),
+        replace(both, name="quick-frozen", frozen=True, groups=(FROZEN,)),
+        replace(both, name="quick-logps", task=LOGPS, groups=(FORWARD,)),
+        replace(both, name="quick-logps-entropy", task=LOGPS_AND_ENTROPY, groups=(FORWARD,)),
+        replace(both, name="quick-tokens-512", tokens=256, groups=(TOKENS,), quantities=MEMORY_AND_TIME),
+        replace(both, name="quick-vocab-8000", vocab=8000, groups=(VOCABULARY,), quantities=MEMORY_AND_TIME),
     ]
 
 
-def preset(device: str, *, quick: bool = False, pattern: str = "*") -> list[Case]:
-    """Cases of a kind of device ("cpu" or "cuda") whose names match a glob."""
+def preset(
+    device: str, *, quick: bool = False, patterns: tuple[str, ...] = ("*",), policy: str | None = None
+) -> list[Case]:
+    """Cases of a kind of device ("cpu" or "cuda") whose names or groups match one of the globs.
+
+    `policy` is a folder of `benchmark.real_policy`; a CPU is given its cases with `quick` alone.
+    """
     if quick:
-        cases = quick_preset("bfloat16" if device == "cuda" else "float32")
+        cases = quick_preset("bfloat16" if device == "cuda" else "float32", policy)
     else:
-        cases = cuda_preset() if device == "cuda" else cpu_preset()
-    return [case for case in cases if fnmatch(case.name, pattern)]
+        cases = cuda_preset(policy) if device == "cuda" else cpu_preset()
+    return [c for c in cases if any(fnmatch(name, p) for name in (c.name, *c.groups) for p in patterns)]

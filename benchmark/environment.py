@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the peers need.
+PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "verl", "nvidia-cutlass-dsl", "transformers")
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -35,10 +37,15 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "liger_kernel": _version("liger-kernel"),
+        **{package_key(name): _version(name) for name in PACKAGES},
         **_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def package_key(name: str) -> str:
+    """A package's key in an environment."""
+    return name.replace("-", "_")
 
 
 def slug(environment: dict[str, Any]) -> str:

@@ -1,45 +1,56 @@
-"""Distance of a variant from float64, on the same rounded inputs and few enough tokens for float64 logits."""
+"""Distance of a variant from float64, on the same rounded inputs."""
 
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmark.cases import Case
-from benchmark.inputs import Inputs, logit_transform, make_inputs
-from benchmark.loss import grpo_loss
-from liger_rl.reference import reference_logprobs
+from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
+from benchmark.gold import Gold
+from benchmark.inputs import Inputs
+from benchmark.peers.peer import Head
 
-ERROR_ROWS = {"cpu": 128, "cuda": 1024}  # on CUDA enough for every path that a whole batch takes
-
-
-def measure_errors(variant: ModuleType, case: Case, device: str) -> dict[str, float | None]:
-    """-> loss and largest log-probability errors in nats, gradients' relative Frobenius errors."""
-    # Code that a variant compiled was for the case's own shapes; liger-kernel's cannot be made again for others.
-    torch.compiler.reset()
-    small = case.with_rows(ERROR_ROWS[device])
-    inputs = make_inputs(small, device)
-    logps = variant.logps(small, inputs)
-    logps = None if logps is None else logps.detach()
-    loss = variant.make(small, inputs)()
-    loss.backward()
-    gold_logps, gold_loss, gold_hidden, gold_weight = _gold(small, inputs)
-    return {
-        "loss_error": abs(loss.item() - gold_loss.item()),
-        "logp_max_error": None if logps is None else (logps - gold_logps)[inputs.mask].abs().max().item(),
-        "grad_hidden_error": _relative(inputs.hidden.grad, gold_hidden),
-        "grad_weight_error": _relative(inputs.weight.grad, gold_weight),
-        "error_rows": small.rows,
-    }
+ROWS = 8192  # of a gradient that are compared at a time
 
 
-def _gold(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    hidden, weight = (leaf.detach().double().requires_grad_() for leaf in (inputs.hidden, inputs.weight))
-    logps, _ = reference_logprobs(hidden, weight, inputs.ids, transform=logit_transform(case))
-    loss = grpo_loss(logps, inputs)
-    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    return logps.detach(), loss.detach(), grad_hidden, grad_weight
+def measure_errors(
+    variant: Head, compute: Callable[[], Tensor], case: Case, inputs: Inputs, gold: Gold
+) -> dict[str, float | None]:
+    """-> loss, largest log-probability and entropy errors in nats, gradients' relative Frobenius errors.
+
+    `compute` is the variant's loss of these inputs.
+    """
+    errors: dict[str, float | None] = {"error_rows": case.rows}
+    if variant.per_token:
+        wanted = case.task == LOGPS_AND_ENTROPY
+        with torch.no_grad():
+            values = variant.values(case, inputs, entropy=wanted)
+        errors["logp_max_error"] = _largest(values.logps, gold.logps, inputs.mask)
+        if wanted and values.entropy is not None:
+            errors["entropy_max_error"] = _largest(values.entropy, gold.entropy, inputs.mask)
+        del values
+    if case.task == STEP:
+        inputs.hidden.grad = inputs.weight.grad = None
+        loss = compute()
+        loss.backward()
+        errors["loss_error"] = abs(loss.item() - gold.loss.item())
+        errors["grad_hidden_error"] = _relative(inputs.hidden.grad, gold.grad_hidden)
+        errors["grad_weight_error"] = _relative(inputs.weight.grad, gold.grad_weight)
+    return errors
 
 
-def _relative(found: Tensor, gold: Tensor) -> float:
-    return (torch.linalg.vector_norm(found.double() - gold) / torch.linalg.vector_norm(gold)).item()
+def _largest(found: Tensor, gold: Tensor, mask: Tensor) -> float:
+    return (found - gold)[mask].abs().max().item()
+
+
+def _relative(found: Tensor | None, gold: Tensor | None) -> float | None:
+    """None where the case has no such gradient; a variant that leaves out one that it has is wrong by all of it."""
+    if gold is None:
+        return None
+    if found is None:
+        return 1.0
+    found, gold = found.flatten(0, -2), gold.flatten(0, -2)
+    # A few rows at a time: a float64 copy of the weight's gradient would be the largest tensor there is.
+    parts = zip(found.split(ROWS), gold.split(ROWS), strict=True)
+    missed = torch.stack([torch.stack([(f.double() - g).square().sum(), g.square().sum()]) for f, g in parts]).sum(0)
+    return torch.sqrt(missed[0] / missed[1]).item()

@@ -1,10 +1,12 @@
-"""The bare products nobody can do without: logits = h W^T, dH = G W, dW = G^T h, over the tokens that count."""
+"""The bare products nobody can do without: logits = h W^T, dH = G W, dW = G^T h, over the tokens that count.
+
+dW is left out where the head is frozen, both gradients where none is asked for."""
 
 from typing import NamedTuple
 
 import torch
 
-from benchmark.cases import ITEM_BYTES, Case
+from benchmark.cases import ITEM_BYTES, STEP, Case
 from benchmark.inputs import Inputs
 from benchmark.timing import median_ms
 
@@ -16,7 +18,7 @@ class Floor(NamedTuple):
     """Median milliseconds."""
 
     forward: float  # the logits alone
-    step: float  # all three products
+    step: float | None  # all the products of a step, None where there is none
 
 
 def measure_floor(case: Case, inputs: Inputs, device: str) -> Floor:
@@ -44,6 +46,7 @@ def measure_floor(case: Case, inputs: Inputs, device: str) -> Floor:
                     torch.mm(gradient, weight[first:last], out=grad_hidden)
                 else:
                     grad_hidden.addmm_(gradient, weight[first:last])
-                torch.mm(gradient.T, hidden, out=grad_weight[first:last])
+                if not case.frozen:
+                    torch.mm(gradient.T, hidden, out=grad_weight[first:last])
 
-        return Floor(median_ms(forward, device), median_ms(step, device))
+        return Floor(median_ms(forward, device), median_ms(step, device) if case.task == STEP else None)

@@ -1,106 +1,190 @@
-"""One variant on one case, in a process of its own: a JSON request on stdin, a JSON result on stdout.
+"""Variants on cases, in a process of its own: a JSON request per line of stdin, a JSON result per variant on stdout.
 
-    {"case": {...}, "variant": "ours", "device": "cpu", "quantities": ["memory", "time", "error"]}
+    {"case": {...}, "variants": ["eager", "ours"], "device": "cuda", "quantities": ["memory", "time", "error"]}
 
-A process of its own, because peaks, compiled code and cached memory of one variant must not reach the next one.
+Inputs, floor and gold are made once per request. What one variant leaves behind reaches the next one, so a process
+that is to measure host memory is given one variant alone; on CUDA the allocator's own counts are taken, its cache is
+emptied and compiled code forgotten between variants.
 """
 
-import contextlib
+import gc
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmark import peers
-from benchmark.cases import Case
+from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
 from benchmark.errors import measure_errors
-from benchmark.floor import measure_floor
+from benchmark.floor import Floor, measure_floor
+from benchmark.gold import GOLD_ROWS, Gold, gold_of
 from benchmark.inputs import Inputs, make_inputs
 from benchmark.loss import grpo_loss
 from benchmark.memory import PeakMemory
-from benchmark.timing import median_ms
+from benchmark.peers.peer import Head
+from benchmark.timing import measure_ms
 
 # Of the loss over the whole case, in nats, against log-probabilities from float32 logits. bfloat16 logits move each
 # log-probability by up to 3e-2; thousands of tokens average that out.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+SURE = 0.99  # probability of a token that a policy is sure of
+
+Compute = Callable[[], Tensor]
 
 
-def measure(case: Case, variant_name: str, device: str, quantities: list[str]) -> dict[str, Any]:
+class Bench:
+    """A case on a device: what all variants are given and compared with, each made when it is first asked for."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return make_inputs(self.case, self.device)
+
+    @cached_property
+    def expected(self) -> float:
+        """The loss; of a case without one, the mean log-probability."""
+        if self.case.task != STEP:
+            return _mean(self.inputs.current_logps, self.inputs).item()
+        return grpo_loss(self.inputs.current_logps, self.inputs).item()
+
+    @cached_property
+    def policy(self) -> dict[str, float]:
+        """What the tokens that count are like."""
+        counted = self.inputs.mask
+        return {
+            "mean_entropy": self.inputs.current_entropy[counted].mean().item(),
+            "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
+        }
+
+    @cached_property
+    def floor(self) -> Floor:
+        return measure_floor(self.case, self.inputs, self.device)
+
+    @cached_property
+    def small(self) -> "Bench":
+        """The same on as many tokens as a gold is made for."""
+        rows = GOLD_ROWS[self.device]
+        return self if self.case.rows <= rows else Bench(self.case.with_rows(rows), self.device)
+
+    @cached_property
+    def gold(self) -> Gold:
+        return gold_of(self.case, self.inputs)
+
+    def compute(self, variant: Head) -> Compute:
+        """What is measured: a loss, ready for .backward(), or the mean of log-probabilities."""
+        case, inputs = self.case, self.inputs
+        if case.task == STEP:
+            return variant.make(case, inputs)
+        entropy = case.task == LOGPS_AND_ENTROPY
+
+        def logps() -> Tensor:
+            with torch.no_grad():
+                return _mean(variant.values(case, inputs, entropy=entropy).logps, inputs)
+
+        return logps
+
+
+def _mean(logps: Tensor, inputs: Inputs) -> Tensor:
+    return torch.where(inputs.mask, logps, 0.0).sum() / inputs.mask.sum()
+
+
+def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str, Any]:
     """-> {"status": "ok", ...numbers} or {"status", "reason"}."""
     variant = peers.load(variant_name)
-    reason = variant.available(case)
+    reason = variant.reason(bench.case, bench.device)
     if reason is not None:
         return {"status": "unavailable", "reason": reason}
-    result: dict[str, Any] = {"status": "ok", "reason": None}
     try:
-        if "memory" in quantities or "time" in quantities:
-            inputs = make_inputs(case, device)
-            expected_loss = grpo_loss(inputs.current_logps, inputs).item()
-            _load_libraries(variant.make, case, device)
-            compute = variant.make(case, inputs)
-            if "memory" in quantities:
-                result |= _measure_memory(compute, case, inputs, device)
-            if "time" in quantities:
-                result |= _measure_time(compute, case, inputs, device)
-            loss = _step(compute, inputs).item()
-            result |= {"loss": loss, "expected_loss": expected_loss}
-            if not abs(loss - expected_loss) <= LOSS_TOLERANCE[case.dtype]:
-                result |= {"status": "wrong", "reason": f"loss {loss:.6f}, expected {expected_loss:.6f}"}
-            del inputs, compute
-        if "error" in quantities:
-            try:
-                result |= measure_errors(variant, case, device)
-            except Exception as error:
-                if variant_name == peers.OURS:
-                    raise
-                # A peer's numbers so far stand.
-                result["reason"] = f"no errors measured: {type(error).__name__}: {_first_line(error)}"
+        return _numbers(bench, variant, variant_name == peers.OURS, quantities)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
         return {"status": "out of memory", "reason": _first_line(error)}
+
+
+def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> dict[str, Any]:
+    case, inputs, device = bench.case, bench.inputs, bench.device
+    result: dict[str, Any] = {"status": "ok", "reason": None, **bench.policy}
+    compute = bench.compute(variant)
+    if "memory" in quantities or "time" in quantities:
+        _load_libraries(variant, case, device)
+        if "memory" in quantities:
+            result |= _measure_memory(compute, case, inputs, device)
+        if "time" in quantities:
+            result |= _measure_time(compute, bench, warm="memory" in quantities)
+        loss = _run(compute, case, inputs).item()
+        result |= {"loss": loss, "expected_loss": bench.expected, "kept_share": variant.kept_share()}
+        if not abs(loss - bench.expected) <= LOSS_TOLERANCE[case.dtype]:
+            result |= {"status": "wrong", "reason": f"loss {loss:.6f}, expected {bench.expected:.6f}"}
+    if "error" in quantities:
+        small = bench.small
+        if small is not bench:
+            # Code that a variant compiled was for the case's own shapes.
+            torch.compiler.reset()
+            compute = small.compute(variant)
+        try:
+            result |= measure_errors(variant, compute, small.case, small.inputs, small.gold)
+        except Exception as error:
+            if ours:
+                raise
+            # A peer's numbers so far stand.
+            result["reason"] = f"no errors measured: {type(error).__name__}: {_first_line(error)}"
     return result
 
 
-def _measure_memory(compute: Callable[[], Tensor], case: Case, inputs: Inputs, device: str) -> dict[str, float]:
+def _measure_memory(compute: Compute, case: Case, inputs: Inputs, device: str) -> dict[str, float]:
     if device == "cuda":
         # Compilers and autotuners allocate once, in the first step; what a training run feels is every later one.
         # Host memory has no such count of live bytes: there the first step it is, before anything can be reused.
-        _step(compute, inputs)
+        _run(compute, case, inputs)
     _clear_gradients(inputs)
     with PeakMemory(device) as memory:
-        _step(compute, inputs)
+        _run(compute, case, inputs)
     # A gradient that is not there yet at the peak makes the difference smaller, never below nothing.
     extra = max(0, memory.peak_bytes - case.gradient_bytes)
     return {"peak_mib": memory.peak_bytes / 2**20, "peak_extra_mib": extra / 2**20}
 
 
-def _measure_time(compute: Callable[[], Tensor], case: Case, inputs: Inputs, device: str) -> dict[str, float]:
+def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, float | int]:
+    """`warm`: a step has been run before."""
+    case, inputs, device, floor = bench.case, bench.inputs, bench.device, bench.floor
     _clear_gradients(inputs)
     with torch.no_grad():
-        forward = median_ms(compute, device)
-    step = median_ms(lambda: _step(compute, inputs), device, before=lambda: _clear_gradients(inputs))
-    _clear_gradients(inputs)
-    floor = measure_floor(case, inputs, device)
-    return {
-        "forward_ms": forward,
+        forward = measure_ms(compute, device)
+    result = {
+        "forward_ms": forward.median_ms,
+        "forward_repeats": forward.repeats,
         "forward_floor_ms": floor.forward,
-        "forward_x_floor": forward / floor.forward,
-        "step_ms": step,
+        "forward_x_floor": forward.median_ms / floor.forward,
+    }
+    _clear_gradients(inputs)
+    if floor.step is None:
+        return result | {"floor_tflops": case.floor_flops / floor.forward / 1e9}
+    step = measure_ms(lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm)
+    _clear_gradients(inputs)
+    return result | {
+        "step_ms": step.median_ms,
+        "step_repeats": step.repeats,
         "step_floor_ms": floor.step,
-        "step_x_floor": step / floor.step,
+        "step_x_floor": step.median_ms / floor.step,
         "floor_tflops": case.floor_flops / floor.step / 1e9,
     }
 
 
-def _step(compute: Callable[[], Tensor], inputs: Inputs) -> Tensor:
+def _run(compute: Compute, case: Case, inputs: Inputs) -> Tensor:
+    """Once, with the gradients that the case asks for."""
     _clear_gradients(inputs)
     loss = compute()
-    loss.backward()
+    if case.task == STEP:
+        loss.backward()
     return loss.detach()
 
 
@@ -108,15 +192,14 @@ def _clear_gradients(inputs: Inputs) -> None:
     inputs.hidden.grad = inputs.weight.grad = None
 
 
-def _load_libraries(make: Callable[[Case, Inputs], Callable[[], Tensor]], case: Case, device: str) -> None:
+def _load_libraries(variant: Head, case: Case, device: str) -> None:
     """Thread pools, matrix libraries and their workspaces belong to the process, not to the variant's step."""
-    tiny = case.tiny()
-    inputs = make_inputs(tiny, device)
+    tiny = Bench(case.tiny(), device)
     # A backward runs on another thread, which on CUDA has a matrix library's workspace of its own.
-    (inputs.hidden @ inputs.weight.T).sum().backward()
+    (tiny.inputs.hidden @ tiny.inputs.weight.T).sum().backward()
     if device == "cpu":
         # Not on CUDA: a variant that compiles for the first shape it sees must see the case's own.
-        _step(make(tiny, inputs), inputs)
+        _run(tiny.compute(variant), tiny.case, tiny.inputs)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -128,18 +211,39 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0].split(". GPU ")[0][:160]
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    # Libraries print; stdout is the result's.
-    with contextlib.redirect_stdout(sys.stderr):
+def _forget(bench: Bench) -> None:
+    """Leave the next variant nothing but the inputs."""
+    _clear_gradients(bench.inputs)
+    torch.compiler.reset()
+    gc.collect()
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def answer(request: dict[str, Any], write: Callable[[dict[str, Any]], object]) -> None:
+    bench = Bench(Case.from_dict(request["case"]), request["device"])
+    for name in request["variants"]:
         try:
-            result = measure(
-                Case.from_dict(request["case"]), request["variant"], request["device"], request["quantities"]
-            )
+            result = measure(bench, name, request["quantities"])
         except Exception as error:
             traceback.print_exc()
             result = {"status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
-    print(json.dumps(result))
+        write(result)
+        if result["status"] != "unavailable":
+            _forget(bench)
+
+
+def main() -> None:
+    # Libraries print; what stdout was is the results'.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def write(result: dict[str, Any]) -> None:
+        print(json.dumps(result), file=results, flush=True)
+
+    for line in sys.stdin:
+        answer(json.loads(line), write)
+        gc.collect()
 
 
 if __name__ == "__main__":

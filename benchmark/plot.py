@@ -1,82 +1,222 @@
-"""Peak memory against tokens and vocabulary: `python -m benchmark.plot [DIR]`, one picture per results file."""
+"""Pictures of results: `python -m benchmark.plot [DIR]` draws what each results file in DIR has the rows for.
+
+memory-NAME.png   peak memory against tokens and vocabulary
+time-NAME.png     milliseconds per 1,000 tokens against tokens
+rl-NAME.png       time and gradient error on the batch as RL makes it
+entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
+"""
 
 import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmark.cases import ITEM_BYTES, TOKENS, VOCABULARY
+from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
 from benchmark.peers import LABELS
 
 RESULTS = Path(__file__).resolve().parent / "results"
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#8c8c8c", "marker": "s"},
+    "compiled": {"color": "#4d4d4d", "marker": "D"},
     "liger_chunked": {"color": "#d9822b", "marker": "^"},
+    "liger_triton": {"color": "#e0b14a", "marker": "v"},
+    "liger_sm90": {"color": "#a04000", "marker": "<"},
+    "trl_chunked": {"color": "#7d3c98", "marker": ">"},
+    "cce": {"color": "#2e8b57", "marker": "P"},
+    "torch_linear_ce": {"color": "#c0392b", "marker": "X"},
+    "verl_triton": {"color": "#16a085", "marker": "*"},
     "ours": {"color": "#1f6fb4", "marker": "o", "linewidth": 2.4},
+    "ours-1e-4": {"color": "#0b2f55", "marker": "o"},
+    "ours-1e-3": {"color": "#4aa3df", "marker": "o", "linewidth": 2.4},
+    "ours-3e-3": {"color": "#7fc4ee", "marker": "o"},
+    "ours-1e-2": {"color": "#b5def7", "marker": "o"},
 }
 # A logarithm has no place for a variant that needs nothing beyond its gradients.
 SMALLEST_MIB = 1.0
+CUT = 2.0  # bars end at this many medians
+
+Row = dict[str, Any]
 
 
 def plot_memory(results: dict[str, Any], path: Path) -> bool:
     """Draw `path`; False where the results hold no sweep."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sweeps = {axis: [row for row in results["rows"] if axis in row["groups"]] for axis in (TOKENS, VOCABULARY)}
+    sweeps = {axis: _of_group(results, axis) for axis in (TOKENS, VOCABULARY)}
     if any(len({row["case"] for row in rows}) < 2 for rows in sweeps.values()):
         return False
-    figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained")
+    figure, panels = _panels(2, sharey=True)
     for panel, (axis, rows) in zip(panels, sweeps.items(), strict=True):
-        _draw(panel, axis, rows)
+        _draw_memory(panel, axis, rows)
     panels[0].set_ylabel("peak memory above inputs\nand gradients (MiB)")
-    environment = results["environment"]
-    figure.suptitle(f"Forward + backward of lm_head and GRPO loss, {environment['device_name']}", fontsize=12)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    _finish(figure, panels, results, "Forward + backward of lm_head and GRPO loss", path)
     return True
 
 
-def _draw(panel: Any, axis: str, rows: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
+def _draw_memory(panel: Any, axis: str, rows: list[Row]) -> None:
     field = "vocab" if axis == VOCABULARY else "rows"
     first = rows[0]
+    _draw_lines(panel, rows, lambda row: row[field], lambda row: _at_least(row.get("peak_extra_mib"), SMALLEST_MIB))
     sizes = sorted({row[field] for row in rows})
-    for variant, style in STYLES.items():
-        points = sorted(
-            (r[field], r["peak_extra_mib"]) for r in rows if r["variant"] == variant and r["status"] == "ok"
-        )
-        if points:
-            across, up = zip(*points, strict=True)
-            panel.plot(across, [max(mib, SMALLEST_MIB) for mib in up], label=LABELS[variant], **style)
     fixed = first["vocab"] if axis == TOKENS else first["rows"]
     one_copy = [size * fixed * ITEM_BYTES[first["dtype"]] / 2**20 for size in sizes]
     panel.plot(sizes, one_copy, ":", color="black", linewidth=1, label=f"the logits once, {first['dtype']}")
     other = f"V = {fixed:,}" if axis == TOKENS else f"N = {fixed:,}"
     panel.set_title(f"{other}, H = {first['hidden_size']:,}, {first['dtype']}", fontsize=10)
     panel.set_xlabel("tokens in the batch, N" if axis == TOKENS else "vocabulary size, V (token ids)")
+    _logarithmic(panel, sizes)
+
+
+def plot_time(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`; False where fewer than two batch sizes were timed."""
+    rows = [row for row in _of_group(results, TOKENS) if row.get("step_ms")]
+    if len({row["rows"] for row in rows}) < 2:
+        return False
+    from matplotlib.ticker import LogLocator
+
+    figure, (panel,) = _panels(1)
+    _draw_lines(panel, rows, lambda row: row["rows"], lambda row: row["step_ms"] / row["rows"] * 1000)
+    sizes = sorted({row["rows"] for row in rows})
+    floors = {row["rows"]: row["step_floor_ms"] / row["rows"] * 1000 for row in rows}
+    panel.plot(sizes, [floors[size] for size in sizes], ":", color="black", linewidth=1, label="the bare products")
+    first = rows[0]
+    panel.set_title(f"V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}", fontsize=10)
+    panel.set_xlabel("tokens in the batch, N")
+    panel.set_ylabel("ms per 1,000 tokens")
+    _logarithmic(panel, sizes)
+    panel.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    panel.yaxis.set_minor_formatter(panel.yaxis.get_major_formatter())
+    _finish(figure, [panel], results, "Forward + backward of lm_head and GRPO loss", path)
+    return True
+
+
+def plot_rl(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`; False where the batch was not measured. Of several heads, the first."""
+    rows = [row for row in _of_group(results, RL) if row.get("step_ms")]
+    rows = [row for row in rows if row["case"] == rows[0]["case"] and row.get("grad_hidden_error")]
+    if len(rows) < 2:
+        return False
+    rows = sorted(rows, key=lambda row: row["step_ms"], reverse=True)
+    worst = [max(row.get("grad_hidden_error") or 0.0, row.get("grad_weight_error") or 0.0) for row in rows]
+    figure, (times, errors) = _panels(2, sharey=True)
+    names = [LABELS[row["variant"]] for row in rows]
+    colors = [STYLES[row["variant"]]["color"] for row in rows]
+    # One that takes ten times as long as the rest would leave them no room; its number says how long its bar is.
+    milliseconds = [row["step_ms"] for row in rows]
+    longest = CUT * statistics.median(milliseconds)
+    bars = times.barh(names, [min(value, longest) for value in milliseconds], color=colors)
+    times.bar_label(bars, [f"{value:.1f}" + (" →" if value > longest else "") for value in milliseconds], padding=3)
+    times.axvline(rows[0]["step_floor_ms"], color="black", linewidth=1, linestyle=":", label="the bare products")
+    times.set_xlabel("forward + backward (ms)")
+    errors.hlines(names, min(worst), worst, color="#dddddd", linewidth=1)
+    errors.scatter(worst, names, color=colors, zorder=2)
+    errors.set_xscale("log")
+    errors.set_xlabel("relative gradient error, the larger of dH and dW")
+    errors.grid(True, axis="x", color="#dddddd", linewidth=0.8)
+    for panel in (times, errors):
+        panel.margins(x=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+    first = rows[0]
+    shape = f"N = {first['rows']:,}, V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}"
+    share = f"{first['mask_share']:.0%} padding, {first['idle_share']:.0%} of sequences without advantage"
+    _finish(figure, [times], results, f"A batch as RL makes it: {shape}, {share}", path)
+    return True
+
+
+def plot_entropy(results: dict[str, Any], path: Path) -> bool:
+    """Draw `path`; False where fewer than two temperatures of a policy were measured."""
+    rows = [row for row in _of_group(results, POLICY) if row.get("step_ms")]
+    temperatures = {row["temperature"] for row in rows}
+    rows = [row for row in rows if {r["temperature"] for r in rows if r["variant"] == row["variant"]} == temperatures]
+    if len(temperatures) < 2:
+        return False
+    shares = [row for row in rows if row.get("kept_share") is not None]
+    figure, panels = _panels(2 if shares else 1)
+    _draw_lines(panels[0], rows, lambda row: row["mean_entropy"], lambda row: row["step_x_floor"])
+    panels[0].axhline(1.0, color="black", linewidth=1, linestyle=":", label="the bare products")
+    panels[0].set_ylabel("time / the three bare products")
+    if shares:
+        _draw_lines(panels[1], shares, lambda row: row["mean_entropy"], lambda row: row["kept_share"])
+        panels[1].set_ylabel("kept share of the gradient's blocks")
+    for panel in panels:
+        panel.set_xlabel("mean entropy of the policy (nats)")
+        panel.set_ylim(bottom=0)
+        panel.grid(True, color="#dddddd", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+    _finish(figure, panels[:1], results, "Forward + backward on a trained policy's own tokens", path)
+    return True
+
+
+def _of_group(results: dict[str, Any], group: str) -> list[Row]:
+    return [row for row in results["rows"] if group in row["groups"]]
+
+
+def _at_least(value: float | None, least: float) -> float | None:
+    return None if value is None else max(value, least)
+
+
+def _panels(count: int, **options: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, count, figsize=(5.25 * max(count, 1.4), 4.4), layout="constrained", squeeze=False, **options
+    )
+    return figure, panels[0]
+
+
+def _draw_lines(panel: Any, rows: list[Row], across: Callable[[Row], float], up: Callable[[Row], float | None]) -> None:
+    """One line per variant, of its rows that have a value."""
+    for variant, style in STYLES.items():
+        mine = [row for row in rows if row["variant"] == variant and row["status"] == "ok"]
+        points = sorted((across(row), value) for row in mine if (value := up(row)) is not None)
+        if points:
+            xs, ys = zip(*points, strict=True)
+            panel.plot(xs, ys, label=LABELS[variant], **style)
+
+
+def _logarithmic(panel: Any, sizes: list[int]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks(sizes)
+    panel.tick_params(axis="x", labelrotation=30 if len(sizes) > 6 else 0)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     panel.grid(True, which="major", color="#dddddd", linewidth=0.8)
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.suptitle(f"{heading}\n{results['environment']['device_name']}", fontsize=11)
+    found: dict[str, Any] = {}
+    for panel in labelled:
+        handles, labels = panel.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+PLOTS = {"memory": plot_memory, "time": plot_time, "rl": plot_rl, "entropy": plot_entropy}
+
+
 def plot_directory(directory: Path) -> list[Path]:
-    """memory-<device>.png beside every <device>.json that holds sweeps."""
+    """<plot>-<name>.png beside every <name>.json that has the rows for it."""
     drawn = []
     for source in sorted(directory.glob("*.json")):
-        target = directory / f"memory-{source.stem}.png"
-        if plot_memory(json.loads(source.read_text(encoding="utf-8")), target):
-            drawn.append(target)
+        results = json.loads(source.read_text(encoding="utf-8"))
+        for name, draw in PLOTS.items():
+            target = directory / f"{name}-{source.stem}.png"
+            if draw(results, target):
+                drawn.append(target)
     return drawn
 
 

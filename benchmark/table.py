@@ -2,12 +2,14 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmark.cases import TOKENS, VOCABULARY
+from benchmark.cases import MIXED, STEP, TOKENS, VOCABULARY
+from benchmark.environment import PACKAGES, package_key
 from benchmark.peers import LABELS
 
 Row = dict[str, Any]
@@ -34,17 +36,25 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "x GEMM": _number("forward_x_floor", ".2f"),
     "fwd+bwd ms": _milliseconds("step_ms"),
     "x floor": _number("step_x_floor", ".2f"),
+    "x TRL": _number("step_x_trl", ".2f"),
     "extra MiB": _number("peak_extra_mib", ",.0f"),
     "of eager": _number("peak_extra_of_eager", ".1%"),
+    "kept": _number("kept_share", ".0%"),
     "logp err": _number("logp_max_error", ".1e"),
+    "entropy err": _number("entropy_max_error", ".1e"),
     "dH err": _number("grad_hidden_error", ".1e"),
     "dW err": _number("grad_weight_error", ".1e"),
 }
 
 
-def cells(row: Row) -> list[str]:
+def columns_of(rows: list[Row]) -> list[str]:
+    """The columns that any of the rows has something in."""
+    return [name for name, cell in COLUMNS.items() if any(cell(row) for row in rows)] or list(COLUMNS)[:1]
+
+
+def cells(row: Row, columns: list[str]) -> list[str]:
     """One row's text, after its label; a row without numbers says why in the first cell."""
-    texts = [cell(row) for cell in COLUMNS.values()]
+    texts = [COLUMNS[name](row) for name in columns]
     if row["status"] != "ok":
         texts[0] = f"{row['status']}: {row['reason']}"
     return texts
@@ -58,6 +68,18 @@ def title(row: Row) -> str:
         parts.append(f"{row['mask_share']:.0%} masked")
     if row["softcap"] is not None:
         parts.append(f"softcap {row['softcap']:g}")
+    if row.get("temperature") is not None:
+        parts.append(f"temperature {row['temperature']:g}")
+    elif row.get("peaks", MIXED) != MIXED:
+        parts.append(f"{row['peaks']} policy")
+    if row.get("idle_share"):
+        parts.append(f"{row['idle_share']:.0%} of sequences without advantage")
+    if row.get("task", STEP) != STEP:
+        parts.append(f"{row['task']} without gradient")
+    elif row.get("beta") == 0.0:
+        parts.append("no KL")
+    if row.get("frozen"):
+        parts.append("frozen head")
     return ", ".join(parts)
 
 
@@ -65,13 +87,17 @@ def by_case(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     return [(case, list(group)) for case, group in groupby(rows, key=lambda row: row["case"])]
 
 
-def markdown(results: dict[str, Any], *, sweeps: bool = True) -> str:
-    """{"environment", "rows"} as written by `benchmark.run` -> a table per timed case, then one of each sweep."""
-    cases = [rows for _case, rows in by_case(results["rows"])]
+def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), sweeps: bool = True) -> str:
+    """{"environment", "rows"} as written by `benchmark.run` -> a table per timed case, then one of each sweep.
+
+    `patterns`: globs of the cases that are wanted.
+    """
+    cases = [rows for case, rows in by_case(results["rows"]) if any(fnmatch(case, p) for p in patterns)]
     blocks = [_environment(results["environment"])]
     for rows in (rows for rows in cases if "time" in rows[0]["quantities"]):
-        table = [[_label(row), *cells(row)] for row in rows]
-        blocks.append(f"**{title(rows[0])}**\n\n{_table(['', *COLUMNS], table)}")
+        columns = columns_of(rows)
+        table = [[_label(row), *cells(row, columns)] for row in rows]
+        blocks.append(f"**{title(rows[0])}**\n\n{_table(['', *columns], table)}")
     for axis, field in ((TOKENS, "N"), (VOCABULARY, "V")) if sweeps else ():
         sweep = [rows for rows in cases if axis in rows[0]["groups"]]
         if len(sweep) > 1:
@@ -103,8 +129,8 @@ def _label(row: Row) -> str:
 
 def _environment(environment: dict[str, Any]) -> str:
     def versions() -> str:
-        named = {"torch": "torch", "triton": "triton", "liger_kernel": "liger-kernel", "driver": "driver"}
-        return ", ".join(f"{label} {environment[key]}" for key, label in named.items() if environment.get(key))
+        named = ("torch", "triton", *PACKAGES, "driver")
+        return ", ".join(f"{name} {environment[key]}" for name in named if environment.get(key := package_key(name)))
 
     commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
     device = environment["device_name"]

@@ -4,36 +4,53 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """How often to repeat: `most` times, but no more than `least` once `seconds` are spent."""
+    """How often to repeat: `most` times, no more than `least` once `seconds` are spent, once if that took `long`."""
 
     most: int
     least: int
     seconds: float
+    long_seconds: float
 
 
 REPEATS = {
-    "cuda": Repeats(most=9, least=3, seconds=3.0),
-    "cpu": Repeats(most=5, least=3, seconds=5.0),
+    "cuda": Repeats(most=9, least=3, seconds=0.7, long_seconds=3.0),
+    "cpu": Repeats(most=5, least=3, seconds=5.0, long_seconds=60.0),
 }
 
 
-def median_ms(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:
-    """Median over repeats, after one that does not count; `before` runs ahead of each, untimed."""
+class Timing(NamedTuple):
+    median_ms: float
+    repeats: int
+
+
+def measure_ms(
+    run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, *, warm: bool = False
+) -> Timing:
+    """Median over repeats, after one that does not count unless `run` is `warm`; `before` runs ahead, untimed."""
     repeats = REPEATS[device]
-    before()
-    run()
+    if not warm:
+        before()
+        run()
     times: list[float] = []
     begun = time.perf_counter()
-    while len(times) < repeats.most and (len(times) < repeats.least or time.perf_counter() - begun < repeats.seconds):
+    while len(times) < repeats.most:
+        spent = time.perf_counter() - begun
+        if (times and spent >= repeats.long_seconds) or (len(times) >= repeats.least and spent >= repeats.seconds):
+            break
         before()
         times.append(_once_cuda(run) if device == "cuda" else _once_cpu(run))
-    return statistics.median(times)
+    return Timing(statistics.median(times), len(times))
+
+
+def median_ms(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:
+    return measure_ms(run, device, before).median_ms
 
 
 def _once_cuda(run: Callable[[], object]) -> float:

@@ -1,19 +1,46 @@
-"""The variants: one module each, with the same three functions.
-
-    available(case) -> str | None                  why the case cannot be run, None if it can
-    make(case, inputs) -> Callable[[], Tensor]     forward and loss, ready for .backward()
-    logps(case, inputs) -> Tensor | None           (B, T) per-token log-probabilities, None if it exposes none
+"""The variants: what is measured, by name. One module each, loaded when its variant is measured.
 
 Labels stand here, so that tables and plots need not import the libraries they name.
 """
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-LABELS = {"eager": "eager PyTorch", "liger_chunked": "Liger chunked", "ours": "liger_rl"}
+if TYPE_CHECKING:
+    from benchmark.peers.peer import Head
+
+
+class Variant(NamedTuple):
+    label: str
+    module: str  # of benchmark.peers, with a class named Head
+    options: dict[str, Any]  # of that class
+
+
+VARIANTS = {
+    "eager": Variant("eager PyTorch", "eager", {}),
+    "compiled": Variant("torch.compile", "eager", {"compiled": True}),
+    "liger_chunked": Variant("Liger chunked", "liger_chunked", {}),
+    "liger_triton": Variant("logits + Liger Triton", "liger_triton", {}),
+    "liger_sm90": Variant("Liger fused scaled CE", "liger_sm90", {}),
+    "trl_chunked": Variant("TRL chunked", "trl_chunked", {}),
+    "cce": Variant("cut-cross-entropy", "cce", {}),
+    "torch_linear_ce": Variant("torch linear CE", "torch_linear_ce", {}),
+    "verl_triton": Variant("verl Triton", "verl_triton", {}),
+    "ours": Variant("liger_rl", "ours", {}),
+    "ours-1e-4": Variant("liger_rl, tolerance 1e-4", "ours", {"grad_tolerance": 1e-4}),
+    "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
+    "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
+    "ours-1e-2": Variant("liger_rl, tolerance 1e-2", "ours", {"grad_tolerance": 1e-2}),
+}
+LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
+TRL = "trl_chunked"
 OURS = "ours"
+# On a case that names no others: one tolerance stands for all.
+EVERYWHERE = tuple(name for name in VARIANTS if name not in ("ours-1e-4", "ours-3e-3", "ours-1e-2"))
 
 
-def load(variant: str) -> ModuleType:
-    return import_module(f"benchmark.peers.{variant}")
+def load(variant: str) -> "Head":
+    """A variant, whose library may still be missing: its `reason` says so."""
+    _label, module, options = VARIANTS[variant]
+    return import_module(f"benchmark.peers.{module}").Head(**options)
