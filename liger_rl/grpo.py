@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, LowRank, check_chunk, check_linear, linear_logprobs
+from liger_rl.logprobs import LogProbs, LowRank, check_chunk, check_linear, check_tolerance, linear_logprobs
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms
@@ -30,6 +30,7 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy".
+        grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
@@ -48,6 +49,8 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: SamplerCorrection | None = None,
         corrections: Sequence[Correction] = (),
         metrics: MetricsLevel = "loss",
+        grad_tolerance: float = 0.0,
+        unbiased: bool = False,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         **options: Any,
@@ -57,6 +60,8 @@ class FusedLinearGRPOLoss(nn.Module):
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
+        check_tolerance(grad_tolerance, unbiased)
+        self.grad_tolerance, self.unbiased = grad_tolerance, unbiased
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
             objective=parts.objective,
@@ -164,6 +169,8 @@ class FusedLinearGRPOLoss(nn.Module):
             low_rank=low_rank,
             transform=self.transform,
             entropy=entropy,
+            grad_tolerance=self.grad_tolerance,
+            unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
         )

@@ -130,7 +130,7 @@ def linear_logprobs(
     for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
         check_chunk(name, value)
     wanted = _check_extras(extras)
-    tolerance = check_tolerance(grad_tolerance, unbiased)
+    check_tolerance(grad_tolerance, unbiased)
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
@@ -146,7 +146,7 @@ def linear_logprobs(
             gather=gather,
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
-            tolerance=tolerance,
+            tolerance=_tolerance(grad_tolerance, unbiased),
         )
         index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -366,17 +366,20 @@ def check_chunk(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:
-    """None for the exact backward."""
+def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, int | float):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
     if not isinstance(unbiased, bool):
         raise TypeError(f"unbiased must be a bool, got {type(unbiased).__name__}")
+    if unbiased and grad_tolerance == 0.0:
+        raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
+
+
+def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:
+    """None for the exact backward."""
     if grad_tolerance == 0.0:
-        if unbiased:
-            raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
         return None
     # Drawn in the forward and on the host: a second backward takes the same blocks, and no device is asked.
     seed = int(torch.randint(2**31, ())) if unbiased else None
