@@ -98,7 +98,7 @@ def test_bound_holds(kind, transform, with_entropy):
     exact = gradient_of_logits(logits.clamp(min=-3e4), targets, grad_logps, grad_entropy, transform)
     exact = exact * transform.temperature / transform.scale
 
-    own = bounds.own_energies(known, gradients, bounds.target_gradient(gradients, statistics.logps))
+    own = bounds.rank_tokens(known, statistics, gradients, targets, transform, 1.0).own
     each = bounds.block_bounds(known, gradients, own, targets, torch.arange(tokens))
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
@@ -129,7 +129,7 @@ def test_bounds_are_not_far_above():
     logits[rows, targets], logits[rows, rivals] = 0.0, torch.randn(tokens)
     statistics, known = bounds_of(logits, targets, PLAIN, entropy=False)
     gradients = TokenGradients.of(statistics, torch.ones(tokens), None)
-    own = bounds.own_energies(known, gradients, bounds.target_gradient(gradients, statistics.logps))
+    own = bounds.rank_tokens(known, statistics, gradients, targets, PLAIN, 1.0).own
     each = bounds.block_bounds(known, gradients, own, targets, rows)
     exact = blocks_of(gradient_of_logits(logits, targets, torch.ones(tokens), None, PLAIN).square()).float()
     assert (each <= exact * 2**0.25 * 1.01 + 1e-5).all()
@@ -379,12 +379,18 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
 
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
-    own = bounds.own_energies(other, per_token, bounds.target_gradient(per_token, statistics.logps))
+    per_token.grad_logps[1:2] = 0.0
+    ranked, expected = (
+        room.rank_tokens(other, statistics, per_token, targets, transform, 0.1) for room in (tiles, bounds)
+    )
+    torch.testing.assert_close(ranked.budget, expected.budget, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(ranked.own, expected.own, rtol=1e-4, atol=1e-7)
+    # A bound may be just above the threshold here and just under it there.
+    assert (ranked.key == expected.key).float().mean() >= 0.95
+    assert (ranked.key != expected.key).sum() <= 0.05 * tokens
+    if tokens > 1 and not entropy:
+        assert ranked.key[1] == bounds.NOT_WANTED
+    own = expected.own
     order = torch.randperm(tokens).to(DEVICE)
     found = tiles.block_bounds(other, per_token, own, targets, order)
     torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
-    threshold = 0.99 * own.median()
-    counts = tiles.large_tiles(other, per_token, own, targets, threshold)
-    expected = bounds.large_tiles(other, per_token, own, targets, threshold)
-    assert ((counts - expected).abs() <= 1).all()
-    assert counts.any()

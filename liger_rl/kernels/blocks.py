@@ -26,47 +26,93 @@ BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vo
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 WARPS = 8
+LISTED = 256  # rows or tiles that a program lists at a time
 
 
 class _Span(NamedTuple):
-    """The kept blocks of some tiles, on the device; positions are those in the buffer of blocks."""
+    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks."""
 
     total: int
     row: Tensor  # (total,) int32, row of blocks
     tile: Tensor  # (total,) int32, tile among all of the vocabulary, ascending
     scale: Tensor  # (total,) float32
     by_row: Tensor  # (total,) int32 positions, row by row
-    row_start: Tensor  # (row blocks + 1,) int32 into by_row
-    row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
-    tile_start: Tensor  # (tiles of the span + 1,) int32
-    tile_order: Tensor  # (tiles of the span,) int32
+    row_end: Tensor  # (row blocks,) int32 into by_row
+    row_count: Tensor  # (row blocks,) int32
+    row_order: Tensor  # (row blocks,) int64, those with most blocks first, so that the last to start is short
+    tile_end: Tensor  # (tiles of the span,) int32
+    tile_count: Tensor  # (tiles of the span,) int32
+    tile_order: Tensor  # (tiles of the span,) int64
 
     @classmethod
     def of(cls, scales: Tensor, first: int, total: int) -> "_Span":
         """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows their total."""
+        rows, tiles = scales.shape
         kept = scales != 0
-        rows = scales.shape[0]
-        # A stable sort finds the kept ones without asking the device how many they are.
-        flat = kept.T.reshape(-1).logical_not().to(torch.uint8).argsort(stable=True)[:total]
-        tile, row = flat // rows, flat % rows
-        scale = scales.T.reshape(-1)[flat]
-        by_row = row.argsort(stable=True)
-        row_counts, tile_counts = kept.sum(1), kept.sum(0)
+        row_count, tile_count = kept.sum(1, dtype=torch.int32), kept.sum(0, dtype=torch.int32)
+        row_end, tile_end = row_count.cumsum(0, dtype=torch.int32), tile_count.cumsum(0, dtype=torch.int32)
+        row, tile, by_row, position = (
+            torch.empty(size, dtype=torch.int32, device=scales.device) for size in (total, total, total, (rows, tiles))
+        )
+        scale = torch.empty(total, dtype=torch.float32, device=scales.device)
+        strides = scales.stride()
+        _list_by_tile_kernel[(tiles,)](
+            scales, *strides, tile_end, tile_count, row, tile, scale, position, rows, tiles, first, LISTED
+        )
+        _list_by_row_kernel[(rows,)](scales, *strides, row_end, row_count, position, by_row, tiles, LISTED)
         return cls(
             total,
-            row.int(),
-            (tile + first).int(),
+            row,
+            tile,
             scale,
-            by_row.int(),
-            _starts(row_counts),
-            row_counts.argsort(descending=True, stable=True).int(),
-            _starts(tile_counts),
-            tile_counts.argsort(descending=True, stable=True).int(),
+            by_row,
+            row_end,
+            row_count,
+            row_count.argsort(descending=True, stable=True),
+            tile_end,
+            tile_count,
+            tile_count.argsort(descending=True, stable=True),
         )
 
 
-def _starts(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+@triton.jit(do_not_specialize=["first"])
+def _list_by_tile_kernel(
+    scales, row_stride, tile_stride, tile_end, tile_count,
+    block_row, block_tile, block_scale,  # (total,)
+    position,  # (rows, tiles)
+    rows, tiles, first,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    at = tl.load(tile_end + tile) - tl.load(tile_count + tile)
+    for start in range(0, rows, STEP):
+        row = start + tl.arange(0, STEP)
+        inside = row < rows
+        scale = tl.load(scales + row.to(tl.int64) * row_stride + tile * tile_stride, mask=inside, other=0.0)
+        kept = (scale != 0.0).to(tl.int32)
+        place = at + tl.cumsum(kept, 0) - 1
+        chosen = inside & (kept != 0)
+        tl.store(block_row + place, row, mask=chosen)
+        tl.store(block_tile + place, tl.zeros_like(row) + (first + tile), mask=chosen)
+        tl.store(block_scale + place, scale, mask=chosen)
+        tl.store(position + row.to(tl.int64) * tiles + tile, place, mask=chosen)
+        at += tl.sum(kept, 0)
+
+
+@triton.jit
+def _list_by_row_kernel(
+    scales, row_stride, tile_stride, row_end, row_count, position, by_row, tiles, STEP: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(row_end + row) - tl.load(row_count + row)
+    for start in range(0, tiles, STEP):
+        tile = start + tl.arange(0, STEP)
+        inside = tile < tiles
+        kept = (tl.load(scales + row * row_stride + tile * tile_stride, mask=inside, other=0.0) != 0.0).to(tl.int32)
+        chosen = inside & (kept != 0)
+        block = tl.load(position + row * tiles + tile, mask=chosen, other=0)
+        tl.store(by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
+        at += tl.sum(kept, 0)
 
 
 @triton.jit
@@ -123,7 +169,8 @@ def _hidden_kernel(
     out,  # (tokens, H) float32
     block_tile,
     by_row,
-    row_start,
+    row_end,
+    row_count,
     row_order,
     rows,
     tokens,
@@ -139,9 +186,10 @@ def _hidden_kernel(
     parts = tl.cdiv(hidden_size, COLUMNS)
     for item in tl.range(tl.program_id(0), rows * parts, PROGRAMS):
         # Neighbours share a row's blocks, and its tiles of the weight.
-        row, part = tl.load(row_order + item // parts), item % parts
+        row, part = tl.load(row_order + item // parts).to(tl.int32), item % parts
         total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
-        for step in tl.range(tl.load(row_start + row) * STEPS, tl.load(row_start + row + 1) * STEPS):
+        end = tl.load(row_end + row)
+        for step in tl.range((end - tl.load(row_count + row)) * STEPS, end * STEPS):
             block = tl.load(by_row + step // STEPS)
             word = (step % STEPS) * STEP
             grad = blocks.load([block * TILE_TOKENS, word])
@@ -161,7 +209,8 @@ def _weight_kernel(
     hidden,  # descriptor of (tokens, H)
     out,  # descriptor of (V, H)
     block_row,
-    tile_start,
+    tile_end,
+    tile_count,
     tile_order,
     tiles,
     first,  # tile of the vocabulary
@@ -176,9 +225,10 @@ def _weight_kernel(
     parts = tl.cdiv(hidden_size, COLUMNS)
     for item in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
         # Neighbours share a tile's blocks.
-        tile, part = tl.load(tile_order + item // parts), item % parts
+        tile, part = tl.load(tile_order + item // parts).to(tl.int32), item % parts
         total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
-        for step in tl.range(tl.load(tile_start + tile) * STEPS, tl.load(tile_start + tile + 1) * STEPS):
+        end = tl.load(tile_end + tile)
+        for step in tl.range((end - tl.load(tile_count + tile)) * STEPS, end * STEPS):
             block = step // STEPS
             token = (step % STEPS) * STEP
             grad = blocks.load([block * TILE_TOKENS + token, 0])
@@ -191,7 +241,8 @@ def _weight_kernel(
 def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
     out,  # (V,)
-    tile_start,
+    tile_end,
+    tile_count,
     first,
     vocab,
     TILE_TOKENS: tl.constexpr,
@@ -201,7 +252,8 @@ def _bias_kernel(
     column = tl.arange(0, TILE_VOCAB)
     token = tl.arange(0, TILE_TOKENS)
     total = tl.zeros((TILE_VOCAB,), tl.float32)
-    for block in range(tl.load(tile_start + tile), tl.load(tile_start + tile + 1)):
+    end = tl.load(tile_end + tile)
+    for block in range(end - tl.load(tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
         total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
     word = (first + tile) * TILE_VOCAB + column
@@ -239,7 +291,7 @@ def grad_blocks(
                 _store_weight(grad_weight, buffer, span, hidden, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
-                    buffer, grad_bias, span.tile_start, first, weight.shape[0], BLOCK_TOKENS, BLOCK_VOCAB
+                    buffer, grad_bias, span.tile_end, span.tile_count, first, weight.shape[0], BLOCK_TOKENS, BLOCK_VOCAB
                 )
     return grad_hidden, grad_weight, grad_bias
 
@@ -300,7 +352,8 @@ def _store_hidden(grad_hidden: Tensor, buffer: Tensor, span: _Span, weight: Tens
         grad_hidden,
         span.tile,
         span.by_row,
-        span.row_start,
+        span.row_end,
+        span.row_count,
         span.row_order,
         span.row_order.numel(),
         grad_hidden.shape[0],
@@ -323,7 +376,8 @@ def _store_weight(grad_weight: Tensor, buffer: Tensor, span: _Span, hidden: Tens
         TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
         TensorDescriptor.from_tensor(grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
         span.row,
-        span.tile_start,
+        span.tile_end,
+        span.tile_count,
         span.tile_order,
         span.tile_order.numel(),
         first,

@@ -8,6 +8,7 @@ The constant part of dz/dx, scale / temperature, is left out on both sides of ev
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest 
 ROUNDING_NATS, ROUNDING_OF_LSE = 2e-3, 2e-6
 ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
 ROUNDING_OF_DERIVATIVE = 1e-5
+BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
+
+# A tile is large for a token above this many times its even share of the budget.
+#
+# On a model of 1.3 billion parameters (V = 128256) that drew its own tokens, the order made of this kept 7.9%, 3.1% and
+# 2.0% of the blocks at mean entropies of 3.2, 1.3 and 0.8 nats and a tolerance of 1e-3. The order of the text kept
+# 15.3%, 7.0% and 4.7%; by entropy 10.3%, 5.1% and 3.9%; by target alone 12.9%, 5.1% and 3.3%. A tenth or ten times
+# as many moves these by less than a tenth of them.
+LARGE = 20.0
+# A key is a class of tokens, counted down from the one with most large tiles, and the target within it.
+LAST_CLASS, TARGETS = 63, 2**32
+NOT_WANTED = 2**62
 
 
 def tile_bounds(
@@ -96,17 +109,45 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     return tokens.at_target - tokens.grad_entropy * logps.exp() * (logps + tokens.entropy)
 
 
-def own_energies(known: TileBounds, tokens: TokenGradients, at_target: Tensor) -> Tensor:
-    """(n,) upper bounds of the sum of squares of dL/dx in the target's tile."""
+class Ranking(NamedTuple):
+    """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
+
+    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to
+    own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile
+    key: Tensor  # (n,) int64, rising; NOT_WANTED for a token without a gradient
+
+
+def rank_tokens(
+    known: TileBounds,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    targets: Tensor,
+    transform: LogitTransform,
+    relative: float,  # of the Frobenius norm of dL/dx
+) -> Ranking:
+    """Tokens with about as many large tiles side by side, by target among them; those without a gradient last.
+
+    The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
+    for dL/dlogp, the largest word of every other tile.
+    """
+    at_target = target_gradient(tokens, statistics.logps)
     amplitude = known.beside_target.sqrt() * tokens.grad_logps.abs()
     if tokens.grad_entropy is not None and known.entropy_beside_target is not None:
         amplitude = amplitude + known.entropy_beside_target.sqrt() * tokens.grad_entropy.abs()
-    return amplitude.square() + at_target.square()
-
-
-def large_tiles(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, threshold: Tensor) -> Tensor:
-    """(n,) int64, tiles in which a token's bound is above the threshold ()."""
-    return (_energies(known, tokens, own, targets) > threshold).sum(0)
+    own = amplitude.square() + at_target.square()
+    if transform.softcap is not None:
+        at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
+    energy = at_target.double().square()
+    if tokens.grad_entropy is None:
+        energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
+    budget = energy.sum() * (relative**2 * BUDGET_ROUNDING)
+    threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
+    large = (_energies(known, tokens, own, targets) > threshold).sum(0)
+    half_octave = ((large + 1).float().log2() * 2.0).round().long()
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
+    return Ranking(budget, own, torch.where(wanted, (LAST_CLASS - half_octave) * TARGETS + targets, NOT_WANTED))
 
 
 def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:

@@ -11,13 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.bounds import (
+    BUDGET_ROUNDING,
     ENTROPY_OCTAVES,
+    LARGE,
     LARGEST_CODE,
+    LAST_CLASS,
+    NOT_WANTED,
     ROUNDING_NATS,
     ROUNDING_OF_DERIVATIVE,
     ROUNDING_OF_LSE,
     ROUNDING_OF_SUM,
     STEPS_PER_OCTAVE,
+    TARGETS,
+    Ranking,
 )
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -41,6 +47,7 @@ SLACK, SLACK_OF_LSE = tl.constexpr(ROUNDING_NATS), tl.constexpr(ROUNDING_OF_LSE)
 SLACK_OF_SUM, SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_DERIVATIVE)
 ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
 ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
+LAST_KEY, KEY_TARGETS, LAST_OF_ALL = tl.constexpr(LAST_CLASS), tl.constexpr(TARGETS), tl.constexpr(NOT_WANTED)
 LOG_4 = tl.constexpr(math.log(4.0))
 
 
@@ -247,33 +254,69 @@ def _energies(
 
 
 @triton.jit
-def _large_kernel(
-    codes, entropy_codes, grad_logps, grad_entropies, own, targets, threshold_at, out, tiles, tokens,
+def _weigh_kernel(
+    logps_of,  # (tokens,) each
+    lse_of,
+    entropies,
+    grad_logps,
+    at_target_of,
+    grad_entropies,
+    beside_target,
+    entropy_beside_target,
+    elsewhere,
+    own,
+    energies,  # (programs,) float64, lower bounds of the sum of squares of dL/dx
+    tokens,
+    heat,  # temperature / softcap
+    CAPPED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    g = tl.load(grad_logps + token, mask=live, other=0.0)
+    at_target = tl.load(at_target_of + token, mask=live, other=0.0)
+    logps = tl.load(logps_of + token, mask=live, other=0.0)
+    amplitude = tl.sqrt(tl.load(beside_target + token, mask=live, other=0.0)) * tl.abs(g)
+    if grad_entropies is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
+        at_target -= e * tl.exp(logps) * (logps + tl.load(entropies + token, mask=live, other=0.0))
+    tl.store(own + token, amplitude * amplitude + at_target * at_target, mask=live)
+    if CAPPED:
+        tanh = (logps + tl.load(lse_of + token, mask=live, other=0.0)) * heat
+        at_target *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+    energy = at_target.to(tl.float64) * at_target
+    if grad_entropies is None:
+        energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
+    tl.store(energies + tl.program_id(0), tl.sum(energy))
+
+
+@triton.jit
+def _rank_kernel(
+    codes, entropy_codes, grad_logps, grad_entropies, own, targets,
+    budget_at,  # () float64
+    key,  # (tokens,) int64
+    tiles, tokens, share,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
-    threshold = tl.load(threshold_at)
-    count = tl.zeros((TOKENS,), tl.int32)
+    threshold = (tl.load(budget_at) * share).to(tl.float32)
+    large = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
         energy = _energies(
-            codes,
-            entropy_codes,
-            grad_logps,
-            grad_entropies,
-            own,
-            targets,
-            token,
-            live,
-            tile,
-            inside,
-            tokens,
-            TILE_VOCAB,
-        )
-        count += tl.sum((energy > threshold).to(tl.int32), 0)
-    tl.store(out + token, count.to(tl.int64), mask=live)
+            codes, entropy_codes, grad_logps, grad_entropies, own, targets,
+            token, live, tile, inside, tokens, TILE_VOCAB,
+        )  # fmt: skip
+        large += tl.sum((energy > threshold).to(tl.int32), 0)
+    half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int64)
+    wanted = tl.load(grad_logps + token, mask=live, other=0.0) != 0
+    if grad_entropies is not None:
+        wanted |= tl.load(grad_entropies + token, mask=live, other=0.0) != 0
+    ranked = (LAST_KEY - half_octave) * KEY_TARGETS + tl.load(targets + token, mask=live, other=0)
+    tl.store(key + token, tl.where(wanted, ranked, LAST_OF_ALL), mask=live)
 
 
 @triton.jit
@@ -293,15 +336,53 @@ def _block_bounds_kernel(
     tl.store(out + row.to(tl.int64) * tiles + tile, tl.sum(energy, 1), mask=tile < tiles)
 
 
-def large_tiles(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, threshold: Tensor) -> Tensor:
-    """As `bounds.large_tiles`."""
+def rank_tokens(
+    known: TileBounds,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    targets: Tensor,
+    transform: LogitTransform,
+    relative: float,
+) -> Ranking:
+    """As `bounds.rank_tokens`."""
     tiles, n = known.codes.shape
-    out = torch.empty(n, dtype=torch.int64, device=targets.device)
-    with on(targets.device):
-        _large_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
-            *_given(known, tokens, own, targets), threshold, out, tiles, n, BLOCK_VOCAB, MERGE_TOKENS, CODE_TILES
+    device = targets.device
+    own = torch.empty(n, dtype=torch.float32, device=device)
+    key = torch.empty(n, dtype=torch.int64, device=device)
+    energies = torch.empty(triton.cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
+    grad_entropy = tokens.grad_entropy
+    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
+    with on(device):
+        _weigh_kernel[(energies.numel(),)](
+            statistics.logps,
+            statistics.lse,
+            None if grad_entropy is None else tokens.entropy,
+            tokens.grad_logps.contiguous(),
+            tokens.at_target,
+            None if grad_entropy is None else grad_entropy.contiguous(),
+            known.beside_target,
+            None if grad_entropy is None else known.entropy_beside_target,
+            known.elsewhere,
+            own,
+            energies,
+            n,
+            float(heat),
+            CAPPED=transform.softcap is not None,
+            TOKENS=BLOCK_TOKENS,
         )
-    return out
+        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING)
+        _rank_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+            *_given(known, tokens, own, targets),
+            budget,
+            key,
+            tiles,
+            n,
+            LARGE / max(known.codes.numel(), 1),
+            BLOCK_VOCAB,
+            MERGE_TOKENS,
+            CODE_TILES,
+        )
+    return Ranking(budget, own, key)
 
 
 def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:
