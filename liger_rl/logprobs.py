@@ -223,8 +223,6 @@ def check_linear(
     compute_dtype: torch.dtype | None = None,
 ) -> torch.dtype:
     """Raise as `linear_logprobs` says for what can be seen without reading values; -> dtype of the products."""
-    if compute_dtype is not None and compute_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
     _check_floating("hidden", hidden)
     _check_floating("weight", weight)
     if hidden.dim() not in (2, 3):
@@ -238,7 +236,11 @@ def check_linear(
             raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
         _check_device("bias", bias, hidden, "hidden")
     _check_tokens(targets, mask, hidden.shape[:-1], hidden, "hidden", targets_name)
-    return _compute_dtype(hidden, weight, bias) if compute_dtype is None else compute_dtype
+    if compute_dtype is None:
+        return _compute_dtype(hidden, weight, bias)
+    if compute_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
+    return compute_dtype
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
