@@ -93,6 +93,8 @@ def linear_logprobs(
     for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
         check_chunk(name, value)
     wanted = _check_extras(extras)
+    if gather is not None and not callable(gather):
+        raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     if grad_tolerance != 0.0:
         raise ValueError(f"grad_tolerance must be 0.0, the exact backward, so far; got {grad_tolerance}")
     if unbiased:

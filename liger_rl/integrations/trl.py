@@ -7,7 +7,7 @@
 What is replaced, and what the trainers then get from here, depends on TRL's version:
 
     1.15, 1.16  the op behind `fused_lm_head=True`, of every trainer: log-probabilities, entropies and statistics
-    1.14        the same op without the statistics, of GRPO, DPO and KTO
+    1.14        the same op without the statistics, of GRPO, DPO and KTO with `use_liger_kernel=True`
     1.13        FusedLinearGRPOLoss, of GRPO with `use_liger_kernel=True`
     1.10-1.12   LigerFusedLinearGRPOLoss, of the same
 """
