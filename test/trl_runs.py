@@ -158,8 +158,7 @@ def counted_calls():
     plain = integration.linear_logprobs
 
     def counting(hidden, *args, **options):
-        if torch.is_grad_enabled() or hidden.numel():
-            calls.append(hidden.shape[0])
+        calls.append(hidden.shape[0])
         return plain(hidden, *args, **options)
 
     integration.linear_logprobs = counting
@@ -179,7 +178,7 @@ def train(kind, path, directory, *, patch, script=None, dtype="float32", **optio
     arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
     extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
     with counted_calls() as calls, patched_trl() if patch else nullcontext():
-        calls.clear()
+        calls.clear()  # the patch has tried its options
         trainer = trainer_class(
             model=path,
             args=config_class(model_init_kwargs={"dtype": dtype}, **arguments),

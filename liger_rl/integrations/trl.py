@@ -35,7 +35,7 @@ UTILS, GRPO_TRAINER = "trl.trainer.utils", "trl.trainer.grpo_trainer"
 
 @dataclass(frozen=True, kw_only=True)
 class CoreOptions:
-    """Options of `linear_logprobs` that change how it computes, not what."""
+    """Options of `linear_logprobs` that TRL knows nothing of."""
 
     grad_tolerance: float = 0.0
     unbiased: bool = False

@@ -16,6 +16,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 import oracles
 import trl_runs
+from liger_rl import LogProbs
 from liger_rl.integrations import trl as integration
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 
@@ -44,14 +45,15 @@ TRANSFORMS = {
 }
 
 
-def inputs(n=23, hidden_size=32, vocab=301, *, bias=True, dtype=torch.float32):
+def inputs(n=23, hidden_size=32, vocab=301, *, bias=True, dtype=torch.float32, device="cpu"):
     """(hidden, weight, bias, targets); every other target is the model's own choice."""
     hidden = torch.randn(n, hidden_size)
     weight = torch.randn(vocab, hidden_size) * 2 / math.sqrt(hidden_size)
     biases = torch.randn(vocab) if bias else None
     best = oracles.linear_logits(hidden, weight, biases).argmax(-1)
     targets = torch.where(torch.arange(n) % 2 == 0, best, torch.randint(vocab, (n,)))
-    return *(None if t is None else t.to(dtype) for t in (hidden, weight, biases)), targets
+    floats = (None if t is None else t.to(device, dtype) for t in (hidden, weight, biases))
+    return *floats, targets.to(device)
 
 
 def solve(op, tensors, *options, chunk_size=64, entropy_grad=True):
@@ -60,7 +62,7 @@ def solve(op, tensors, *options, chunk_size=64, entropy_grad=True):
     leaves = [None if t is None else t.detach().requires_grad_() for t in floats]
     temperature, softcap, scale, outputs = options
     found = op.apply(*leaves, targets, temperature, chunk_size, softcap, scale, outputs)
-    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1)).to(targets.device)
     loss = (found[0] * weights[0]).sum()
     if entropy_grad and found[1] is not None:
         loss = loss + (found[1] * weights[1]).sum()
@@ -74,15 +76,15 @@ def ours(**options):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_float32_agrees_with_trls_op(transform, bias):
-    tensors = inputs(bias=bias)
+def test_float32_agrees_with_trls_op(transform, bias, device):
+    tensors = inputs(bias=bias, device=device)
     found, grads = solve(ours(), tensors, *transform, ALL)
     expected, their_grads = solve(THEIRS[0], tensors, *transform, ALL)
     assert 0 < found[4].sum() < len(found[4])
     for name, mine, other in zip(OUTPUTS, found, expected, strict=True):
         assert mine.dtype == other.dtype, name
         assert mine.requires_grad == other.requires_grad == (name in ("log_probs", "entropy"))
-        torch.testing.assert_close(mine, other, rtol=2e-6, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
     for mine, other in zip(grads, their_grads, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6)
 
@@ -113,8 +115,8 @@ def test_chunk_size_is_taken(chunk_size):
         assert torch.equal(mine, other)
 
 
-def test_no_token():
-    tensors = inputs(0)
+def test_no_token(device):
+    tensors = inputs(0, device=device)
     found, grads = solve(ours(), tensors, 0.9, 4.0, 1.0, ALL)
     expected, their_grads = solve(THEIRS[0], tensors, 0.9, 4.0, 1.0, ALL)
     for mine, other in zip((*found, *grads), (*expected, *their_grads), strict=True):
@@ -138,25 +140,25 @@ def truth_of(tensors, transform):
     temperature, softcap, scale = transform
     z = oracles.linear_logits(*leaves, temperature=temperature, softcap=softcap, scale=scale)
     logps, entropy = oracles.logits_logprobs(z, targets)
-    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(2, targets.shape[0], generator=torch.Generator().manual_seed(1)).to(targets.device)
     grads = torch.autograd.grad((logps * weights[0] + entropy * weights[1]).sum(), [x for x in leaves if x is not None])
     return [logps, entropy, *oracles.logits_extras(z, targets)[:2], *grads]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_low_precision_is_no_further_from_float64(transform, dtype, autocast):
+@pytest.mark.parametrize("transform", [TRANSFORMS[name] for name in ("plain", "scale", "all")])
+def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, device):
     """With low-precision inputs, and with float32 ones under autocast."""
-    rounded = inputs(64, dtype=dtype)
+    rounded = inputs(64, dtype=dtype, device=device)
     truth = truth_of(rounded, transform)
     tensors = (*(t.float() for t in rounded[:3]), rounded[3]) if autocast else rounded
-    with torch.autocast("cpu", dtype, enabled=autocast):
+    with torch.autocast(device.type, dtype, enabled=autocast):
         mine, other = (errors(op, tensors, transform, truth) for op in (ours(), THEIRS[0]))
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     assert max(ratios[:4]) < 0.1
     # Both round the gradient of the logits once; TRL rounds the logits too, which is little where a scale of 1/4 makes
-    # them small. 0.08 to 1.04 over the 24 cases, by chance around 1 at that scale.
+    # them small. 0.08 to 1.04 here and with the other transforms, by chance around 1 at that scale.
     assert max(ratios[4:]) < 1.05
 
 
@@ -206,7 +208,7 @@ def test_what_would_be_computed_differently_is_refused_by_name(position, value, 
 
 
 def test_the_head_is_gathered_for_each_direction(monkeypatch):
-    """By TRL's own context, which does nothing where the head is whole already."""
+    """By TRL's own context, which does nothing where the head is whole already, as TRL has it in the forward."""
     entered = []
 
     @contextmanager
@@ -274,14 +276,21 @@ def test_modules_that_import_the_name(before, monkeypatch):
 
 
 def test_options_reach_the_core(monkeypatch):
-    seen = {}
-    plain = integration.linear_logprobs
-    monkeypatch.setattr(integration, "linear_logprobs", lambda *a, **o: seen.update(o) or plain(*a, **o))
-    patch_trl(chunk_tokens=5, chunk_vocab=64)
+    """Twice: to be tried when the patch is applied, and with every call."""
+    calls = []
+
+    def core(hidden, weight, targets, **options):
+        calls.append((len(targets), options))
+        return LogProbs(torch.zeros(len(targets)), None)
+
+    monkeypatch.setattr(integration, "linear_logprobs", core)
+    options = {"grad_tolerance": 0.01, "unbiased": True, "chunk_tokens": 5, "chunk_vocab": 64}
+    patch_trl(**options)
     hidden, weight, bias, targets = inputs()
     vars(trl_utils)[NAME].apply(hidden, weight, bias, targets, 1.0, 32768)
-    assert (seen["chunk_tokens"], seen["chunk_vocab"]) == (5, 64)
-    assert (seen["grad_tolerance"], seen["unbiased"]) == (0.0, False)
+    assert [n for n, _ in calls] == [0, len(targets)]
+    for _, seen in calls:
+        assert options.items() <= seen.items()
 
 
 @pytest.mark.parametrize(
