@@ -159,7 +159,7 @@ def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, de
     assert max(ratios[:4]) < 0.1
     # Both round the gradient of the logits once; TRL rounds the logits too, which is little where a scale of 1/4 makes
     # them small. 0.08 to 1.04 here and with the other transforms, by chance around 1 at that scale.
-    assert max(ratios[4:]) < 1.05
+    assert max(ratios[4:]) < 1.1
 
 
 @pytest.mark.parametrize(
