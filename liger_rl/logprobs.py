@@ -130,6 +130,8 @@ def linear_logprobs(
     for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
         check_chunk(name, value)
     wanted = _check_extras(extras)
+    if gather is not None and not callable(gather):
+        raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     check_tolerance(grad_tolerance, unbiased)
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
@@ -263,8 +265,6 @@ def check_linear(
     compute_dtype: torch.dtype | None = None,
 ) -> torch.dtype:
     """Raise as `linear_logprobs` says for what can be seen without reading values; -> dtype of the products."""
-    if compute_dtype is not None and compute_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
     _check_floating("hidden", hidden)
     _check_floating("weight", weight)
     if hidden.dim() not in (2, 3):
@@ -279,7 +279,11 @@ def check_linear(
         _check_device("bias", bias, hidden, "hidden")
     _check_low_rank(low_rank, hidden, weight)
     _check_tokens(targets, mask, hidden.shape[:-1], hidden, "hidden", targets_name)
-    return _compute_dtype(hidden, weight, bias) if compute_dtype is None else compute_dtype
+    if compute_dtype is None:
+        return _compute_dtype(hidden, weight, bias)
+    if compute_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
+    return compute_dtype
 
 
 def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:

@@ -74,7 +74,7 @@ def test_strided_logits(view, device):
     leaf = logits.detach().requires_grad_()
     outputs = logits_logprobs(views[view](leaf), targets, entropy=True)
     functional(outputs).backward()
-    for mine, other in zip((*outputs, leaf.grad), expected, strict=True):
+    for mine, other in zip((*outputs[:2], leaf.grad), expected, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
     if view == "drop_last":
         assert (leaf.grad[:, -1] == 0).all()

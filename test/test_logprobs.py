@@ -672,6 +672,7 @@ BAD_ARGUMENTS = [
     ("extras", ValueError, {"extras": ("is_top2",)}),
     ("extras", TypeError, {"extras": "is_top1"}),
     ("compute_dtype", TypeError, {"compute_dtype": torch.float64}),
+    ("gather", TypeError, {"gather": True}),
     ("vocab_parallel", ValueError, {"vocab_parallel": object()}),
 ]
 

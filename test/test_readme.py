@@ -1,6 +1,7 @@
-"""The README says what the code does: its snippets run, its tables are those of the results."""
+"""The README and docs/ say what the code does: their snippets run, the tables are those of the results."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,36 @@ from liger_rl import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+SNIPPETS = {
+    f"{page.name}-{i}": snippet
+    for page in PAGES
+    for i, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+}
+OTHER_SYSTEMS = ("transformers", "trl")
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=[f"snippet-{i}" for i in range(len(SNIPPETS))])
-def test_snippets_run(snippet):
-    if "transformers" in snippet:
-        pytest.importorskip("transformers", reason="the snippet needs transformers")
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+@pytest.fixture
+def fresh_accelerator():
+    """A trainer leaves its device in a state that is the whole process's."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_there_are_snippets():
-    assert len(SNIPPETS) >= 3
+@pytest.mark.parametrize("name", SNIPPETS)
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_snippets_run(name):
+    for system in OTHER_SYSTEMS:
+        if re.search(rf"\b(from|import) {system}\b", SNIPPETS[name]):
+            pytest.importorskip(system, reason="the snippet needs it")
+    exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "page"})
+
+
+def test_every_page_has_snippets():
+    for page in PAGES:
+        assert f"{page.name}-0" in SNIPPETS
+    assert "README.md-2" in SNIPPETS
 
 
 def test_tables_of_numbers_are_those_of_the_results():

@@ -1,0 +1,248 @@
+"""Real TRL trainers on tiny random models, with and without the patch: the same run from the same seed."""
+
+import math
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from liger_rl.integrations import trl as integration
+from liger_rl.integrations.trl import patched_trl
+
+WORDS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    # Larger than transformers' 0.02, so that the policy is not flat and no gradient is all rounding.
+    "initializer_range": 0.2,
+}
+MODELS = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, final_logit_softcapping=20.0)),
+}
+PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8"]
+CPU_ARGS = {
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "log_level": "error",
+    "max_steps": 20,
+    "learning_rate": 3e-3,
+    # Adam's step is g / (|g| + epsilon): with 1e-8 a gradient that is all rounding takes a full step either way.
+    "adam_epsilon": 1e-4,
+    "lr_scheduler_type": "constant",
+    "seed": 3,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def save_model(name: str, directory, *, seed: int = 0, head_gain: float = 1.0) -> str:
+    """-> path, of which a trainer makes its reference model too; the head's weight is `head_gain` times as large."""
+    torch.manual_seed(seed)
+    model_class, config = MODELS[name]
+    model = model_class(config)
+    model.lm_head.weight.data *= head_gain
+    path = str(directory / f"{name}-{seed}")
+    model.save_pretrained(path)
+    return path
+
+
+def preferences() -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": PROMPTS,
+            "chosen": [" w9 w10 w11", " w12 w13", " w14 w15 w16 w17", " w18"],
+            "rejected": [" w19", " w20 w21 w22", " w23 w24", " w25 w26 w27 w28"],
+        }
+    )
+
+
+def verdicts() -> Dataset:
+    columns = preferences()
+    return Dataset.from_dict(
+        {
+            "prompt": PROMPTS * 2,
+            "completion": [*columns["chosen"], *columns["rejected"]],
+            "label": [True] * len(PROMPTS) + [False] * len(PROMPTS),
+        }
+    )
+
+
+def texts() -> Dataset:
+    columns = preferences()
+    return Dataset.from_dict({"prompt": PROMPTS, "completion": columns["chosen"]})
+
+
+def prompts() -> Dataset:
+    return Dataset.from_dict({"prompt": PROMPTS})
+
+
+def evenness(completion_ids, **columns) -> list[float]:
+    """A reward that any policy can raise and that differs within a group: the share of words with an even id."""
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+SCORED = {"num_generations": 4, "max_completion_length": 10, "per_device_train_batch_size": 8, "temperature": 0.9}
+PAIRED = {"per_device_train_batch_size": 4, "max_length": 16}
+TRAINERS = {
+    "grpo": (GRPOTrainer, GRPOConfig, prompts, {**SCORED, "num_iterations": 2, "beta": 0.1}),
+    "rloo": (RLOOTrainer, RLOOConfig, prompts, {**SCORED, "num_iterations": 2, "beta": 0.1}),
+    "dpo": (DPOTrainer, DPOConfig, preferences, PAIRED),
+    "kto": (KTOTrainer, KTOConfig, verdicts, PAIRED),
+    "sft": (SFTTrainer, SFTConfig, texts, PAIRED),
+}
+
+
+CLOCKS = ("step_time", "train_runtime")
+# Bounds of the clip so narrow that steps of this size pass them.
+GRPO_RUNS = {
+    name: {"loss_type": name, "epsilon": 0.02}
+    for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+}
+GRPO_RUNS["cispo"] |= {"epsilon_high": 1.02}
+GRPO_RUNS["grpo at sequence level"] = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "epsilon": 0.005,
+}
+UNCLIPPED = ("sapo", "vespo")
+
+
+class Run(NamedTuple):
+    log: dict[str, list[float]]  # by name, a value of each step
+    weights: dict[str, Tensor]  # of the trained model
+    calls: int  # of our op
+
+
+@contextmanager
+def counted_calls():
+    """-> a list that grows by the number of tokens of every call of our op."""
+    calls: list[int] = []
+    plain = integration.linear_logprobs
+
+    def counting(hidden, *args, **options):
+        calls.append(hidden.shape[0])
+        return plain(hidden, *args, **options)
+
+    integration.linear_logprobs = counting
+    try:
+        yield calls
+    finally:
+        integration.linear_logprobs = plain
+
+
+def train(kind, path, directory, *, patch, script=None, dtype="float32", **options) -> Run:
+    """One run of `kind`, a key of TRAINERS.
+
+    With a `script`, a list of what the policy has said in each of its turns, a GRPO run says that, and not what it
+    would say itself; an empty list is filled with the run's own.
+    """
+    trainer_class, config_class, dataset, fixed = TRAINERS[kind]
+    arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
+    extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
+    with counted_calls() as calls, patched_trl() if patch else nullcontext():
+        calls.clear()  # the patch has tried its options
+        trainer = trainer_class(
+            model=path,
+            args=config_class(model_init_kwargs={"dtype": dtype}, **arguments),
+            train_dataset=dataset(),
+            processing_class=tokenizer(),
+            **extra,
+        )
+        if script is not None:
+            _follow(trainer, script)
+        trainer.train()
+    log: dict[str, list[float]] = {}
+    for entry in trainer.state.log_history:
+        if "train_runtime" in entry:
+            continue
+        for name, value in entry.items():
+            log.setdefault(name, []).append(value)
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    AcceleratorState._reset_state(reset_partial_state=True)  # it says CPU, and is the whole process's
+    return Run(log, weights, len(calls))
+
+
+def assert_same_run(patched: Run, plain: Run) -> None:
+    """Every step's log and the final weights, to float32 rounding: of the largest value of its kind in the run."""
+    assert plain.calls == 0
+    assert patched.calls >= len(plain.log["loss"])
+    assert patched.log.keys() == plain.log.keys()
+    for name, values in plain.log.items():
+        if name not in CLOCKS:
+            found, expected = torch.tensor([patched.log[name], values], dtype=torch.float64)
+            assert (found - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1.0), name
+    assert weight_distance(patched, plain) <= 1e-6
+
+
+def assert_same_grpo_run(name: str, path: str, directory) -> None:
+    """Loss, policy loss, KL, entropy and clip metrics among others, with a KL penalty and an entropy bonus."""
+    options = {**GRPO_RUNS[name], "entropy_coef": 0.02}
+    plain, patched = (train("grpo", path, directory, patch=patch, **options) for patch in (False, True))
+    assert_same_run(patched, plain)
+    assert max(plain.log["kl"]) > 0.01
+    if name not in UNCLIPPED:
+        clipped = "cispo_clip_ratio" if name == "cispo" else "clip_ratio/region_mean"
+        assert max(plain.log[clipped]) > 0.1
+
+
+def _follow(trainer, script: list) -> None:
+    generate, lines = trainer._generate_single_turn, iter(list(script))
+
+    def turn(*args):
+        said = next(lines, None)
+        if said is None:
+            said = generate(*args)
+            script.append(said)
+        return said
+
+    trainer._generate_single_turn = turn
+
+
+def log_distance(a: Run, b: Run, name: str) -> float:
+    """Mean over the steps."""
+    return sum(abs(x - y) for x, y in zip(a.log[name], b.log[name], strict=True)) / len(b.log[name])
+
+
+def weight_distance(a: Run, b: Run) -> float:
+    """Relative Frobenius distance."""
+    total = sum((a.weights[n].double() - b.weights[n].double()).square().sum() for n in a.weights)
+    norm = sum(b.weights[n].double().square().sum() for n in b.weights)
+    return math.sqrt((total / norm).item())
