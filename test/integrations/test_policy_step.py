@@ -225,6 +225,25 @@ def test_wrapped_models():
         policy_step(_Wrapper(gemma()), batch, loss)
 
 
+@pytest.mark.parametrize("part", ["body", "whole"])
+def test_compiled_models(part):
+    """The body's graph is made once and used; of a compiled whole, the fused call runs as it is."""
+    batch, loss, graphs = make_batch(), FusedLinearGRPOLoss("grpo"), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, model = gemma(), swap_lm_head(gemma())
+    expected = gradients(plain, policy_step(plain, batch, loss).loss)
+    if part == "body":
+        model.model.compile(backend=backend)
+    compiled = torch.compile(model, backend=backend) if part == "whole" else model
+    for _ in range(2):
+        assert_same_gradients(gradients(model, policy_step(compiled, batch, loss).loss), expected)
+    assert len(graphs) == (1 if part == "body" else 0)
+
+
 def test_a_model_with_lora_on_its_head():
     peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
     model, batch, loss = gemma(tie_word_embeddings=False), make_batch(), FusedLinearGRPOLoss("grpo")
