@@ -183,6 +183,21 @@ def test_modules_to_save_trains_the_copy_of_the_head():
     assert_same_as_full_logits(model, batch)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["lm_head"], "rank_pattern": {"lm_head": 9}},
+    ],
+    ids=["head alone", "one adapter for both ends", "one copy for both ends", "a rank of its own"],
+)
+def test_tied_weights(options):
+    model = randomise(peft.get_peft_model(build(tie_word_embeddings=True), lora(**options)))
+    assert_same_as_full_logits(swap_lm_head(model), make_batch())
+
+
 @pytest.mark.parametrize("frozen_head", [True, False])
 def test_the_heads_own_weight_may_be_trained_too(frozen_head):
     model, batch = swap_lm_head(adapted()), make_batch()
