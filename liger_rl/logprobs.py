@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
+from liger_rl.low_rank import LowRank
 from liger_rl.projection import LinearLogProbs, ProjectionOptions
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,32 +24,6 @@ class LogProbs(NamedTuple):
     """log-probability of the target in nats, <= 0, differentiable."""
     entropy: Tensor | None
     """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
-
-    Attributes:
-        a: (r, H) and b: (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
-            dtype is. hidden @ a.T runs in the dtype of `a`, or autocast's; where that is float32 beside a 16-bit
-            head, the term is not rounded to 16 bits either, only its factors in the products of their gradients.
-        scaling: factor on the term (LoRA: alpha / r).
-        hidden: shaped like the call's hidden, what `a` is applied to in its place (after a dropout, say).
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float = 1.0
-    hidden: Tensor | None = None
-
-    def rows(self, hidden: Tensor, index: Tensor | None) -> Tensor:
-        """(..., H) -> (N, r) scaling * (hidden @ a.T), 0 where the index leaves a token out."""
-        given = hidden if self.hidden is None else self.hidden
-        flat = given.reshape(-1, given.shape[-1])
-        live = flat if index is None else flat[index]
-        values = torch.nn.functional.linear(live.to(self.a.dtype), self.a) * self.scaling
-        return values if index is None else values.new_zeros(len(flat), values.shape[1]).index_copy(0, index, values)
 
 
 def linear_logprobs(
@@ -128,8 +102,10 @@ def linear_logprobs(
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
     low_inputs = low_weight = None
     if low_rank:
-        low_inputs = torch.cat([term.rows(hidden, index) for term in low_rank], dim=1)
+        low_inputs = torch.cat([term.inputs(hidden, index) for term in low_rank], dim=1)
         low_weight = torch.cat([term.b for term in low_rank], dim=1)
+        if torch.is_autocast_enabled(hidden.device.type):
+            low_weight = low_weight.to(compute_dtype)
     outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
     return _spread(outputs, index, targets.shape)
 

@@ -105,7 +105,7 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     if bias is not None:
         expected += bias.float()
     for term in terms:
-        expected += term.rows(hidden, None).float() @ term.b.float().T
+        expected += term.inputs(hidden, None) @ term.b.float().T
     rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
     if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
