@@ -104,8 +104,6 @@ def linear_logprobs(
     if low_rank:
         low_inputs = torch.cat([term.inputs(hidden, index) for term in low_rank], dim=1)
         low_weight = torch.cat([term.b for term in low_rank], dim=1)
-        if torch.is_autocast_enabled(hidden.device.type):
-            low_weight = low_weight.to(compute_dtype)
     outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
     return _spread(outputs, index, targets.shape)
 

@@ -17,8 +17,9 @@ class LowRank:
 
     Attributes:
         a: (r, H) and b: (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
-            dtype is. Like the head's logits, the term stays float32 from its products' accumulators on; the factors
-            are rounded to 16 bits under autocast, and for the products of their gradients.
+            dtype is. Like the head's logits, the term stays float32 from its products' accumulators on. The product
+            with `a` runs in the wider of the two dtypes, or in autocast's; the factors are rounded to the head's for
+            the products of their gradients.
         scaling: factor on the term (LoRA: alpha / r).
         hidden: shaped like the call's hidden, what `a` is applied to in its place (after a dropout, say).
     """

@@ -269,6 +269,38 @@ def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
         assert oracles.max_error(mine, exact) <= oracles.error_budget(theirs, exact, dtype)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "vocab", "rank"), [(1000, 3001, 5), (9000, 2000, 16)])
+def test_enough_tokens_for_our_own_products(tokens, vocab, rank, adapter_dtype):
+    """The gradient in a product's epilogue; the second shape is more than one chunk of tokens."""
+    inputs = problem((tokens,), 128, vocab, rank, torch.bfloat16, adapter_dtype, torch.device("cuda"))
+    mask = torch.arange(tokens, device="cuda") % 5 > 0
+
+    def logps_alone(low_rank_of, **options):
+        leaves = inputs.leaves()
+        outputs = linear_logprobs(
+            leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, mask=mask, low_rank=low_rank_of(leaves),
+            **options,
+        )  # fmt: skip
+        return outputs.logps.detach(), torch.autograd.grad(outputs.logps.sum(), leaves[:5])
+
+    def terms(leaves):
+        return [LowRank(a=leaves.a, b=leaves.b, scaling=SCALING)]
+
+    found, grads = logps_alone(terms)
+    again, same = logps_alone(terms)
+    doubles = Problem(*(t.double() for t in inputs[:5]), inputs.targets).leaves()
+    merged = doubles.weight + SCALING * doubles.b @ doubles.a
+    exact, _ = oracles.logprobs(doubles.hidden, merged, doubles.targets, doubles.bias)
+    exact = torch.where(mask, exact, 0.0)
+    assert oracles.max_error(found, exact) < 1e-4
+    assert torch.equal(found, again)
+    for mine, other, expected in zip(grads, same, torch.autograd.grad(exact.sum(), doubles[:5]), strict=True):
+        assert torch.equal(mine, other)
+        assert (mine.double() - expected).norm() <= 5e-3 * expected.norm()
+
+
 # --- masks, and what costs nothing ------------------------------------------------------------------------------------
 
 

@@ -206,8 +206,6 @@ def test_the_router_loss_is_added():
 
 
 class _Wrapper(nn.Module):
-    """As DDP is."""
-
     def __init__(self, module):
         super().__init__()
         self.module = module
@@ -216,13 +214,26 @@ class _Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_wrapped_models():
-    batch, loss = make_batch(), FusedLinearGRPOLoss("grpo")
-    expected = policy_step(gemma(), batch, loss).loss
-    wrapped = _Wrapper(swap_lm_head(gemma()))
-    assert torch.equal(policy_step(wrapped, batch, loss).loss, expected)
+def test_distributed_data_parallel():
+    """One rank of gloo: DDP's own forward around the swapped model, its reducer on every gradient."""
+    dist = torch.distributed
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs torch.distributed to itself")
+    batch, loss, plain = make_batch(), FusedLinearGRPOLoss("grpo"), gemma()
+    expected = gradients(plain, policy_step(plain, batch, loss).loss)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = swap_lm_head(gemma())
+        parallel = nn.parallel.DistributedDataParallel(model)
+        policy_step(parallel, batch, loss).loss.backward()
+        assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wrapper_needs_a_swapped_model():
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got _Wrapper"):
-        policy_step(_Wrapper(gemma()), batch, loss)
+        policy_step(_Wrapper(gemma()), make_batch(), FusedLinearGRPOLoss("grpo"))
 
 
 @pytest.mark.parametrize("part", ["body", "whole"])
