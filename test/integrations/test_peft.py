@@ -276,6 +276,20 @@ def test_padding_of_nan_does_not_reach_the_adapter():
         torch.testing.assert_close(found[name], grad)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens(kind):
+    """The labels grow with the prompt, the log-probabilities with them."""
+    model = peft.get_peft_model(build(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    batch, plain = make_batch(), model(**make_batch()).loss
+    fused = swap_lm_head(model)(**batch, fused=True)
+    torch.testing.assert_close(fused.loss, plain)
+    assert fused.per_token_logps.shape[1] == LENGTH + (4 if kind == "PromptTuningConfig" else 0)
+    found, expected = gradients(model, fused.loss), gradients(model, model(**batch).loss)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +397,11 @@ def test_gradient_checkpointing():
             r"peft\.tuners\.loha\.layer\.Linear",
         ),
         (
+            peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]),
+            TypeError,
+            r"peft\.tuners\.lokr\.layer\.Linear",
+        ),
+        (
             peft.AdaLoraConfig(task_type="CAUSAL_LM", init_r=2, target_modules=["lm_head"], total_step=10),
             TypeError,
             "SVDLinear",
@@ -398,7 +417,7 @@ def test_gradient_checkpointing():
             "TrainableTokens",
         ),
     ],
-    ids=["DoRA", "IA3", "LoHa", "AdaLoRA", "VeRA", "trainable tokens"],
+    ids=["DoRA", "IA3", "LoHa", "LoKr", "AdaLoRA", "VeRA", "trainable tokens"],
 )
 @pytest.mark.parametrize("swapped", ["before", "after"])
 def test_other_adapters_on_the_head_are_refused_by_name(config, error, message, swapped):
