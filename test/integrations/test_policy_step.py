@@ -9,6 +9,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Reinforce, Segments, TokenMean, ppo_loss_fn  # noqa: E402
+from liger_rl.integrations import transformers as integration  # noqa: E402
 from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head  # noqa: E402
 from liger_rl.kernels import gemm  # noqa: E402
@@ -146,6 +147,19 @@ def test_only_completion_tokens_are_projected(monkeypatch):
     monkeypatch.setattr(gemm, "matmul", lambda a, b: (rows.append(a.shape[0]), plain_matmul(a, b))[1])
     policy_step(model, batch, loss)
     assert rows == [int(batch["completion_mask"].sum())]
+
+
+def test_the_losss_options_of_the_head_reach_it(monkeypatch):
+    model, batch, seen = swap_lm_head(gemma()), make_batch(), []
+    plain = integration.linear_logprobs
+
+    def recorded(*tensors, **options):
+        seen.append(options)
+        return plain(*tensors, **options)
+
+    monkeypatch.setattr(integration, "linear_logprobs", recorded)
+    policy_step(model, batch, FusedLinearGRPOLoss("grpo", chunk_tokens=7, chunk_vocab=50))
+    assert (seen[0]["chunk_tokens"], seen[0]["chunk_vocab"]) == (7, 50)
 
 
 def test_the_first_token_is_never_counted():
