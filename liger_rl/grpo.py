@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, LowRank, check_chunk, check_linear, check_tolerance, linear_logprobs
+from liger_rl.logprobs import LogProbs, check_chunk, check_linear, check_tolerance, linear_logprobs
+from liger_rl.low_rank import LowRank
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms

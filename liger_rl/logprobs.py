@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
+from liger_rl.low_rank import LowRank
 from liger_rl.projection import Gather, LinearLogProbs, ProjectionOptions, whole_head
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,32 +33,6 @@ class LogProbs(NamedTuple):
     is_top1: Tensor | None = None
     """bool: no word has a larger logit than the target, and no word of a smaller id the same. False at masked tokens.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
-
-    Attributes:
-        a: (r, H) and b: (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
-            dtype is. hidden @ a.T runs in the dtype of `a`, or autocast's; where that is float32 beside a 16-bit
-            head, the term is not rounded to 16 bits either, only its factors in the products of their gradients.
-        scaling: factor on the term (LoRA: alpha / r).
-        hidden: shaped like the call's hidden, what `a` is applied to in its place (after a dropout, say).
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float = 1.0
-    hidden: Tensor | None = None
-
-    def rows(self, hidden: Tensor, index: Tensor | None) -> Tensor:
-        """(..., H) -> (N, r) scaling * (hidden @ a.T), 0 where the index leaves a token out."""
-        given = hidden if self.hidden is None else self.hidden
-        flat = given.reshape(-1, given.shape[-1])
-        live = flat if index is None else flat[index]
-        values = torch.nn.functional.linear(live.to(self.a.dtype), self.a) * self.scaling
-        return values if index is None else values.new_zeros(len(flat), values.shape[1]).index_copy(0, index, values)
 
 
 def linear_logprobs(
@@ -154,7 +128,7 @@ def linear_logprobs(
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
         low_inputs = low_weight = None
         if low_rank:
-            low_inputs = torch.cat([term.rows(hidden, index) for term in low_rank], dim=1)
+            low_inputs = torch.cat([term.inputs(hidden, index) for term in low_rank], dim=1)
             low_weight = torch.cat([term.b for term in low_rank], dim=1)
         outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
     return _spread(outputs, index, targets.shape)

@@ -89,9 +89,8 @@ def plan_tiles(
 class LowRankRows(NamedTuple):
     """A low-rank term of the logits, inputs @ weight.T, that is computed in one product with hidden @ weight.T.
 
-    Both stand side by side: [hidden | inputs] @ [weight | low-rank weight].T. Inputs that are wider than the compute
-    dtype are the sum of a rounded part and the rest, as the weight then is, and three of the four products of those
-    are taken: to 16 bits and more, at three times the few columns.
+    Both stand side by side: [hidden | inputs] @ [weight | low-rank weight].T. A factor wider than the compute dtype
+    becomes two, its rounded part and the rest, at the price of a few more columns: the term is as exact as the head's.
     """
 
     inputs: Tensor  # (n, r) any float dtype
@@ -99,22 +98,25 @@ class LowRankRows(NamedTuple):
 
     def beside_rows(self, hidden: Tensor) -> Tensor:
         """(n, H) in the compute dtype -> (n, H + ...)"""
-        inputs, dtype = self.inputs, hidden.dtype
-        rounded = inputs.to(dtype)
-        if not self._is_wider_than(dtype):
-            return _joined(hidden, rounded)
-        return _joined(hidden, rounded, (inputs - rounded).to(dtype), rounded)
+        rounded, rest = _split(self.inputs, hidden.dtype)
+        again = [] if _fits(self.weight, hidden.dtype) else [rounded]
+        return _joined(hidden, rounded, *rest, *again)
 
     def beside_tile(self, weight_tile: Tensor, first: int) -> Tensor:
         """(v, H) in the compute dtype, the weight from row `first` on -> (v, H + ...)"""
-        low_tile, dtype = self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype
-        rounded = low_tile.to(dtype)
-        if not self._is_wider_than(dtype):
-            return _joined(weight_tile, rounded)
-        return _joined(weight_tile, rounded, rounded, (low_tile - rounded).to(dtype))
+        rounded, rest = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
+        again = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
+        return _joined(weight_tile, rounded, *again, *rest)
 
-    def _is_wider_than(self, dtype: torch.dtype) -> bool:
-        return torch.promote_types(self.inputs.dtype, dtype) != dtype
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    return torch.promote_types(values.dtype, dtype) == dtype
+
+
+def _split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """-> values rounded to `dtype`, and what that leaves of those that do not fit."""
+    rounded = values.to(dtype)
+    return rounded, [] if _fits(values, dtype) else [(values - rounded).to(dtype)]
 
 
 def _joined(*parts: Tensor) -> Tensor:

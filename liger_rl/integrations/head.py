@@ -86,7 +86,7 @@ def checked_head(model: PreTrainedModel) -> Head:
             f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
             f"{type(linear).__name__}; keep the head out of the quantisation"
         )
-    hidden = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)[None]
+    hidden = torch.linspace(-1, 1, linear.weight.shape[1], dtype=linear.weight.dtype, device=linear.weight.device)[None]
     expected = nn.functional.linear(hidden, linear.weight, linear.bias)
     if not torch.equal(linear(hidden), expected):
         raise ValueError(f"the head of {name}, a {type(linear).__name__}, computes something other than h @ W.T + b")
@@ -105,7 +105,7 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     if bias is not None:
         expected += bias.float()
     for term in terms:
-        expected += term.rows(hidden, None).float() @ term.b.float().T
+        expected += term.inputs(hidden, None) @ term.b.float().T
     rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
     if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")
@@ -131,7 +131,7 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
             output = model(input_ids=ids, use_cache=False, return_dict=True)
     except Exception as error:
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
-    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.in_features):
+    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))

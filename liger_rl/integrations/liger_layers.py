@@ -11,15 +11,15 @@ def check_liger_layers(model: Any) -> None:
         ImportError: liger-kernel is not installed.
         ValueError: the model is not on a CUDA device, or liger-kernel has no layers for its type.
     """
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ImportError("liger_layers=True needs liger-kernel: pip install liger-kernel")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
     name = type(model).__name__
     if model.device.type != "cuda":
         raise ValueError(
             f"liger_layers=True needs {name} on a CUDA device, its layers are Triton kernels; it is on {model.device}"
         )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError("liger_layers=True needs liger-kernel: pip install liger-kernel")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(
             f"liger-kernel has no layers for {name}, model type {model.config.model_type!r}; it has them for "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
-from liger_rl.integrations.transformers import IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
+from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.metrics import Metric
 
@@ -108,8 +108,7 @@ def _fused(model: nn.Module, ids: Tensor, mask: Tensor, loss: FusedLinearGRPOLos
         fused=True,
         entropy=entropy,
         temperature=loss.transform.temperature,
-        chunk_tokens=loss.chunk_tokens,
-        chunk_vocab=loss.chunk_vocab,
+        **{name: getattr(loss, name) for name in HEAD_OPTIONS if hasattr(loss, name)},
         **inputs,
     )
 

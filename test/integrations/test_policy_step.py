@@ -9,6 +9,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Reinforce, Segments, TokenMean, ppo_loss_fn  # noqa: E402
+from liger_rl.integrations import transformers as integration  # noqa: E402
 from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head  # noqa: E402
 from liger_rl.kernels import gemm  # noqa: E402
@@ -148,6 +149,19 @@ def test_only_completion_tokens_are_projected(monkeypatch):
     assert rows == [int(batch["completion_mask"].sum())]
 
 
+def test_the_losss_options_of_the_head_reach_it(monkeypatch):
+    model, batch, seen = swap_lm_head(gemma()), make_batch(), []
+    plain = integration.linear_logprobs
+
+    def recorded(*tensors, **options):
+        seen.append(options)
+        return plain(*tensors, **options)
+
+    monkeypatch.setattr(integration, "linear_logprobs", recorded)
+    policy_step(model, batch, FusedLinearGRPOLoss("grpo", chunk_tokens=7, chunk_vocab=50))
+    assert (seen[0]["chunk_tokens"], seen[0]["chunk_vocab"]) == (7, 50)
+
+
 def test_the_first_token_is_never_counted():
     """Nothing predicts it: with it in the mask, the result is the same."""
     model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo")
@@ -206,8 +220,6 @@ def test_the_router_loss_is_added():
 
 
 class _Wrapper(nn.Module):
-    """As DDP is."""
-
     def __init__(self, module):
         super().__init__()
         self.module = module
@@ -216,13 +228,45 @@ class _Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_wrapped_models():
-    batch, loss = make_batch(), FusedLinearGRPOLoss("grpo")
-    expected = policy_step(gemma(), batch, loss).loss
-    wrapped = _Wrapper(swap_lm_head(gemma()))
-    assert torch.equal(policy_step(wrapped, batch, loss).loss, expected)
+def test_distributed_data_parallel():
+    """One rank of gloo: DDP's own forward around the swapped model, its reducer on every gradient."""
+    dist = torch.distributed
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs torch.distributed to itself")
+    batch, loss, plain = make_batch(), FusedLinearGRPOLoss("grpo"), gemma()
+    expected = gradients(plain, policy_step(plain, batch, loss).loss)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = swap_lm_head(gemma())
+        parallel = nn.parallel.DistributedDataParallel(model)
+        policy_step(parallel, batch, loss).loss.backward()
+        assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wrapper_needs_a_swapped_model():
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got _Wrapper"):
-        policy_step(_Wrapper(gemma()), batch, loss)
+        policy_step(_Wrapper(gemma()), make_batch(), FusedLinearGRPOLoss("grpo"))
+
+
+@pytest.mark.parametrize("part", ["body", "whole"])
+def test_compiled_models(part):
+    """The body's graph is made once and used; of a compiled whole, the fused call runs as it is."""
+    batch, loss, graphs = make_batch(), FusedLinearGRPOLoss("grpo"), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, model = gemma(), swap_lm_head(gemma())
+    expected = gradients(plain, policy_step(plain, batch, loss).loss)
+    if part == "body":
+        model.model.compile(backend=backend)
+    compiled = torch.compile(model, backend=backend) if part == "whole" else model
+    for _ in range(2):
+        assert_same_gradients(gradients(model, policy_step(compiled, batch, loss).loss), expected)
+    assert len(graphs) == (1 if part == "body" else 0)
 
 
 def test_a_model_with_lora_on_its_head():
