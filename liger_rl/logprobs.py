@@ -10,9 +10,10 @@ from torch import Tensor
 from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.linear_function import LinearLogProbs
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
-from liger_rl.projection import Gather, LinearLogProbs, ProjectionOptions, whole_head
+from liger_rl.projection import Gather, ProjectionOptions, whole_head
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

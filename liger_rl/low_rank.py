@@ -1,6 +1,7 @@
 """A low-rank term of the head's logits, LoRA's, without the sum of the two weights."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm
 
+JOINED_COLUMNS = 8  # rows of two 16-bit factors side by side start at multiples of the 16 bytes that TMA asks for
 ROWS_AT_ONCE = 4096  # of the hidden states, in another dtype or gathered
 
 
@@ -77,3 +79,42 @@ def _parts(hidden: Tensor, index: Tensor | None) -> list:
     count = hidden.shape[0] if index is None else index.shape[0]
     pieces = [slice(start, min(start + ROWS_AT_ONCE, count)) for start in range(0, count, ROWS_AT_ONCE)]
     return pieces if index is None else [index[piece] for piece in pieces]
+
+
+class LowRankRows(NamedTuple):
+    """A low-rank term of the logits, inputs @ weight.T, that is computed in one product with hidden @ weight.T.
+
+    Both stand side by side: [hidden | inputs] @ [weight | low-rank weight].T. A factor wider than the compute dtype
+    becomes two, its rounded part and the rest, at the price of a few more columns: the term is as exact as the head's.
+    """
+
+    inputs: Tensor  # (n, r) any float dtype
+    weight: Tensor  # (V, r) any float dtype
+
+    def beside_rows(self, hidden: Tensor) -> Tensor:
+        """(n, H) in the compute dtype -> (n, H + ...)"""
+        rounded, rest = _split(self.inputs, hidden.dtype)
+        again = [] if _fits(self.weight, hidden.dtype) else [rounded]
+        return _joined(hidden, rounded, *rest, *again)
+
+    def beside_tile(self, weight_tile: Tensor, first: int) -> Tensor:
+        """(v, H) in the compute dtype, the weight from row `first` on -> (v, H + ...)"""
+        rounded, rest = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
+        again = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
+        return _joined(weight_tile, rounded, *again, *rest)
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    return torch.promote_types(values.dtype, dtype) == dtype
+
+
+def _split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """-> values rounded to `dtype`, and what that leaves of those that do not fit."""
+    rounded = values.to(dtype)
+    return rounded, [] if _fits(values, dtype) else [(values - rounded).to(dtype)]
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Side by side, with zeros up to a width that TMA can address."""
+    width = sum(part.shape[1] for part in parts)
+    return torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], -width % JOINED_COLUMNS)], dim=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from liger_rl import LogitTransform, block_sparse, linear_logprobs, projection
+from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, projection
 from liger_rl.block_sparse import BlockPlan, Tolerance, plan_blocks
 from liger_rl.kernels import bounds
 from liger_rl.kernels.statistics import (
@@ -197,7 +197,7 @@ def recorded_shares(monkeypatch):
         shares.append(chosen.share)
         return chosen
 
-    monkeypatch.setattr(projection, "plan_blocks", plan)
+    monkeypatch.setattr(linear_function, "plan_blocks", plan)
     return shares
 
 
@@ -215,7 +215,7 @@ def test_flat_distributions_take_the_dense_products(monkeypatch):
     """Where nearly every block is kept the exact backward is the faster one, and it is what runs."""
     leaves, targets, grad = batch("unsure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     shares = recorded_shares(monkeypatch)
-    monkeypatch.setattr(projection, "grad_blocks", None)  # would be called in vain
+    monkeypatch.setattr(linear_function, "grad_blocks", None)  # would be called in vain
     found = gradients(leaves, targets, grad, grad_tolerance=1e-5)
     assert shares == [1.0]
     for mine, other in zip(found, gradients(leaves, targets, grad), strict=True):
@@ -226,7 +226,7 @@ def test_flat_distributions_take_the_dense_products(monkeypatch):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
 def test_unbiased_gradients_average_to_the_exact_ones(monkeypatch):
     """Over 60 seeds the error of the mean falls to the stated noise over sqrt(60), under what is left out otherwise."""
-    monkeypatch.setitem(projection.DENSE_SHARE, "cpu", 1.0)
+    monkeypatch.setitem(linear_function.DENSE_SHARE, "cpu", 1.0)
     leaves, targets, grad = batch("sure", tokens=520, vocab=4000, hidden_size=32)
     exact = gradients(leaves, targets, grad)
     tolerance, draws = 0.1, 60

@@ -9,7 +9,7 @@ from benchmark.inputs import Inputs, logit_transform
 from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
-from liger_rl import FusedLinearGRPOLoss, linear_logprobs, projection
+from liger_rl import FusedLinearGRPOLoss, linear_function, linear_logprobs
 from liger_rl.block_sparse import BlockPlan, plan_blocks
 
 
@@ -47,7 +47,7 @@ class Head(Base):
             grad_tolerance=self.grad_tolerance,
         )
         if self.grad_tolerance:
-            projection.plan_blocks = self._recorded
+            linear_function.plan_blocks = self._recorded
         return lambda: (
             loss_fn(
                 inputs.hidden,

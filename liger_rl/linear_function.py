@@ -1,0 +1,125 @@
+"""The autograd Function of the fused head: which tokens count, which are worth a gradient, and how it is made."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_rl.block_sparse import grad_blocks, plan_blocks
+from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
+from liger_rl.low_rank import LowRankRows
+from liger_rl.projection import (
+    MAX_CHUNK_TOKENS,
+    ProjectionGradients,
+    fold_projection,
+    grad_projection,
+    kind_of,
+    spans,
+    whole_head,
+)
+
+# From this share of kept blocks on, the dense products are faster than those of the blocks.
+DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
+
+    Gradients of logps and entropy, for hidden, weight and bias, and for the two factors of a low-rank term where there
+    is one: the logits are hidden @ weight.T + low_inputs @ low_weight.T + bias. A sharded head must be whole around the
+    forward, whose caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its
+    rows are.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, live, options, low_inputs, low_weight):
+        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them,
+        # low_inputs (N, r), low_weight (V, r), or None for both
+        ctx.set_materialize_grads(False)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = _gather(hidden, live, options.compute_dtype)
+            live_targets = targets if live is None else targets[live]
+            low_rank = _low_rank_rows(low_inputs, low_weight, live)
+            bounded = options.tolerance is not None and any(ctx.needs_input_grad)
+            statistics, known = fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
+        ctx.options = options
+        # The extras have no gradient, and a gradient does not need them.
+        kept = (*statistics[:3], *(known or ()))
+        ctx.save_for_backward(hidden, weight, bias, targets, live, low_inputs, low_weight, *kept)
+        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / weight.shape[0]
+        extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
+        ctx.mark_non_differentiable(*(values for values in extras if values is not None))
+        entropy = None if statistics.entropy is None else statistics.entropy.clone()
+        return statistics.logps.clone(), entropy, *extras
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logps, grad_entropy, *_):
+        hidden, weight, bias, targets, live, low_inputs, low_weight, *kept = ctx.saved_tensors
+        statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
+        needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:]
+        if grad_logps is None and grad_entropy is None:
+            return None, None, None, None, None, None, None, None
+        with torch.autocast(hidden.device.type, enabled=False), whole_head(ctx.options.gather, weight, bias):
+            if grad_logps is None:
+                grad_logps = torch.zeros_like(grad_entropy)
+            tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+            plan = None
+            if known is None:
+                wanted = select_rows(tokens)
+            else:
+                live_targets = targets if live is None else targets[live]
+                plan = plan_blocks(
+                    known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance
+                )
+                wanted = plan.rows
+            if wanted is not None:
+                tokens = tokens.take(wanted)
+                live = wanted if live is None else live[wanted]
+            rows = _gather(hidden, live, ctx.options.compute_dtype)
+            row_targets = targets if live is None else targets[live]
+            if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+                low_rank = _low_rank_rows(low_inputs, low_weight, live)
+                gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs, low_rank)
+                del low_rank
+            else:
+                parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, ctx.options.transform, needs[:3])
+                gradients = ProjectionGradients(*parts, None, None)
+            del rows
+            grad_hidden = grad_inputs = None
+            if gradients.hidden is not None:
+                grad_hidden = _scatter(gradients.hidden, live, hidden)
+            if gradients.low_rank_inputs is not None:
+                grad_inputs = _scatter(gradients.low_rank_inputs, live, low_inputs)
+        grads = (grad_hidden, gradients.weight, gradients.bias, None, None, None)
+        return *grads, grad_inputs, gradients.low_rank_weight
+
+
+def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | None) -> LowRankRows | None:
+    if inputs is None or weight is None:
+        return None
+    return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
+
+
+def select_rows(tokens: TokenGradients) -> Tensor | None:
+    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients and not be dropped
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
+    index = wanted.nonzero().squeeze(1)
+    return None if index.numel() == wanted.numel() else index
+
+
+def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows = hidden if live is None else hidden[live]
+    return rows.to(dtype).contiguous()
+
+
+def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:
+    """(n, H) float32 -> (N, H) like `hidden`, zero where no row is live."""
+    if live is None:
+        return grad_rows.to(hidden.dtype)
+    out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    # In pieces, so that the converted copy stays small beside the float32 rows.
+    for start, stop in spans(grad_rows.shape[0], MAX_CHUNK_TOKENS["cuda"]):
+        out.index_copy_(0, live[start:stop], grad_rows[start:stop].to(hidden.dtype))
+    return out
