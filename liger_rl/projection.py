@@ -161,7 +161,7 @@ def grad_projection(
         factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
         hidden = factor[:, : hidden.shape[1]]
     grad = for_device(hidden.device).grad
-    gemm_grad = gemm_grad_for(factor, weight, options.transform, tokens) if options.chunks_are_free else None
+    gemm_grad = gemm_grad_for(factor, weight) if options.chunks_are_free else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)

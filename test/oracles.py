@@ -69,6 +69,16 @@ def error_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     return 2.0 * (eager.double() - truth).abs().max().item() + rounding
 
 
+def norm_budget(eager: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """`error_budget` in the Frobenius norm, where the largest of a few errors would be a matter of luck."""
+    truth = truth.double()
+    return 2.0 * (eager.double() - truth).norm().item() + torch.finfo(dtype).eps * truth.norm().item()
+
+
+def norm_error(found: Tensor, truth: Tensor) -> float:
+    return (found.double() - truth.double()).norm().item()
+
+
 def max_error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth.double()).abs().max().item()
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import bounds, eager
-from liger_rl.kernels.statistics import Fold, TokenGradients
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import Fold
 
 
 def for_device(device: torch.device) -> ModuleType:
@@ -36,15 +35,9 @@ def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:
     return epilogue.gemm_fold if epilogue.applies(hidden, weight) else None
 
 
-def gemm_grad_for(
-    hidden: Tensor, weight: Tensor, transform: LogitTransform, tokens: TokenGradients
-) -> Callable[..., Tensor] | None:
-    """The gradient of a tile in the recomputing product's own epilogue, None where that kernel is not the faster one.
-
-    It is under the same conditions as `gemm_fold_for`, without a softcap and without a gradient of the entropy: with
-    either its epilogue needs more registers than there are.
-    """
-    if not hidden.is_cuda or transform.softcap is not None or tokens.grad_entropy is not None:
+def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """The gradient of a tile in the recomputing product's own epilogue, under the conditions of `gemm_fold_for`."""
+    if not hidden.is_cuda:
         return None
     from liger_rl.kernels import epilogue
 

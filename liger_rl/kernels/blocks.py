@@ -19,9 +19,10 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on, transform_constants
 
 # One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
-# gradients 0.96 / 0.38 / 0.24 ms, hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns of
-# the weight rather than a row), weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the dense
-# product each would take 0.95 / 0.37 / 0.24 ms.
+# gradients 0.96 / 0.38 / 0.24 ms, then hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns
+# of the weight rather than a row) and weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the
+# dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
+# 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle.
 BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vocabulary is never split
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
@@ -163,78 +164,95 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _hidden_kernel(
-    blocks,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+def _sum_row(
+    item, blocks, weight, out, block_tile, by_row, row_end, row_count, row_order, tokens, hidden_size,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the hidden states' gradient for one row of blocks."""
+    STEPS: tl.constexpr = TILE_VOCAB // STEP
+    parts = tl.cdiv(hidden_size, COLUMNS)
+    # Neighbours share a row's blocks, and its tiles of the weight.
+    row, part = tl.load(row_order + item // parts).to(tl.int32), item % parts
+    total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
+    end = tl.load(row_end + row)
+    for step in tl.range((end - tl.load(row_count + row)) * STEPS, end * STEPS):
+        block = tl.load(by_row + step // STEPS)
+        word = (step % STEPS) * STEP
+        grad = blocks.load([block * TILE_TOKENS, word])
+        total = tl.dot(grad, weight.load([tl.load(block_tile + block) * TILE_VOCAB + word, part * COLUMNS]), total)
+    token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
+    inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
+    if ADD:
+        total += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, total, mask=inside)
+
+
+@triton.jit
+def _sum_tile(
+    item, blocks, hidden, out, block_row, tile_end, tile_count, tile_order, first, hidden_size,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the weight's gradient for one tile of words; zero for a tile without a block."""
+    STEPS: tl.constexpr = TILE_TOKENS // STEP
+    parts = tl.cdiv(hidden_size, COLUMNS)
+    # Neighbours share a tile's blocks.
+    tile, part = tl.load(tile_order + item // parts).to(tl.int32), item % parts
+    total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
+    end = tl.load(tile_end + tile)
+    for step in tl.range((end - tl.load(tile_count + tile)) * STEPS, end * STEPS):
+        block = step // STEPS
+        token = (step % STEPS) * STEP
+        grad = blocks.load([block * TILE_TOKENS + token, 0])
+        rows = hidden.load([tl.load(block_row + block) * TILE_TOKENS + token, part * COLUMNS])
+        total = tl.dot(grad.T, rows, total)
+    out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
+
+
+@triton.jit(do_not_specialize=["first", "row_items"])
+def _sums_kernel(
+    row_items,  # programs that sum rows of blocks; the others sum tiles
+    row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
     weight,  # descriptor of (V, H)
-    out,  # (tokens, H) float32
+    grad_hidden,  # (tokens, H) float32
     block_tile,
     by_row,
     row_end,
     row_count,
     row_order,
-    rows,
     tokens,
-    hidden_size,
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    ADD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    STEPS: tl.constexpr = TILE_VOCAB // STEP
-    parts = tl.cdiv(hidden_size, COLUMNS)
-    for item in tl.range(tl.program_id(0), rows * parts, PROGRAMS):
-        # Neighbours share a row's blocks, and its tiles of the weight.
-        row, part = tl.load(row_order + item // parts).to(tl.int32), item % parts
-        total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
-        end = tl.load(row_end + row)
-        for step in tl.range((end - tl.load(row_count + row)) * STEPS, end * STEPS):
-            block = tl.load(by_row + step // STEPS)
-            word = (step % STEPS) * STEP
-            grad = blocks.load([block * TILE_TOKENS, word])
-            total = tl.dot(grad, weight.load([tl.load(block_tile + block) * TILE_VOCAB + word, part * COLUMNS]), total)
-        token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
-        inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-        if ADD:
-            total += tl.load(place, mask=inside, other=0.0)
-        tl.store(place, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _weight_kernel(
-    blocks,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    tile_blocks,  # descriptor of the same blocks
     hidden,  # descriptor of (tokens, H)
-    out,  # descriptor of (V, H)
+    grad_weight,  # descriptor of (V, H)
     block_row,
     tile_end,
     tile_count,
     tile_order,
-    tiles,
     first,  # tile of the vocabulary
     hidden_size,
+    HIDDEN: tl.constexpr,
+    WEIGHT: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HIDDEN_COLUMNS: tl.constexpr,
+    WEIGHT_COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    STEPS: tl.constexpr = TILE_TOKENS // STEP
-    parts = tl.cdiv(hidden_size, COLUMNS)
-    for item in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
-        # Neighbours share a tile's blocks.
-        tile, part = tl.load(tile_order + item // parts).to(tl.int32), item % parts
-        total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
-        end = tl.load(tile_end + tile)
-        for step in tl.range((end - tl.load(tile_count + tile)) * STEPS, end * STEPS):
-            block = step // STEPS
-            token = (step % STEPS) * STEP
-            grad = blocks.load([block * TILE_TOKENS + token, 0])
-            rows = hidden.load([tl.load(block_row + block) * TILE_TOKENS + token, part * COLUMNS])
-            total = tl.dot(grad.T, rows, total)
-        out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
+    item = tl.program_id(0)
+    if item < row_items:
+        if HIDDEN:
+            _sum_row(
+                item, row_blocks, weight, grad_hidden, block_tile, by_row, row_end, row_count, row_order, tokens,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP, ADD,
+            )  # fmt: skip
+    else:
+        if WEIGHT:
+            _sum_tile(
+                item - row_items, tile_blocks, hidden, grad_weight, block_row, tile_end, tile_count, tile_order, first,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -285,10 +303,7 @@ def grad_blocks(
             span = _Span.of(scales[:, first:last], first, sum(counts[first:last]))
             if span.total:
                 _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
-            if grad_hidden is not None and (span.total or first == 0):
-                _store_hidden(grad_hidden, buffer, span, weight, add=first > 0)
-            if grad_weight is not None:
-                _store_weight(grad_weight, buffer, span, hidden, first)
+            _store_sums(grad_hidden, grad_weight, buffer, span, hidden, weight, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
                     buffer, grad_bias, span.tile_end, span.tile_count, first, weight.shape[0], BLOCK_TOKENS, BLOCK_VOCAB
@@ -344,9 +359,23 @@ def _store_blocks(
     )
 
 
-def _store_hidden(grad_hidden: Tensor, buffer: Tensor, span: _Span, weight: Tensor, *, add: bool) -> None:
-    programs = device_programs(weight.device)
-    _hidden_kernel[(programs,)](
+def _store_sums(
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    buffer: Tensor,
+    span: _Span,
+    hidden: Tensor,
+    weight: Tensor,
+    first: int,
+) -> None:
+    """Both gradients in one launch: rows are few and long, tiles many and short, and fill what the rows leave idle."""
+    size = weight.shape[1]
+    row_items = triton.cdiv(size, HIDDEN_COLUMNS) * span.row_order.numel() if grad_hidden is not None else 0
+    tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
+    if row_items + tile_items == 0:
+        return
+    _sums_kernel[(row_items + tile_items,)](
+        row_items,
         TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
         TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
         grad_hidden,
@@ -355,38 +384,25 @@ def _store_hidden(grad_hidden: Tensor, buffer: Tensor, span: _Span, weight: Tens
         span.row_end,
         span.row_count,
         span.row_order,
-        span.row_order.numel(),
-        grad_hidden.shape[0],
-        grad_hidden.shape[1],
-        TILE_TOKENS=BLOCK_TOKENS,
-        TILE_VOCAB=BLOCK_VOCAB,
-        COLUMNS=HIDDEN_COLUMNS,
-        STEP=STEP,
-        ADD=add,
-        PROGRAMS=programs,
-        num_stages=4,
-        num_warps=WARPS,
-    )
-
-
-def _store_weight(grad_weight: Tensor, buffer: Tensor, span: _Span, hidden: Tensor, first: int) -> None:
-    programs = device_programs(hidden.device)
-    _weight_kernel[(programs,)](
+        hidden.shape[0],
         TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
         TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
-        TensorDescriptor.from_tensor(grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
+        # Without a gradient to write, a descriptor that nothing is written to.
+        TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
         span.row,
         span.tile_end,
         span.tile_count,
         span.tile_order,
-        span.tile_order.numel(),
         first,
-        grad_weight.shape[1],
+        size,
+        HIDDEN=grad_hidden is not None,
+        WEIGHT=grad_weight is not None,
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
-        COLUMNS=WEIGHT_COLUMNS,
+        HIDDEN_COLUMNS=HIDDEN_COLUMNS,
+        WEIGHT_COLUMNS=WEIGHT_COLUMNS,
         STEP=STEP,
-        PROGRAMS=programs,
+        ADD=first > 0,
         num_stages=3,
         num_warps=WARPS,
     )
