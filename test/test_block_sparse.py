@@ -394,3 +394,21 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     order = torch.randperm(tokens).to(DEVICE)
     found = tiles.block_bounds(other, per_token, own, targets, order)
     torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("entropy", [False, True])
+def test_more_than_two_to_the_31_logits(entropy):
+    """8448 tokens x 262144 words: offsets pass 2^31 in every matrix of theirs, and the last tokens are as right."""
+    tokens, hidden_size, vocab = 8448, 64, 262144
+    weight = torch.randn(vocab, hidden_size, device="cuda").bfloat16()
+    targets = torch.randint(vocab - 5000, vocab, (tokens,), device="cuda")
+    hidden = (0.05 + 0.45 * torch.rand(tokens, 1, device="cuda")) * weight[targets].float()
+    leaves = [hidden.bfloat16().requires_grad_(), weight.requires_grad_(), torch.zeros(vocab).cuda().bfloat16()]
+    grad = torch.randn(tokens, device="cuda")
+    exact = gradients(leaves, targets, grad, entropy=entropy)
+    found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=1e-2)
+    for mine, other in zip(found, exact, strict=True):
+        assert mine.isfinite().all()
+        assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
+        assert distance(mine[-512:], other[-512:]) <= 0.1
