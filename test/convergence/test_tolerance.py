@@ -1,0 +1,108 @@
+"""Policy optimisation with a tolerance on the gradient stays as close to the exact run as bfloat16 does to float32."""
+
+import copy
+import pydoc_data.topics
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
+tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into words by tokenizers")
+
+from liger_rl import FusedLinearGRPOLoss, linear_function  # noqa: E402
+from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+
+pytestmark = pytest.mark.convergence
+
+VOCAB, ROWS, LENGTH, PROMPT = 8192, 8, 96, 16
+PRETRAINING, STEPS, STEPS_PER_BATCH = 120, 16, 4
+TOLERANCE = 1e-3
+
+
+@cache
+def tokens() -> Tensor:
+    """The text of Python's own help pages, in words learnt from it."""
+    text = [page for _, page in sorted(pydoc_data.topics.topics.items())]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text, vocab_size=VOCAB, show_progress=False)
+    return torch.tensor(tokenizer.encode("\n".join(text)).ids)
+
+
+def rows(generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(tokens()) - LENGTH, (ROWS,), generator=generator)
+    return torch.stack([tokens()[start : start + LENGTH] for start in starts.tolist()])
+
+
+@cache
+def pretrained() -> torch.nn.Module:
+    """A model that knows which words are rare: without that every tile of words matters to every token."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    model = swap_lm_head(transformers.LlamaForCausalLM(config))
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.Generator().manual_seed(0)
+    for _ in range(PRETRAINING):
+        ids = rows(generator)
+        model(input_ids=ids, labels=ids, use_cache=False, fused=True).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def policy(dtype: torch.dtype, tolerance: float) -> tuple[Tensor, list[float]]:
+    """-> parameters and losses after STEPS updates; the same batches and advantages whatever the arguments."""
+    model = copy.deepcopy(pretrained()).to(dtype)
+    loss_fn = FusedLinearGRPOLoss("grpo", epsilon_high=0.28, beta=0.02, grad_tolerance=tolerance)
+    # Plain gradient steps: an error of the gradient is an error of the parameters, which Adam's signs would hide.
+    optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS // STEPS_PER_BATCH):
+        ids = rows(generator)
+        advantages = torch.randn(ROWS, generator=generator)
+        mask = (torch.arange(1, LENGTH) >= PROMPT).expand(ROWS, -1)
+
+        def hidden(model=model, ids=ids) -> Tensor:
+            return model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+
+        with torch.no_grad():
+            old = loss_fn.reference_logps(hidden(), model.lm_head.weight, ids[:, 1:], mask)
+        for _ in range(STEPS_PER_BATCH):
+            columns = {"old_per_token_logps": old, "ref_per_token_logps": old}
+            loss = loss_fn(hidden(), model.lm_head.weight, ids[:, 1:], advantages, mask, **columns).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()]), losses
+
+
+def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
+    shares = []
+    plan_blocks = linear_function.plan_blocks
+
+    def recorded(*args):
+        plan = plan_blocks(*args)
+        shares.append(plan.share)
+        return plan
+
+    monkeypatch.setattr(linear_function, "plan_blocks", recorded)
+    start = torch.cat([p.detach().double().flatten() for p in pretrained().parameters()])
+    exact, losses = policy(torch.float32, 0.0)
+    assert not shares
+    close, close_losses = policy(torch.float32, TOLERANCE)
+    rounded, _ = policy(torch.bfloat16, 0.0)
+    assert len(shares) == STEPS
+    assert max(shares) < linear_function.DENSE_SHARE["cpu"], "nothing was left out"
+    moved = (exact - start).norm()
+    assert 0 < (close - exact).norm() < 0.1 * moved
+    assert (close - exact).norm() <= (rounded - exact).norm()
+    assert close_losses == pytest.approx(losses, abs=1e-3)
