@@ -122,7 +122,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     """The transform that does to logits what the model's own forward does to them."""
     name = type(model).__name__
-    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32)
+    probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     try:

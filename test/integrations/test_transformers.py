@@ -496,6 +496,14 @@ def test_swap_and_unswap_leave_parameters_attributes_and_random_numbers_alone():
     assert_same_tensors(state_of(model), state)
 
 
+@on_every_device
+def test_the_default_device_has_no_say(device):
+    """Scripts build and swap their models under `torch.device`."""
+    model, batch = build("llama", device), make_batch(device)
+    with torch.device(device):
+        assert swap_lm_head(model)(**batch, fused=True).loss.isfinite()
+
+
 def test_swapping_and_unswapping_twice_is_harmless():
     model, batch = build("gemma2"), make_batch()
     model_class = type(model)
