@@ -115,7 +115,7 @@ def fold_projection(
     bytes_per_logit = 4 if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
-    by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device)
+    by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device, entropy=options.entropy)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
         if low_rank is not None:

@@ -7,11 +7,12 @@ import torch
 
 import oracles
 from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, projection
-from liger_rl.block_sparse import BlockPlan, Tolerance, plan_blocks
+from liger_rl.block_sparse import Tolerance, plan_blocks
 from liger_rl.kernels import bounds
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
+    MeanGradients,
     TileBounds,
     TileStatistics,
     TokenGradients,
@@ -107,6 +108,16 @@ def test_bound_holds(kind, transform, with_entropy):
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[plan.rows] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
+        means = plan.tile_means(vocab, torch.float32).double() * (transform.temperature / transform.scale)
+        by_word = means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        assert not by_word[kept != 0].any()
+        assert (left_out - by_word).norm() <= relative * exact.norm()
+        if transform.softcap is None:
+            # What is kept and the means add up to what the gradient adds up to: nothing. Float32 knows no less than
+            # a millionth of a token's dL/dlogp.
+            sums = (exact[plan.rows] * kept + by_word).sum(1)
+            size = grad_logps[plan.rows].abs() + (grad_entropy[plan.rows].abs() if with_entropy else 0.0)
+            assert (sums.abs() <= 2e-3 * exact[plan.rows].abs().sum(1) + 1e-6 * size).all()
         assert plan.counts == (plan.scales != 0).sum(0).tolist()
         assert 0 < plan.share <= 1
 
@@ -177,6 +188,20 @@ def test_gradients_are_close(kind, transform, entropy):
             assert mine.dtype == other.dtype
             assert torch.equal(mine, same)
             assert distance(mine, other) <= 4 * tolerance + 1.2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_direction_that_all_words_share(entropy):
+    """Rows of a trained head have much in common; what is left out must not add up along it."""
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    leaves, targets, grad = batch("sure", dtype=dtype)
+    with torch.no_grad():
+        leaves[1] += 0.5 * torch.randn(1, leaves[1].shape[1], device=DEVICE)
+    exact = gradients(leaves, targets, grad, entropy=entropy)
+    for tolerance in (1e-2, 1e-1):
+        found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=tolerance)
+        for mine, other in zip(found, exact, strict=True):
+            assert distance(mine, other) <= 2 * tolerance + 1.2 * torch.finfo(dtype).eps
 
 
 def test_blocks_are_left_out(monkeypatch):
@@ -339,10 +364,15 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
     scales = torch.randint(3, (rows, tiles)).float()
     scales[:, tiles // 2] = 0  # a tile without a block
-    plan = BlockPlan(torch.arange(tokens).to(DEVICE), scales.to(DEVICE), (scales != 0).sum(0).tolist())
-    inputs = (hidden, weight, biases, targets, per_token)
-    expected = block_sparse._grad_blocks_by_tile(*inputs, plan, transform, needs)
-    found = blocks.grad_blocks(*inputs, plan.scales, plan.counts, transform, needs)
+    means = torch.randn(tokens, hidden_size), torch.randn(tiles, hidden_size), torch.randn(tiles)
+    needs = (*needs[:2], needs[2] and bias)
+    starts = [
+        MeanGradients(*(part.clone().to(DEVICE) if needed else None for part, needed in zip(means, needs, strict=True)))
+        for _ in range(2)
+    ]
+    inputs = (hidden, weight, biases, targets, per_token, scales.to(DEVICE), (scales != 0).sum(0).tolist(), transform)
+    expected = block_sparse._add_blocks(*inputs, starts[0])
+    found = blocks.grad_blocks(*inputs, starts[1])
     for mine, other, needed in zip(found, expected, needs, strict=True):
         assert (mine is None) == (other is None)
         if other is not None:
@@ -363,7 +393,8 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     shape = math.ceil(vocab / BLOCK_VOCAB), tokens
     peaks, sums = 3 * torch.randn(shape), 1 + torch.rand(shape)
     peaks[1:, 0], sums[1:, 0] = torch.finfo(torch.float32).min, 0.0  # tiles of banned words
-    parts = TileStatistics(peaks.to(DEVICE), sums.to(DEVICE))
+    moments = (-torch.rand(shape) * sums).to(DEVICE) if entropy else None
+    parts = TileStatistics(peaks.to(DEVICE), sums.to(DEVICE), moments)
     lse = (parts.peaks + parts.sums.log()).logsumexp(0)
     targets = torch.randint(min(vocab, BLOCK_VOCAB), (tokens,)).to(DEVICE)
     statistics = TokenStatistics(parts.peaks[0] - lse, lse, torch.rand(tokens, device=DEVICE) * 3 if entropy else None)
@@ -375,7 +406,8 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
             assert ((mine.int() - same.int()).abs() <= 1).all(), name
             assert (mine == same).float().mean() > 0.97
         elif same is not None:
-            torch.testing.assert_close(mine, same, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+            close = {"rtol": 1e-4, "atol": 1e-7} if mine.dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
+            torch.testing.assert_close(mine, same, **close, msg=lambda m, name=name: f"{name}: {m}")
 
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, MeanGradients, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on, transform_constants
 
@@ -166,7 +166,7 @@ def _blocks_kernel(
 @triton.jit
 def _sum_row(
     item, blocks, weight, out, block_tile, by_row, row_end, row_count, row_order, tokens, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, ADD: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the hidden states' gradient for one row of blocks."""
     STEPS: tl.constexpr = TILE_VOCAB // STEP
@@ -184,17 +184,15 @@ def _sum_row(
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
     inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-    if ADD:
-        total += tl.load(place, mask=inside, other=0.0)
-    tl.store(place, total, mask=inside)
+    tl.store(place, total + tl.load(place, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
 def _sum_tile(
-    item, blocks, hidden, out, block_row, tile_end, tile_count, tile_order, first, hidden_size,
+    item, blocks, hidden, out, start, block_row, tile_end, tile_count, tile_order, first, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the weight's gradient for one tile of words; zero for a tile without a block."""
+    """Some columns of the weight's gradient for one tile of words, onto what each of them starts from."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a tile's blocks.
@@ -207,6 +205,9 @@ def _sum_tile(
         grad = blocks.load([block * TILE_TOKENS + token, 0])
         rows = hidden.load([tl.load(block_row + block) * TILE_TOKENS + token, part * COLUMNS])
         total = tl.dot(grad.T, rows, total)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    place = start + (first + tile).to(tl.int64) * hidden_size + column
+    total += tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
     out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
 
 
@@ -215,7 +216,7 @@ def _sums_kernel(
     row_items,  # programs that sum rows of blocks; the others sum tiles
     row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
     weight,  # descriptor of (V, H)
-    grad_hidden,  # (tokens, H) float32
+    grad_hidden,  # (tokens, H) float32, added to
     block_tile,
     by_row,
     row_end,
@@ -225,6 +226,7 @@ def _sums_kernel(
     tile_blocks,  # descriptor of the same blocks
     hidden,  # descriptor of (tokens, H)
     grad_weight,  # descriptor of (V, H)
+    weight_start,  # (tiles, H) float32
     block_row,
     tile_end,
     tile_count,
@@ -238,20 +240,19 @@ def _sums_kernel(
     HIDDEN_COLUMNS: tl.constexpr,
     WEIGHT_COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     item = tl.program_id(0)
     if item < row_items:
         if HIDDEN:
             _sum_row(
                 item, row_blocks, weight, grad_hidden, block_tile, by_row, row_end, row_count, row_order, tokens,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP, ADD,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
             )  # fmt: skip
     else:
         if WEIGHT:
             _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, block_row, tile_end, tile_count, tile_order, first,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                item - row_items, tile_blocks, hidden, grad_weight, weight_start, block_row, tile_end, tile_count,
+                tile_order, first, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
             )  # fmt: skip
 
 
@@ -259,6 +260,7 @@ def _sums_kernel(
 def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
     out,  # (V,)
+    start,  # (tiles,) float32, what each word of a tile starts from
     tile_end,
     tile_count,
     first,
@@ -269,7 +271,7 @@ def _bias_kernel(
     tile = tl.program_id(0)
     column = tl.arange(0, TILE_VOCAB)
     token = tl.arange(0, TILE_TOKENS)
-    total = tl.zeros((TILE_VOCAB,), tl.float32)
+    total = tl.zeros((TILE_VOCAB,), tl.float32) + tl.load(start + first + tile)
     end = tl.load(tile_end + tile)
     for block in range(end - tl.load(tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
@@ -287,14 +289,17 @@ def grad_blocks(
     scales: Tensor,  # (row blocks, tiles) float32, 0 where a block is left out
     counts: list[int],  # blocks kept in each tile
     transform: LogitTransform,
-    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    start: MeanGradients,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(n, H) float32, (V, H) like the weight and (V,) like the bias, where `epilogue.applies` says so."""
+    """(n, H) float32, in the memory of `start`, (V, H) like the weight and (V,) like the bias; None as in `start`.
+
+    Where `epilogue.applies` says so.
+    """
     device = hidden.device
-    # Each span adds to what the ones before it left, the first one finds nothing.
-    grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
-    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
-    grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    grad_weight = None
+    if start.weight is not None:
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
     spans = _spans(counts, BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size())
     largest = max(sum(counts[first:last]) for first, last in spans)
     buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
@@ -303,12 +308,20 @@ def grad_blocks(
             span = _Span.of(scales[:, first:last], first, sum(counts[first:last]))
             if span.total:
                 _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
-            _store_sums(grad_hidden, grad_weight, buffer, span, hidden, weight, first)
+            _store_sums(start, grad_weight, buffer, span, hidden, weight, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
-                    buffer, grad_bias, span.tile_end, span.tile_count, first, weight.shape[0], BLOCK_TOKENS, BLOCK_VOCAB
+                    buffer,
+                    grad_bias,
+                    start.bias,
+                    span.tile_end,
+                    span.tile_count,
+                    first,
+                    weight.shape[0],
+                    BLOCK_TOKENS,
+                    BLOCK_VOCAB,
                 )
-    return grad_hidden, grad_weight, grad_bias
+    return start.hidden, grad_weight, grad_bias
 
 
 def _spans(counts: list[int], bytes_per_block: int) -> list[tuple[int, int]]:
@@ -360,7 +373,7 @@ def _store_blocks(
 
 
 def _store_sums(
-    grad_hidden: Tensor | None,
+    start: MeanGradients,
     grad_weight: Tensor | None,
     buffer: Tensor,
     span: _Span,
@@ -370,7 +383,9 @@ def _store_sums(
 ) -> None:
     """Both gradients in one launch: rows are few and long, tiles many and short, and fill what the rows leave idle."""
     size = weight.shape[1]
-    row_items = triton.cdiv(size, HIDDEN_COLUMNS) * span.row_order.numel() if grad_hidden is not None else 0
+    row_items = (
+        triton.cdiv(size, HIDDEN_COLUMNS) * span.row_order.numel() if start.hidden is not None and span.total else 0
+    )
     tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
@@ -378,7 +393,7 @@ def _store_sums(
         row_items,
         TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
         TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
-        grad_hidden,
+        start.hidden,
         span.tile,
         span.by_row,
         span.row_end,
@@ -389,20 +404,20 @@ def _store_sums(
         TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
         # Without a gradient to write, a descriptor that nothing is written to.
         TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
+        start.weight,
         span.row,
         span.tile_end,
         span.tile_count,
         span.tile_order,
         first,
         size,
-        HIDDEN=grad_hidden is not None,
+        HIDDEN=start.hidden is not None,
         WEIGHT=grad_weight is not None,
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
         HIDDEN_COLUMNS=HIDDEN_COLUMNS,
         WEIGHT_COLUMNS=WEIGHT_COLUMNS,
         STEP=STEP,
-        ADD=first > 0,
         num_stages=3,
         num_warps=WARPS,
     )

@@ -16,6 +16,8 @@ from torch import Tensor
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
+    MASS_SCALE,
+    MOMENT_SCALE,
     TileBounds,
     TileStatistics,
     TokenGradients,
@@ -59,20 +61,31 @@ def tile_bounds(
     out.codes.copy_(_encoded(log_peak + log_mass, slack))
 
     target_tile = (targets // BLOCK_VOCAB)[None]
-    peak_there, sum_there = (part.gather(0, target_tile).squeeze(0) for part in tiles)
+    peak_there, sum_there = (part.gather(0, target_tile).squeeze(0) for part in tiles[:2])
     target_term = (statistics.logps + lse - peak_there).exp()
-    others = ((sum_there - target_term).clamp_(min=0.0) + ROUNDING_OF_SUM * sum_there) * (1.0 + slack)
+    beside = (sum_there - target_term).clamp_(min=0.0)
+    others = (beside + ROUNDING_OF_SUM * sum_there) * (1.0 + slack)
     log_others = (peak_there - lse) + others.log()
     log_largest = torch.minimum(peak_there - lse, log_others)
     out.beside_target.copy_((log_largest + log_others + slack).exp())
 
-    largest = log_peak.exp()
-    if transform.softcap is not None:
-        largest = largest * derivative(tiles.peaks, transform)
-    energy = largest.square()
+    slope = torch.ones_like(log_peak) if transform.softcap is None else derivative(tiles.peaks, transform)
+    energy = (log_peak.exp() * slope).square()
     out.elsewhere.copy_(energy.scatter(0, target_tile, 0.0).sum(0).mul_(1.0 - slack))
 
+    # Under a softcap a mass is weighted by dz/dx at the tile's largest word, which no other word with a say is below.
+    scale = slope * MASS_SCALE
+    mass = log_mass.exp().scatter(0, target_tile, ((peak_there - lse).exp() * beside)[None])
+    out.masses.copy_(mass * scale)
+
     if out.entropy_codes is not None and out.entropy_beside_target is not None and entropy is not None:
+        assert tiles.moments is not None
+        assert out.moments is not None
+        # sum_v p_v (log p_v + H) = P (sum_v exp(z_v - peak) (z_v - peak) + (log P + H) sum_v exp(z_v - peak))
+        moment = log_peak.exp() * (tiles.moments + (log_peak + entropy) * tiles.sums)
+        p_target = statistics.logps.exp() * (statistics.logps + entropy)
+        moment = moment.scatter_add(0, target_tile, -p_target[None])
+        out.moments.copy_(moment * (slope * MOMENT_SCALE))
         log_energy = log_mass + _log_supremum(log_peak, entropy)
         out.entropy_codes.copy_(_encoded(log_energy - ENTROPY_OCTAVES * math.log(2.0), slack))
         out.entropy_beside_target.copy_((log_others + _log_supremum(log_largest, entropy) + slack).exp())
@@ -159,6 +172,32 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     rows = -(-order.numel() // BLOCK_TOKENS)
     energy = torch.nn.functional.pad(energy, (0, rows * BLOCK_TOKENS - order.numel()))
     return energy.view(-1, rows, BLOCK_TOKENS).sum(-1).T.contiguous()
+
+
+def tile_means(
+    known: TileBounds,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    targets: Tensor,
+    rows: Tensor,  # (m,) of the n tokens
+    scales: Tensor,  # (row blocks, tiles), of blocks of BLOCK_TOKENS of these
+    transform: LogitTransform,
+    vocab: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(m, tiles) means over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v."""
+    at_target = target_gradient(tokens, statistics.logps)
+    if transform.softcap is not None:
+        at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
+    sums = known.masses[:, rows].float().mul_(tokens.grad_logps[rows] * (-1.0 / MASS_SCALE))
+    if tokens.grad_entropy is not None and known.moments is not None:
+        sums -= known.moments[:, rows].float().mul_(tokens.grad_entropy[rows] * (1.0 / MOMENT_SCALE))
+    sums.scatter_add_(0, (targets[rows] // BLOCK_VOCAB)[None], at_target[rows][None])
+    left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : rows.numel()]
+    means = sums.mul_(left_out).mul_(transform.scale / transform.temperature / BLOCK_VOCAB)
+    if vocab % BLOCK_VOCAB:
+        means[-1] *= BLOCK_VOCAB / (vocab % BLOCK_VOCAB)
+    return means.T.to(dtype)
 
 
 def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> Tensor:

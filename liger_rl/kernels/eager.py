@@ -57,8 +57,12 @@ def tile_statistics(logits: Tensor, bias: Tensor | None, transform: LogitTransfo
     z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
     z = z.view(z.shape[0], -1, BLOCK_VOCAB)
     peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
+    shifted = z - peaks[..., None]
+    exp = shifted.exp()
     out.peaks.copy_(peaks.T)
-    out.sums.copy_((z - peaks[..., None]).exp_().sum(-1).T)
+    out.sums.copy_(exp.sum(-1).T)
+    if out.moments is not None:
+        out.moments.copy_((exp * shifted.clamp_(min=LOWEST_LOG_PROBABILITY)).sum(-1).T)
 
 
 def grad(

@@ -303,7 +303,7 @@ def _fold_rows(
         )
     merge(parts, state)
     if bounds is not None:
-        tile_bounds(TileStatistics(parts.peak, parts.sum_exp), state.finish(), targets, transform, bounds)
+        tile_bounds(TileStatistics(parts.peak, parts.sum_exp, parts.moment), state.finish(), targets, transform, bounds)
 
 
 def gemm_grad(

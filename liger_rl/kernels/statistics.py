@@ -67,6 +67,8 @@ class Fold(NamedTuple):
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
+# Of numbers kept in float16: a mass is at most 1, a moment at most the logarithm of the vocabulary.
+MASS_SCALE, MOMENT_SCALE = 2.0**15, 2.0**10
 
 
 class TileStatistics(NamedTuple):
@@ -74,20 +76,22 @@ class TileStatistics(NamedTuple):
 
     peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every word is banned
     sums: Tensor  # (tiles, n) sum_v exp(z_v - peak)
+    moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak), where entropies are asked for
 
     @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device) -> "TileStatistics":
-        peaks, sums = torch.empty(2, -(-vocab // BLOCK_VOCAB), n, dtype=torch.float32, device=device)
-        return cls(peaks, sums)
+    def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileStatistics":
+        shape = -(-vocab // BLOCK_VOCAB), n
+        parts = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3 if entropy else 2))
+        return cls(next(parts), next(parts), next(parts, None))
 
     def part(self, first: int, last: int, tokens: slice) -> "TileStatistics":
         """Views of the tiles of words first to last; `first` begins a tile."""
         tiles = slice(first // BLOCK_VOCAB, -(-last // BLOCK_VOCAB))
-        return TileStatistics(self.peaks[tiles, tokens], self.sums[tiles, tokens])
+        return TileStatistics._make(None if whole is None else whole[tiles, tokens] for whole in self)
 
 
 class TileBounds(NamedTuple):
-    """How large a token's gradient can be in each tile: all that a backward needs to leave tiles out unseen.
+    """How large a token's gradient can be in each tile, and what it adds up to: what leaving tiles out unseen needs.
 
     An energy is a sum of squares over the words of a tile. Upper bounds of two of them are kept, from the tile's
     largest probability P and its mass Q: sum_v p_v^2 <= P Q, what dL/dlogp multiplies; and, with H the entropy,
@@ -96,27 +100,42 @@ class TileBounds(NamedTuple):
 
     A code c of 8 bits stands for 2^(-c / 4), an entropy code for 2^(8 - c / 4), rounded up: at most 19% above what it
     was made of, and what is under 2^-55 is as good as nothing.
+
+    A mass is the sum of p_v over a tile, a moment that of p_v (log p_v + H), again without the target.
     """
 
     codes: Tensor  # (tiles, n) uint8, for dL/dlogp
     beside_target: Tensor  # (n,) float32, the same for the target's tile, whose code means nothing
     elsewhere: Tensor  # (n,) float32, lower bound of sum_v (p_v dx/dz)^2 over the other tiles, from their largest words
+    masses: Tensor  # (tiles, n) float16, times MASS_SCALE
     entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
     entropy_beside_target: Tensor | None  # (n,) float32
+    moments: Tensor | None  # (tiles, n) float16, times MOMENT_SCALE
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileBounds":
-        def codes() -> Tensor:
-            return torch.empty(-(-vocab // BLOCK_VOCAB), n, dtype=torch.uint8, device=device)
+        tiles = -(-vocab // BLOCK_VOCAB)
+
+        def matrix(dtype: torch.dtype) -> Tensor:
+            return torch.empty(tiles, n, dtype=dtype, device=device)
 
         def energies() -> Tensor:
             return torch.empty(n, dtype=torch.float32, device=device)
 
-        return cls(codes(), energies(), energies(), codes() if entropy else None, energies() if entropy else None)
+        always = (matrix(torch.uint8), energies(), energies(), matrix(torch.float16))
+        return cls(*always, *((matrix(torch.uint8), energies(), matrix(torch.float16)) if entropy else (None,) * 3))
 
     def columns(self, tokens: slice) -> "TileBounds":
         """Views of some tokens."""
         return TileBounds._make(None if part is None else part[..., tokens] for part in self)
+
+
+class MeanGradients(NamedTuple):
+    """What the means of left-out blocks give, float32; None where it is not asked for."""
+
+    hidden: Tensor | None  # (n, H)
+    weight: Tensor | None  # (tiles, H), the same for every word of a tile
+    bias: Tensor | None  # (tiles,)
 
 
 class TokenGradients(NamedTuple):

@@ -28,6 +28,8 @@ from liger_rl.kernels.bounds import (
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
+    MASS_SCALE,
+    MOMENT_SCALE,
     Fold,
     TileBounds,
     TileStatistics,
@@ -48,6 +50,7 @@ SLACK_OF_SUM, SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(
 ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
 ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
 LAST_KEY, KEY_TARGETS, LAST_OF_ALL = tl.constexpr(LAST_CLASS), tl.constexpr(TARGETS), tl.constexpr(NOT_WANTED)
+SCALE_OF_MASS, SCALE_OF_MOMENT = tl.constexpr(MASS_SCALE), tl.constexpr(MOMENT_SCALE)
 LOG_4 = tl.constexpr(math.log(4.0))
 
 
@@ -140,18 +143,21 @@ def _encoded(log_energy, slack):
 def _bounds_kernel(
     peaks,  # (tiles, tokens)
     sums,
+    moments,
     logps_of,  # (tokens,)
     lse_of,
     entropies,
     targets,
     codes,  # (tiles, all tokens), the others too
-    entropy_codes,
     beside_target,
     elsewhere_of,
+    masses_of,
+    entropy_codes,
     entropy_beside_target,
+    moments_of,
     tiles,
     tokens,
-    stride,  # between the codes of two tiles
+    stride,  # between two tiles of what is written
     heat,  # temperature / softcap
     CAPPED: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -163,6 +169,7 @@ def _bounds_kernel(
     lse = tl.load(lse_of + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
     slack = SLACK + SLACK_OF_LSE * tl.abs(lse)
+    logps = tl.load(logps_of + token, mask=live, other=0.0)
     entropy = tl.zeros((TOKENS,), tl.float32)
     if entropy_codes is not None:
         entropy = tl.load(entropies + token, mask=live, other=0.0)
@@ -177,11 +184,11 @@ def _bounds_kernel(
         total = tl.load(sums + place, mask=inside, other=0.0)
         log_peak = peak - lse[None, :]
         log_mass = log_peak + tl.log(total)
-        code_place = tile.to(tl.int64)[:, None] * stride + token[None, :]
-        tl.store(codes + code_place, _encoded(log_peak + log_mass, slack[None, :]), mask=inside)
+        out_place = tile.to(tl.int64)[:, None] * stride + token[None, :]
+        tl.store(codes + out_place, _encoded(log_peak + log_mass, slack[None, :]), mask=inside)
         if entropy_codes is not None:
             log_energy = log_mass + _log_supremum(log_peak, entropy[None, :])
-            tl.store(entropy_codes + code_place, _encoded(log_energy - ENTROPY_NATS, slack[None, :]), mask=inside)
+            tl.store(entropy_codes + out_place, _encoded(log_energy - ENTROPY_NATS, slack[None, :]), mask=inside)
         here = inside & (tile[:, None] == target_tile[None, :])
         peak_there += tl.sum(tl.where(here, peak, 0.0), 0)
         sum_there += tl.sum(tl.where(here, total, 0.0), 0)
@@ -189,9 +196,16 @@ def _bounds_kernel(
         if CAPPED:
             tanh = peak * heat
             largest *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+        target_term = tl.where(here, tl.exp((logps + lse)[None, :] - peak), 0.0)
+        mass = largest * tl.maximum(total - target_term, 0.0)
+        tl.store(masses_of + out_place, (mass * SCALE_OF_MASS).to(tl.float16), mask=inside)
+        if entropy_codes is not None:
+            moment = tl.load(moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
+            moment -= target_term * (logps + entropy)[None, :]
+            tl.store(moments_of + out_place, (largest * moment * SCALE_OF_MOMENT).to(tl.float16), mask=inside)
         elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
-    target_term = tl.exp(tl.load(logps_of + token, mask=live, other=0.0) + lse - peak_there)
-    others = (tl.maximum(sum_there - target_term, 0.0) + SLACK_OF_SUM * sum_there) * (1.0 + slack)
+    target_there = tl.exp(logps + lse - peak_there)
+    others = (tl.maximum(sum_there - target_there, 0.0) + SLACK_OF_SUM * sum_there) * (1.0 + slack)
     log_others = peak_there - lse + tl.log(others)
     log_largest = tl.minimum(peak_there - lse, log_others)
     tl.store(beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
@@ -218,11 +232,7 @@ def tile_bounds(
             statistics.lse,
             statistics.entropy,
             targets.contiguous(),
-            out.codes,
-            out.entropy_codes,
-            out.beside_target,
-            out.elsewhere,
-            out.entropy_beside_target,
+            *out,
             count,
             n,
             out.codes.stride(0),
