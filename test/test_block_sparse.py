@@ -135,6 +135,20 @@ def test_bounds_are_not_far_above():
     assert (each <= exact * 2**0.25 * 1.01 + 1e-5).all()
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
+@pytest.mark.parametrize("top", [256.0, 4096.0])
+def test_bound_of_the_target_tile_where_lse_is_rounded(top):
+    """The words beside a target of nearly all the mass, where lse is just above a power of two, the target under it."""
+    tokens, vocab = 1024, 512
+    rest = torch.logspace(-5, -2, tokens)
+    logits = torch.full((tokens, vocab), top - 40.0)
+    logits[:, 0] = top - (torch.rand(tokens) * 3).floor() * top * torch.finfo(torch.float32).eps / 2
+    logits[:, 1] = top + rest.log()
+    statistics, known = bounds_of(logits, torch.zeros(tokens, dtype=torch.long), PLAIN, entropy=False)
+    p = logits.double().softmax(-1)
+    assert (known.beside_target >= p[:, 1:BLOCK_VOCAB].square().sum(1)).all()
+
+
 # --- through the public op --------------------------------------------------------------------------------------------
 
 

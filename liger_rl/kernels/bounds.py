@@ -29,6 +29,7 @@ ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest 
 # What float32 loses on the way to a bound, added to it: in nats, absolute and relative to the size of the logits.
 ROUNDING_NATS, ROUNDING_OF_LSE = 2e-3, 2e-6
 ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
+ROUNDING_OF_TERM = 2.0**-23  # of one of them that is made again from lse, relative to it and times |lse|
 ROUNDING_OF_DERIVATIVE = 1e-5
 BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
 
@@ -61,7 +62,8 @@ def tile_bounds(
     target_tile = (targets // BLOCK_VOCAB)[None]
     peak_there, sum_there = (part.gather(0, target_tile).squeeze(0) for part in tiles)
     target_term = (statistics.logps + lse - peak_there).exp()
-    others = ((sum_there - target_term).clamp_(min=0.0) + ROUNDING_OF_SUM * sum_there) * (1.0 + slack)
+    rounding = ROUNDING_OF_SUM + ROUNDING_OF_TERM * lse.abs()
+    others = ((sum_there - target_term).clamp_(min=0.0) + rounding * sum_there) * (1.0 + slack)
     log_others = (peak_there - lse) + others.log()
     log_largest = torch.minimum(peak_there - lse, log_others)
     out.beside_target.copy_((log_largest + log_others + slack).exp())

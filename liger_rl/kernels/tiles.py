@@ -21,6 +21,7 @@ from liger_rl.kernels.bounds import (
     ROUNDING_OF_DERIVATIVE,
     ROUNDING_OF_LSE,
     ROUNDING_OF_SUM,
+    ROUNDING_OF_TERM,
     STEPS_PER_OCTAVE,
     TARGETS,
     Ranking,
@@ -44,7 +45,8 @@ CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
 OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
 TOP_CODE = tl.constexpr(float(LARGEST_CODE))
 SLACK, SLACK_OF_LSE = tl.constexpr(ROUNDING_NATS), tl.constexpr(ROUNDING_OF_LSE)
-SLACK_OF_SUM, SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_DERIVATIVE)
+SLACK_OF_SUM, SLACK_OF_TERM = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_TERM)
+SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_DERIVATIVE)
 ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
 ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
 LAST_KEY, KEY_TARGETS, LAST_OF_ALL = tl.constexpr(LAST_CLASS), tl.constexpr(TARGETS), tl.constexpr(NOT_WANTED)
@@ -191,7 +193,8 @@ def _bounds_kernel(
             largest *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
         elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
     target_term = tl.exp(tl.load(logps_of + token, mask=live, other=0.0) + lse - peak_there)
-    others = (tl.maximum(sum_there - target_term, 0.0) + SLACK_OF_SUM * sum_there) * (1.0 + slack)
+    rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
+    others = (tl.maximum(sum_there - target_term, 0.0) + rounding * sum_there) * (1.0 + slack)
     log_others = peak_there - lse + tl.log(others)
     log_largest = tl.minimum(peak_there - lse, log_others)
     tl.store(beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
