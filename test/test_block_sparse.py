@@ -316,6 +316,16 @@ def test_nan_gradient_is_not_left_out():
     assert found[1].isnan().all()
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e25])
+def test_gradients_whose_squares_leave_float32(size):
+    """The tolerance is relative: a tiny loss keeps its gradient, a huge one too."""
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    exact = gradients(leaves, targets, grad * size)
+    found = gradients(leaves, targets, grad * size, grad_tolerance=1e-2)
+    for mine, other in zip(found, exact, strict=True):
+        assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
+
+
 def test_a_named_chunk_keeps_the_backward_exact():
     leaves, targets, grad = batch("sure")
     expected = gradients(leaves, targets, grad, chunk_vocab=512)

@@ -32,6 +32,7 @@ ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
 ROUNDING_OF_TERM = 2.0**-23  # of one of them that is made again from lse, relative to it and times |lse|
 ROUNDING_OF_DERIVATIVE = 1e-5
 BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
+UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two squares: off the budget, for each of them
 
 # A tile is large for a token above this many times its even share of the budget.
 #
@@ -114,7 +115,7 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
 class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
-    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to
+    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile
     key: Tensor  # (n,) int64, rising; NOT_WANTED for a token without a gradient
 
@@ -142,7 +143,7 @@ def rank_tokens(
     energy = at_target.double().square()
     if tokens.grad_entropy is None:
         energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
-    budget = energy.sum() * (relative**2 * BUDGET_ROUNDING)
+    budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
     large = (_energies(known, tokens, own, targets) > threshold).sum(0)
     half_octave = ((large + 1).float().log2() * 2.0).round().long()

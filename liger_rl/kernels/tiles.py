@@ -24,6 +24,7 @@ from liger_rl.kernels.bounds import (
     ROUNDING_OF_TERM,
     STEPS_PER_OCTAVE,
     TARGETS,
+    UNDERFLOW,
     Ranking,
 )
 from liger_rl.kernels.statistics import (
@@ -313,7 +314,7 @@ def _rank_kernel(
             codes, entropy_codes, grad_logps, grad_entropies, own, targets,
             token, live, tile, inside, tokens, TILE_VOCAB,
         )  # fmt: skip
-        large += tl.sum((energy > threshold).to(tl.int32), 0)
+        large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int64)
     wanted = tl.load(grad_logps + token, mask=live, other=0.0) != 0
     if grad_entropies is not None:
@@ -373,7 +374,7 @@ def rank_tokens(
             CAPPED=transform.softcap is not None,
             TOKENS=BLOCK_TOKENS,
         )
-        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING)
+        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
         _rank_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             *_given(known, tokens, own, targets),
             budget,
