@@ -308,6 +308,22 @@ def test_tokens_that_do_not_count(dead):
     assert not found[0][masked | zero].any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
+def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch):
+    """Not even numbers so large that their bounds overflow; and no block is counted in rows that are not there."""
+    plans = []
+    monkeypatch.setattr(linear_function, "plan_blocks", lambda *args: plans.append(plan_blocks(*args)) or plans[-1])
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    grad[:200] = 0.0
+    expected = gradients(leaves, targets, grad, grad_tolerance=0.1)
+    with torch.no_grad():
+        leaves[0][:200] = value * leaves[1][targets[:200]]
+    found = gradients(leaves, targets, grad, grad_tolerance=0.1)
+    assert plans[0].share == plans[1].share < 0.5
+    assert plans[1].counts == (plans[1].scales != 0).sum(0).tolist()
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
 def test_nan_gradient_is_not_left_out():
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     grad[3] = torch.nan
@@ -404,6 +420,8 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
     per_token.grad_logps[1:2] = 0.0
+    if not entropy:
+        per_token.at_target[1:2] = torch.nan  # as of a token whose hidden state is NaN
     ranked, expected = (
         room.rank_tokens(other, statistics, per_token, targets, transform, 0.1) for room in (tiles, bounds)
     )

@@ -116,7 +116,7 @@ class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
     budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
-    own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile
+    own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int64, rising; NOT_WANTED for a token without a gradient
 
 
@@ -133,23 +133,25 @@ def rank_tokens(
     The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
     for dL/dlogp, the largest word of every other tile.
     """
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
     at_target = target_gradient(tokens, statistics.logps)
     amplitude = known.beside_target.sqrt() * tokens.grad_logps.abs()
     if tokens.grad_entropy is not None and known.entropy_beside_target is not None:
         amplitude = amplitude + known.entropy_beside_target.sqrt() * tokens.grad_entropy.abs()
-    own = amplitude.square() + at_target.square()
+    # Zero times what a token without a gradient holds may be NaN.
+    own = (amplitude.square() + at_target.square()).where(wanted, 0.0)
     if transform.softcap is not None:
         at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
     energy = at_target.double().square()
     if tokens.grad_entropy is None:
         energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
+    energy = energy.where(wanted, 0.0)
     budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
     large = (_energies(known, tokens, own, targets) > threshold).sum(0)
     half_octave = ((large + 1).float().log2() * 2.0).round().long()
-    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
-    if tokens.grad_entropy is not None:
-        wanted = wanted | (tokens.grad_entropy != 0)
     return Ranking(budget, own, torch.where(wanted, (LAST_CLASS - half_octave) * TARGETS + targets, NOT_WANTED))
 
 

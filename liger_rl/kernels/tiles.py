@@ -280,19 +280,22 @@ def _weigh_kernel(
     g = tl.load(grad_logps + token, mask=live, other=0.0)
     at_target = tl.load(at_target_of + token, mask=live, other=0.0)
     logps = tl.load(logps_of + token, mask=live, other=0.0)
+    wanted = g != 0  # true for NaN, which must reach the gradients
     amplitude = tl.sqrt(tl.load(beside_target + token, mask=live, other=0.0)) * tl.abs(g)
     if grad_entropies is not None:
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        wanted |= e != 0
         amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
         at_target -= e * tl.exp(logps) * (logps + tl.load(entropies + token, mask=live, other=0.0))
-    tl.store(own + token, amplitude * amplitude + at_target * at_target, mask=live)
+    # Zero times what a token without a gradient holds may be NaN.
+    tl.store(own + token, tl.where(wanted, amplitude * amplitude + at_target * at_target, 0.0), mask=live)
     if CAPPED:
         tanh = (logps + tl.load(lse_of + token, mask=live, other=0.0)) * heat
         at_target *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
     energy = at_target.to(tl.float64) * at_target
     if grad_entropies is None:
         energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
-    tl.store(energies + tl.program_id(0), tl.sum(energy))
+    tl.store(energies + tl.program_id(0), tl.sum(tl.where(wanted, energy, 0.0)))
 
 
 @triton.jit
