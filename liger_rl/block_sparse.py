@@ -34,11 +34,15 @@ class BlockPlan:
     rows: Tensor  # (n,) tokens with a gradient, in the order in which BLOCK_TOKENS of them make a row of blocks
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
     counts: list[int]  # blocks kept in each tile
+    certain: int  # blocks of scale 1, the same for every seed
 
     @property
     def share(self) -> float:
-        """Blocks kept, of all the blocks of the tokens with a gradient."""
-        return sum(self.counts) / max(self.scales.numel(), 1)
+        """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
+
+        What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
+        """
+        return self.certain / max(self.scales.numel(), 1)
 
 
 def plan_blocks(
@@ -55,8 +59,9 @@ def plan_blocks(
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
     scales = _choose(energies, ranking.budget, tolerance)
-    wanted, *counts = torch.cat([(ranking.key != bounds.NOT_WANTED).sum()[None], (scales != 0).sum(0)]).tolist()
-    return BlockPlan(order[:wanted], scales[: -(-wanted // BLOCK_TOKENS)], counts)
+    totals = torch.stack([(ranking.key != bounds.NOT_WANTED).sum(), (scales == 1).sum()])
+    wanted, certain, *counts = torch.cat([totals, (scales != 0).sum(0)]).tolist()
+    return BlockPlan(order[:wanted], scales[: -(-wanted // BLOCK_TOKENS)], counts, certain)
 
 
 def _choose(energies: Tensor, budget: Tensor, tolerance: Tolerance) -> Tensor:

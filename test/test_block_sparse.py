@@ -275,6 +275,15 @@ def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     assert not torch.equal(first[0][0], again[0][0])
 
 
+def test_the_draw_does_not_choose_the_dense_products(monkeypatch):
+    """Or draws of few blocks would count and draws of many would not, and the mean would be too small."""
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    found = [gradients(leaves, targets, grad, grad_tolerance=0.1, unbiased=True)[0] for _ in range(4)]
+    assert not torch.equal(found[0], found[1])
+    assert len(set(shares)) == 1
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_frozen_inputs(frozen):
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
@@ -379,7 +388,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
     scales = torch.randint(3, (rows, tiles)).float()
     scales[:, tiles // 2] = 0  # a tile without a block
-    plan = BlockPlan(torch.arange(tokens).to(DEVICE), scales.to(DEVICE), (scales != 0).sum(0).tolist())
+    plan = BlockPlan(torch.arange(tokens).to(DEVICE), scales.to(DEVICE), (scales != 0).sum(0).tolist(), 0)
     inputs = (hidden, weight, biases, targets, per_token)
     expected = block_sparse._grad_blocks_by_tile(*inputs, plan, transform, needs)
     found = blocks.grad_blocks(*inputs, plan.scales, plan.counts, transform, needs)
