@@ -14,8 +14,8 @@ from liger_rl.kernels import blocks_for, bounds, bounds_for, gemm
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-# With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / (1 + 3^2) of the blocks that
-# are left out come back for it, far fewer where their sizes differ.
+# With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / 3^2 of the blocks that are left
+# out come back for it on average, far fewer where their sizes differ.
 SAMPLING_NOISE = 3.0
 
 
@@ -79,11 +79,12 @@ def _sampled(ascending: Tensor, kept: Tensor, budget: Tensor, seed: int) -> Tens
     """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one.
 
     A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
-    the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
+    the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks. It is the
+    sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others may only fall.
     """
     energy = torch.where(kept, 0.0, ascending).double()
     amplitude = energy.sqrt()
-    largest = (SAMPLING_NOISE**2 * budget + energy.sum()) / amplitude.sum()
+    largest = SAMPLING_NOISE**2 * budget / amplitude.sum()
     probability = (amplitude / largest).clamp(max=1.0)
     generator = torch.Generator(ascending.device).manual_seed(seed)
     draw = torch.rand(ascending.shape, generator=generator, device=ascending.device, dtype=torch.float64)

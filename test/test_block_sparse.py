@@ -259,6 +259,19 @@ def test_unbiased_gradients_average_to_the_exact_ones(monkeypatch):
         assert distance(mean, other) < 0.7 * distance(one, other)
 
 
+@pytest.mark.parametrize("largest", [1e-4, 0.1, 0.5, 0.9])
+def test_sampling_noise_is_no_more_than_stated(largest, monkeypatch):
+    """One large block, always brought back, among many small ones."""
+    energies = torch.cat([torch.full((10000,), (1.0 - largest) / 10000), torch.tensor([largest])]).to(DEVICE)
+    budget = torch.tensor(1.0 + 1e-4, dtype=torch.float64, device=DEVICE)
+    kept = torch.zeros_like(energies, dtype=torch.bool)
+    monkeypatch.setattr(torch, "rand", lambda size, *, device, dtype, **_: torch.zeros(size, device=device, dtype=dtype))
+    scales = block_sparse._sampled(energies, kept, budget, 0).double()  # a draw of 0 brings every block back
+    assert (scales >= 1).all()
+    assert (energies.double() * (scales - 1)).sum() <= block_sparse.SAMPLING_NOISE**2 * budget
+    assert (1 / scales).mean() <= 1 / block_sparse.SAMPLING_NOISE**2
+
+
 def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
 
