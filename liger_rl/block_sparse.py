@@ -17,6 +17,9 @@ from liger_rl.kernels.transform import LogitTransform
 # With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / 3^2 of the blocks that are left
 # out come back for it on average, far fewer where their sizes differ.
 SAMPLING_NOISE = 3.0
+# Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
+# has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
+BUDGET_UNITS = 2**36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,10 @@ def plan_blocks(
 def _choose(energies: Tensor, budget: Tensor, tolerance: Tolerance) -> Tensor:
     """(row blocks, tiles) upper bounds -> scales of the blocks."""
     ascending, order = energies.flatten().sort(stable=True)
-    # Not "> budget": a NaN anywhere keeps every block.
-    kept = (ascending.cumsum(0, dtype=torch.float64) <= budget).logical_not_()
+    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
+    # Neither comparison holds for NaN: its block is kept, or every block where it is in the budget.
+    units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
+    kept = units.cumsum(0) > BUDGET_UNITS
     scales = kept.to(torch.float32)
     if tolerance.seed is not None:
         scales = torch.where(kept, scales, _sampled(ascending, kept, budget, tolerance.seed))

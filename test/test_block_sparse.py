@@ -149,6 +149,38 @@ def test_bound_of_the_target_tile_where_lse_is_rounded(top):
     assert (known.beside_target >= p[:, 1:BLOCK_VOCAB].square().sum(1)).all()
 
 
+@pytest.mark.parametrize(
+    ("energies", "budget", "kept"),
+    [
+        ([4.0, 1.0, 2.0, 3.0], 6.001, [1, 0, 0, 0]),
+        ([4.0, 1.0, 2.0, 3.0], 5.999, [1, 0, 0, 1]),
+        ([4e-30, 1e-30, 2e-30, 3e-30], 6.01e-30, [1, 0, 0, 0]),
+        ([4e30, 1e-30, 0.0, math.inf], 1e60, [0, 0, 0, 1]),
+        ([4.0, 0.0, math.nan, 3.0], 100.0, [0, 0, 1, 0]),
+        ([4.0, 0.0, 2.0, 3.0], math.nan, [1, 1, 1, 1]),
+        ([4.0, 0.0, 2.0, 3.0], -1e-30, [1, 1, 1, 1]),
+    ],
+)
+def test_choice_of_blocks(energies, budget, kept):
+    """The smallest bounds that the budget has room for are left out, with deterministic operations alone."""
+    bounds_, room = torch.tensor([energies], device=DEVICE), torch.tensor(budget, dtype=torch.float64, device=DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        scales = block_sparse._choose(bounds_, room, Tolerance(relative=0.1, seed=None))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert scales.tolist() == [kept]
+
+
+def test_bounds_far_below_the_budget_add_up():
+    """Each is rounded up to a unit of it, never down to nothing."""
+    count = 2**20
+    each = torch.full((1, count), 1.0, device=DEVICE)
+    room = torch.tensor(count / 2, dtype=torch.float64, device=DEVICE)
+    scales = block_sparse._choose(each, room, Tolerance(relative=0.1, seed=None))
+    assert scales.sum() == count / 2
+
+
 # --- through the public op --------------------------------------------------------------------------------------------
 
 
