@@ -361,7 +361,7 @@ def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:
     if grad_tolerance == 0.0:
         return None
     # Drawn in the forward and on the host: a second backward takes the same blocks, and no device is asked.
-    seed = int(torch.randint(2**31, ())) if unbiased else None
+    seed = int(torch.randint(2**31, (), device="cpu")) if unbiased else None
     return Tolerance(relative=float(grad_tolerance), seed=seed)
 
 

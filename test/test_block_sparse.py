@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, projection
+from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
 from liger_rl.block_sparse import BlockPlan, Tolerance, plan_blocks
 from liger_rl.kernels import bounds
 from liger_rl.kernels.statistics import (
@@ -318,6 +318,11 @@ def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other[0], twice()[0], strict=True))
     assert not torch.equal(first[0][0], again[0][0])
+
+
+def test_the_seed_is_drawn_on_the_host():
+    with torch.device("meta"):  # another default device, of which any value asked is an error
+        assert logprobs._tolerance(0.1, True).seed is not None
 
 
 def test_the_draw_does_not_choose_the_dense_products(monkeypatch):
