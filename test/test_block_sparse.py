@@ -320,6 +320,14 @@ def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     assert not torch.equal(first[0][0], again[0][0])
 
 
+def test_no_bounds_without_a_backward(monkeypatch):
+    leaves, targets, _ = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    monkeypatch.setattr(TileBounds, "empty", None)  # would be called in vain
+    with torch.no_grad():
+        linear_logprobs(*leaves[:2], targets, grad_tolerance=0.1)
+    linear_logprobs(*(leaf.detach() for leaf in leaves[:2]), targets, grad_tolerance=0.1)
+
+
 def test_the_seed_is_drawn_on_the_host():
     with torch.device("meta"):  # another default device, of which any value asked is an error
         assert logprobs._tolerance(0.1, True).seed is not None
