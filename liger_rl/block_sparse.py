@@ -14,8 +14,8 @@ from liger_rl.kernels import blocks_for, bounds, bounds_for, gemm
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-# With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / 3^2 of the blocks that are left
-# out come back for it on average, far fewer where their sizes differ.
+# With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
+# blocks that are left out come back for it on average, far fewer where their sizes differ.
 SAMPLING_NOISE = 3.0
 # Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
 # has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
@@ -76,20 +76,23 @@ def _choose(energies: Tensor, budget: Tensor, tolerance: Tolerance) -> Tensor:
     kept = units.cumsum(0) > BUDGET_UNITS
     scales = kept.to(torch.float32)
     if tolerance.seed is not None:
-        scales = torch.where(kept, scales, _sampled(ascending, kept, budget, tolerance.seed))
+        scales = torch.where(kept, scales, _sampled(ascending, kept, tolerance.seed))
     return torch.empty_like(scales).scatter_(0, order, scales).view_as(energies)
 
 
-def _sampled(ascending: Tensor, kept: Tensor, budget: Tensor, seed: int) -> Tensor:
+def _sampled(ascending: Tensor, kept: Tensor, seed: int) -> Tensor:
     """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one.
 
     A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
-    the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks. It is the
-    sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others may only fall.
+    the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
+
+    It is the sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others may only fall. And
+    it is set from what is left out, not from what might have been: a block far below the budget would use it up by a
+    scale that makes it larger than all of the gradient, once in a very long while.
     """
     energy = torch.where(kept, 0.0, ascending).double()
     amplitude = energy.sqrt()
-    largest = SAMPLING_NOISE**2 * budget / amplitude.sum()
+    largest = SAMPLING_NOISE**2 * energy.sum() / amplitude.sum()
     probability = (amplitude / largest).clamp(max=1.0)
     generator = torch.Generator(ascending.device).manual_seed(seed)
     draw = torch.rand(ascending.shape, generator=generator, device=ascending.device, dtype=torch.float64)
