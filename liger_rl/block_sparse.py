@@ -28,9 +28,12 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.transform import LogitTransform
 
-# With `unbiased`, the root mean square of what sampling adds, in tolerances. At most 1 / (1 + 3^2) of the blocks that
-# are left out come back for it, far fewer where their sizes differ.
+# With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
+# blocks that are left out come back for it on average, far fewer where their sizes differ.
 SAMPLING_NOISE = 3.0
+# Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
+# has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
+BUDGET_UNITS = 2**36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,15 @@ class BlockPlan:
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
     counts: list[int]  # blocks kept in each tile
     tile_means: Callable[[int, torch.dtype], Tensor]  # (V, dtype) -> (n, tiles) of what is left out of dL/dx, by word
+    certain: int  # blocks of scale 1, the same for every seed
 
     @property
     def share(self) -> float:
-        """Blocks kept, of all the blocks of the tokens with a gradient."""
-        return sum(self.counts) / max(self.scales.numel(), 1)
+        """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
+
+        What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
+        """
+        return self.certain / max(self.scales.numel(), 1)
 
 
 def plan_blocks(
@@ -70,32 +77,39 @@ def plan_blocks(
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
     scales = _choose(energies, ranking.budget, tolerance)
-    wanted, *counts = torch.cat([(ranking.key != bounds.NOT_WANTED).sum()[None], (scales != 0).sum(0)]).tolist()
+    totals = torch.stack([(ranking.key != bounds.NOT_WANTED).sum(), (scales == 1).sum()])
+    wanted, certain, *counts = torch.cat([totals, (scales != 0).sum(0)]).tolist()
     rows, scales = order[:wanted], scales[: -(-wanted // BLOCK_TOKENS)]
     given = (known, statistics, tokens, targets, rows, scales, transform)
-    return BlockPlan(rows, scales, counts, partial(bounds.tile_means, *given))
+    return BlockPlan(rows, scales, counts, partial(bounds.tile_means, *given), certain)
 
 
 def _choose(energies: Tensor, budget: Tensor, tolerance: Tolerance) -> Tensor:
     """(row blocks, tiles) upper bounds -> scales of the blocks."""
     ascending, order = energies.flatten().sort(stable=True)
-    # Not "> budget": a NaN anywhere keeps every block.
-    kept = (ascending.cumsum(0, dtype=torch.float64) <= budget).logical_not_()
+    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
+    # Neither comparison holds for NaN: its block is kept, or every block where it is in the budget.
+    units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
+    kept = units.cumsum(0) > BUDGET_UNITS
     scales = kept.to(torch.float32)
     if tolerance.seed is not None:
-        scales = torch.where(kept, scales, _sampled(ascending, kept, budget, tolerance.seed))
+        scales = torch.where(kept, scales, _sampled(ascending, kept, tolerance.seed))
     return torch.empty_like(scales).scatter_(0, order, scales).view_as(energies)
 
 
-def _sampled(ascending: Tensor, kept: Tensor, budget: Tensor, seed: int) -> Tensor:
+def _sampled(ascending: Tensor, kept: Tensor, seed: int) -> Tensor:
     """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one.
 
     A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
     the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
+
+    It is the sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others may only fall.
+    And it is set from what is left out, not from what might have been: a block far below the budget would use it up by
+    a scale that makes it larger than all of the gradient, once in a very long while.
     """
     energy = torch.where(kept, 0.0, ascending).double()
     amplitude = energy.sqrt()
-    largest = (SAMPLING_NOISE**2 * budget + energy.sum()) / amplitude.sum()
+    largest = SAMPLING_NOISE**2 * energy.sum() / amplitude.sum()
     probability = (amplitude / largest).clamp(max=1.0)
     generator = torch.Generator(ascending.device).manual_seed(seed)
     draw = torch.rand(ascending.shape, generator=generator, device=ascending.device, dtype=torch.float64)

@@ -357,11 +357,14 @@ def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
 
 
 def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:
-    """None for the exact backward."""
+    """None for the exact backward, or none at all: bounds are not free."""
     if grad_tolerance == 0.0:
         return None
     # Drawn in the forward and on the host: a second backward takes the same blocks, and no device is asked.
-    seed = int(torch.randint(2**31, ())) if unbiased else None
+    seed = int(torch.randint(2**31, (), device="cpu")) if unbiased else None
+    # After the draw, which a checkpointed forward repeats with gradients.
+    if not torch.is_grad_enabled():
+        return None
     return Tolerance(relative=float(grad_tolerance), seed=seed)
 
 

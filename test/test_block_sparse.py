@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, projection
+from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
 from liger_rl.block_sparse import Tolerance, plan_blocks
 from liger_rl.kernels import bounds
 from liger_rl.kernels.statistics import (
@@ -146,6 +146,52 @@ def test_bounds_are_not_far_above():
     assert (each <= exact * 2**0.25 * 1.01 + 1e-5).all()
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
+@pytest.mark.parametrize("top", [256.0, 4096.0])
+def test_bound_of_the_target_tile_where_lse_is_rounded(top):
+    """The words beside a target of nearly all the mass, where lse is just above a power of two, the target under it."""
+    tokens, vocab = 1024, 512
+    rest = torch.logspace(-5, -2, tokens)
+    logits = torch.full((tokens, vocab), top - 40.0)
+    logits[:, 0] = top - (torch.rand(tokens) * 3).floor() * top * torch.finfo(torch.float32).eps / 2
+    logits[:, 1] = top + rest.log()
+    _, known = bounds_of(logits, torch.zeros(tokens, dtype=torch.long), PLAIN, entropy=False)
+    p = logits.double().softmax(-1)
+    assert (known.beside_target >= p[:, 1:BLOCK_VOCAB].square().sum(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("energies", "budget", "kept"),
+    [
+        ([4.0, 1.0, 2.0, 3.0], 6.001, [1, 0, 0, 0]),
+        ([4.0, 1.0, 2.0, 3.0], 5.999, [1, 0, 0, 1]),
+        ([4e-30, 1e-30, 2e-30, 3e-30], 6.01e-30, [1, 0, 0, 0]),
+        ([4e30, 1e-30, 0.0, math.inf], 1e60, [0, 0, 0, 1]),
+        ([4.0, 0.0, math.nan, 3.0], 100.0, [0, 0, 1, 0]),
+        ([4.0, 0.0, 2.0, 3.0], math.nan, [1, 1, 1, 1]),
+        ([4.0, 0.0, 2.0, 3.0], -1e-30, [1, 1, 1, 1]),
+    ],
+)
+def test_choice_of_blocks(energies, budget, kept):
+    """The smallest bounds that the budget has room for are left out, with deterministic operations alone."""
+    bounds_, room = torch.tensor([energies], device=DEVICE), torch.tensor(budget, dtype=torch.float64, device=DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        scales = block_sparse._choose(bounds_, room, Tolerance(relative=0.1, seed=None))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert scales.tolist() == [kept]
+
+
+def test_bounds_far_below_the_budget_add_up():
+    """Each is rounded up to a unit of it, never down to nothing."""
+    count = 2**20
+    each = torch.full((1, count), 1.0, device=DEVICE)
+    room = torch.tensor(count / 2, dtype=torch.float64, device=DEVICE)
+    scales = block_sparse._choose(each, room, Tolerance(relative=0.1, seed=None))
+    assert scales.sum() == count / 2
+
+
 # --- through the public op --------------------------------------------------------------------------------------------
 
 
@@ -270,6 +316,21 @@ def test_unbiased_gradients_average_to_the_exact_ones(monkeypatch):
         assert distance(mean, other) < 0.7 * distance(one, other)
 
 
+@pytest.mark.parametrize("largest", [1e-4, 0.1, 0.5, 0.9])
+def test_sampling_noise_is_no_more_than_stated(largest, monkeypatch):
+    """One large block, always brought back, among many small ones, none of which is scaled up far above it."""
+    energies = torch.cat([torch.full((10000,), (1.0 - largest) / 10000), torch.tensor([largest])]).to(DEVICE)
+    kept = torch.zeros_like(energies, dtype=torch.bool)
+    # A draw of 0 brings every block back.
+    monkeypatch.setattr(torch, "rand", lambda size, *, generator, **options: torch.zeros(size, **options))
+    scales = block_sparse._sampled(energies, kept, 0).double()
+    assert (scales >= 1).all()
+    noise = block_sparse.SAMPLING_NOISE**2
+    assert (energies.double() * (scales - 1)).sum() <= noise * energies.sum()
+    assert (energies.double().sqrt() * scales).max() <= 1.001 * noise * energies.max().sqrt()
+    assert (1 / scales).mean() <= 1.001 / noise
+
+
 def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
 
@@ -284,6 +345,28 @@ def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
     assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other[0], twice()[0], strict=True))
     assert not torch.equal(first[0][0], again[0][0])
+
+
+def test_no_bounds_without_a_backward(monkeypatch):
+    leaves, targets, _ = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    monkeypatch.setattr(TileBounds, "empty", None)  # would be called in vain
+    with torch.no_grad():
+        linear_logprobs(*leaves[:2], targets, grad_tolerance=0.1)
+    linear_logprobs(*(leaf.detach() for leaf in leaves[:2]), targets, grad_tolerance=0.1)
+
+
+def test_the_seed_is_drawn_on_the_host():
+    with torch.device("meta"):  # another default device, of which any value asked is an error
+        assert logprobs._tolerance(0.1, True).seed is not None
+
+
+def test_the_draw_does_not_choose_the_dense_products(monkeypatch):
+    """Or draws of few blocks would count and draws of many would not, and the mean would be too small."""
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    found = [gradients(leaves, targets, grad, grad_tolerance=0.1, unbiased=True)[0] for _ in range(4)]
+    assert not torch.equal(found[0], found[1])
+    assert len(set(shares)) == 1
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
@@ -319,12 +402,38 @@ def test_tokens_that_do_not_count(dead):
     assert not found[0][masked | zero].any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
+def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch):
+    """Not even numbers so large that their bounds overflow; and no block is counted in rows that are not there."""
+    plans = []
+    monkeypatch.setattr(linear_function, "plan_blocks", lambda *args: plans.append(plan_blocks(*args)) or plans[-1])
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    grad[:200] = 0.0
+    expected = gradients(leaves, targets, grad, grad_tolerance=0.1)
+    with torch.no_grad():
+        leaves[0][:200] = value * leaves[1][targets[:200]]
+    found = gradients(leaves, targets, grad, grad_tolerance=0.1)
+    assert plans[0].share == plans[1].share < 0.5
+    assert plans[1].counts == (plans[1].scales != 0).sum(0).tolist()
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
 def test_nan_gradient_is_not_left_out():
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     grad[3] = torch.nan
     found = gradients(leaves, targets, grad, grad_tolerance=0.5)
     assert found[0][3].isnan().all()
     assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e25])
+def test_gradients_whose_squares_leave_float32(size):
+    """The tolerance is relative: a tiny loss keeps its gradient, a huge one too."""
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    exact = gradients(leaves, targets, grad * size)
+    found = gradients(leaves, targets, grad * size, grad_tolerance=1e-2)
+    for mine, other in zip(found, exact, strict=True):
+        assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
 
 
 def test_a_named_chunk_keeps_the_backward_exact():
@@ -412,6 +521,8 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
     per_token.grad_logps[1:2] = 0.0
+    if not entropy:
+        per_token.at_target[1:2] = torch.nan  # as of a token whose hidden state is NaN
     ranked, expected = (
         room.rank_tokens(other, statistics, per_token, targets, transform, 0.1) for room in (tiles, bounds)
     )

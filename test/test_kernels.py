@@ -306,6 +306,21 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
         assert_extras(found, z, targets)
 
 
+def test_product_with_fold_under_another_default_dtype():
+    from liger_rl.kernels import epilogue
+
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
+    hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
+    inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
+    expected = epilogue.gemm_fold(*inputs, entropy=True).finish()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = epilogue.gemm_fold(*inputs, entropy=True).finish()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
+
+
 def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
     """Equal rows of the weight give equal logits, within a tile and from tile to tile."""
     from liger_rl.kernels import epilogue

@@ -45,7 +45,7 @@ def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | Non
 
 
 def bounds_for(device: torch.device) -> ModuleType:
-    """The module whose `large_tiles` and `block_bounds` run on `device`."""
+    """The module whose `rank_tokens` and `block_bounds` run on `device`."""
     if device.type != "cuda":
         return bounds
     from liger_rl.kernels import tiles

@@ -31,8 +31,10 @@ ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest 
 # What float32 loses on the way to a bound, added to it: in nats, absolute and relative to the size of the logits.
 ROUNDING_NATS, ROUNDING_OF_LSE = 2e-3, 2e-6
 ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
+ROUNDING_OF_TERM = 2.0**-23  # of one of them that is made again from lse, relative to it and times |lse|
 ROUNDING_OF_DERIVATIVE = 1e-5
 BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
+UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two squares: off the budget, for each of them
 
 # A tile is large for a token above this many times its even share of the budget.
 #
@@ -64,7 +66,8 @@ def tile_bounds(
     peak_there, sum_there = (part.gather(0, target_tile).squeeze(0) for part in tiles[:2])
     target_term = (statistics.logps + lse - peak_there).exp()
     beside = (sum_there - target_term).clamp_(min=0.0)
-    others = (beside + ROUNDING_OF_SUM * sum_there) * (1.0 + slack)
+    rounding = ROUNDING_OF_SUM + ROUNDING_OF_TERM * lse.abs()
+    others = (beside + rounding * sum_there) * (1.0 + slack)
     log_others = (peak_there - lse) + others.log()
     log_largest = torch.minimum(peak_there - lse, log_others)
     out.beside_target.copy_((log_largest + log_others + slack).exp())
@@ -84,7 +87,7 @@ def tile_bounds(
         # sum_v p_v (log p_v + H) = P (sum_v exp(z_v - peak) (z_v - peak) + (log P + H) sum_v exp(z_v - peak))
         moment = log_peak.exp() * (tiles.moments + (log_peak + entropy) * tiles.sums)
         p_target = statistics.logps.exp() * (statistics.logps + entropy)
-        moment = moment.scatter_add(0, target_tile, -p_target[None])
+        moment = moment.scatter(0, target_tile, moment.gather(0, target_tile) - p_target)
         out.moments.copy_(moment * (slope * MOMENT_SCALE))
         log_energy = log_mass + _log_supremum(log_peak, entropy)
         out.entropy_codes.copy_(_encoded(log_energy - ENTROPY_OCTAVES * math.log(2.0), slack))
@@ -125,8 +128,8 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
 class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
-    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to
-    own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile
+    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
+    own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int64, rising; NOT_WANTED for a token without a gradient
 
 
@@ -143,23 +146,25 @@ def rank_tokens(
     The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
     for dL/dlogp, the largest word of every other tile.
     """
+    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (tokens.grad_entropy != 0)
     at_target = target_gradient(tokens, statistics.logps)
     amplitude = known.beside_target.sqrt() * tokens.grad_logps.abs()
     if tokens.grad_entropy is not None and known.entropy_beside_target is not None:
         amplitude = amplitude + known.entropy_beside_target.sqrt() * tokens.grad_entropy.abs()
-    own = amplitude.square() + at_target.square()
+    # Zero times what a token without a gradient holds may be NaN.
+    own = (amplitude.square() + at_target.square()).where(wanted, 0.0)
     if transform.softcap is not None:
         at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
     energy = at_target.double().square()
     if tokens.grad_entropy is None:
         energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
-    budget = energy.sum() * (relative**2 * BUDGET_ROUNDING)
+    energy = energy.where(wanted, 0.0)
+    budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
     large = (_energies(known, tokens, own, targets) > threshold).sum(0)
     half_octave = ((large + 1).float().log2() * 2.0).round().long()
-    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
-    if tokens.grad_entropy is not None:
-        wanted = wanted | (tokens.grad_entropy != 0)
     return Ranking(budget, own, torch.where(wanted, (LAST_CLASS - half_octave) * TARGETS + targets, NOT_WANTED))
 
 
@@ -192,7 +197,8 @@ def tile_means(
     sums = known.masses[:, rows].float().mul_(tokens.grad_logps[rows] * (-1.0 / MASS_SCALE))
     if tokens.grad_entropy is not None and known.moments is not None:
         sums -= known.moments[:, rows].float().mul_(tokens.grad_entropy[rows] * (1.0 / MOMENT_SCALE))
-    sums.scatter_add_(0, (targets[rows] // BLOCK_VOCAB)[None], at_target[rows][None])
+    target_tile = (targets[rows] // BLOCK_VOCAB)[None]
+    sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[rows])
     left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : rows.numel()]
     means = sums.mul_(left_out).mul_(transform.scale / transform.temperature / BLOCK_VOCAB)
     if vocab % BLOCK_VOCAB:

@@ -275,7 +275,9 @@ def _fold_rows(
     tiles = triton.cdiv(vocab, TILE_VOCAB)
     parts = Fold._make(
         # The target is in one tile alone: its kernel writes it where it belongs.
-        whole if whole is None or whole is state.target else torch.empty(tiles, n, device=hidden.device)
+        whole
+        if whole is None or whole is state.target
+        else torch.empty(tiles, n, dtype=torch.float32, device=hidden.device)
         for whole in state
     )
     programs = device_programs(hidden.device)

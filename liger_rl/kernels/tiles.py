@@ -21,8 +21,10 @@ from liger_rl.kernels.bounds import (
     ROUNDING_OF_DERIVATIVE,
     ROUNDING_OF_LSE,
     ROUNDING_OF_SUM,
+    ROUNDING_OF_TERM,
     STEPS_PER_OCTAVE,
     TARGETS,
+    UNDERFLOW,
     Ranking,
 )
 from liger_rl.kernels.statistics import (
@@ -46,7 +48,8 @@ CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
 OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
 TOP_CODE = tl.constexpr(float(LARGEST_CODE))
 SLACK, SLACK_OF_LSE = tl.constexpr(ROUNDING_NATS), tl.constexpr(ROUNDING_OF_LSE)
-SLACK_OF_SUM, SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_DERIVATIVE)
+SLACK_OF_SUM, SLACK_OF_TERM = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_TERM)
+SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_DERIVATIVE)
 ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
 ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
 LAST_KEY, KEY_TARGETS, LAST_OF_ALL = tl.constexpr(LAST_CLASS), tl.constexpr(TARGETS), tl.constexpr(NOT_WANTED)
@@ -205,7 +208,8 @@ def _bounds_kernel(
             tl.store(moments_of + out_place, (largest * moment * SCALE_OF_MOMENT).to(tl.float16), mask=inside)
         elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
     target_there = tl.exp(logps + lse - peak_there)
-    others = (tl.maximum(sum_there - target_there, 0.0) + SLACK_OF_SUM * sum_there) * (1.0 + slack)
+    rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
+    others = (tl.maximum(sum_there - target_there, 0.0) + rounding * sum_there) * (1.0 + slack)
     log_others = peak_there - lse + tl.log(others)
     log_largest = tl.minimum(peak_there - lse, log_others)
     tl.store(beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
@@ -286,19 +290,22 @@ def _weigh_kernel(
     g = tl.load(grad_logps + token, mask=live, other=0.0)
     at_target = tl.load(at_target_of + token, mask=live, other=0.0)
     logps = tl.load(logps_of + token, mask=live, other=0.0)
+    wanted = g != 0  # true for NaN, which must reach the gradients
     amplitude = tl.sqrt(tl.load(beside_target + token, mask=live, other=0.0)) * tl.abs(g)
     if grad_entropies is not None:
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        wanted |= e != 0
         amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
         at_target -= e * tl.exp(logps) * (logps + tl.load(entropies + token, mask=live, other=0.0))
-    tl.store(own + token, amplitude * amplitude + at_target * at_target, mask=live)
+    # Zero times what a token without a gradient holds may be NaN.
+    tl.store(own + token, tl.where(wanted, amplitude * amplitude + at_target * at_target, 0.0), mask=live)
     if CAPPED:
         tanh = (logps + tl.load(lse_of + token, mask=live, other=0.0)) * heat
         at_target *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
     energy = at_target.to(tl.float64) * at_target
     if grad_entropies is None:
         energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
-    tl.store(energies + tl.program_id(0), tl.sum(energy))
+    tl.store(energies + tl.program_id(0), tl.sum(tl.where(wanted, energy, 0.0)))
 
 
 @triton.jit
@@ -320,7 +327,7 @@ def _rank_kernel(
             codes, entropy_codes, grad_logps, grad_entropies, own, targets,
             token, live, tile, inside, tokens, TILE_VOCAB,
         )  # fmt: skip
-        large += tl.sum((energy > threshold).to(tl.int32), 0)
+        large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int64)
     wanted = tl.load(grad_logps + token, mask=live, other=0.0) != 0
     if grad_entropies is not None:
@@ -380,7 +387,7 @@ def rank_tokens(
             CAPPED=transform.softcap is not None,
             TOKENS=BLOCK_TOKENS,
         )
-        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING)
+        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
         _rank_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             *_given(known, tokens, own, targets),
             budget,
