@@ -86,9 +86,9 @@ def _sampled(ascending: Tensor, kept: Tensor, seed: int) -> Tensor:
     A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
     the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
 
-    It is the sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others may only fall. And
-    it is set from what is left out, not from what might have been: a block far below the budget would use it up by a
-    scale that makes it larger than all of the gradient, once in a very long while.
+    It is the sum of E / q that is set: where q is cut off at 1, that of E (1 / q - 1) over the others only falls. It is
+    set from what is left out, not from what might have been: a block far below the budget would use it up by a scale
+    that makes it larger than all of the gradient, once in a very long while.
     """
     energy = torch.where(kept, 0.0, ascending).double()
     amplitude = energy.sqrt()
