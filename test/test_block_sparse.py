@@ -418,6 +418,19 @@ def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch)
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
+def test_a_banned_target_does_not_keep_every_block(monkeypatch):
+    """Its log-probability of -inf has a gradient of zero in a ratio; its entropy has one."""
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    with torch.no_grad():
+        leaves[2][targets[7]] = -torch.inf
+    grad[targets == targets[7]] = 0.0
+    found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], entropy=True, grad_tolerance=0.1)
+    assert found.logps[7] == -torch.inf
+    torch.autograd.grad([found.logps, found.entropy], leaves, [grad, 0.1 * grad.roll(1)])
+    assert shares[0] < 0.5
+
+
 def test_nan_gradient_is_not_left_out():
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     grad[3] = torch.nan

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.kernels.eager import LOWEST_LOG_PROBABILITY
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -122,7 +123,8 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     """(n,) dL/dz at the target."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return tokens.at_target
-    return tokens.at_target - tokens.grad_entropy * logps.exp() * (logps + tokens.entropy)
+    log_p = logps.clamp(min=LOWEST_LOG_PROBABILITY)  # of a banned target: 0 times -inf is NaN, and keeps every block
+    return tokens.at_target - tokens.grad_entropy * log_p.exp() * (log_p + tokens.entropy)
 
 
 class Ranking(NamedTuple):

@@ -39,7 +39,7 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import on
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on
 
 MERGE_TOKENS, MERGE_TILES = 32, 32  # of a program, and of one step of its loop
 CODE_TILES = 32
@@ -296,7 +296,9 @@ def _weigh_kernel(
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
         wanted |= e != 0
         amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
-        at_target -= e * tl.exp(logps) * (logps + tl.load(entropies + token, mask=live, other=0.0))
+        # Of a banned target: 0 times -inf is NaN, and keeps every block.
+        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)
+        at_target -= e * tl.exp(log_p) * (log_p + tl.load(entropies + token, mask=live, other=0.0))
     # Zero times what a token without a gradient holds may be NaN.
     tl.store(own + token, tl.where(wanted, amplitude * amplitude + at_target * at_target, 0.0), mask=live)
     if CAPPED:
