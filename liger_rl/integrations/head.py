@@ -44,8 +44,7 @@ def hook_count(head: Head) -> int:
 
 
 def check_own_forwards(head: Head, name: str) -> None:
-    """ValueError where a forward set on an instance would be left out when the head, of model `name`, is taken apart.
-    """
+    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart."""
     for part in head.bypassed():
         if not runs_own_forward(part):
             raise ValueError(
