@@ -246,7 +246,8 @@ def patch_trl(
 ) -> None:
     """Put this package's head behind TRL's trainers, those that exist already and those that are built later.
 
-    Modules that have imported TRL's name by then get ours too. Patching again only changes the options.
+    Modules that have imported TRL's name by then get ours too. Patching again only changes the options. With TRL 1.15
+    and 1.16 the trainers then take LoRA adapters on the lm_head as well, which they refuse without the patch.
 
     Args:
         grad_tolerance, unbiased, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
