@@ -31,7 +31,7 @@ PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 
 @dataclass
 class _Call:
-    """One run of a model's fused forward."""
+    """One run of the fused forward of a model with adapters on its head."""
 
     head: Head
     reached_op: bool = False
@@ -41,12 +41,12 @@ _call: ContextVar[_Call | None] = ContextVar("liger_rl_trl_call", default=None)
 
 
 def adapted_head() -> Head | None:
-    """The head of the model whose fused forward is running, for the op that it calls; None if it has no adapters."""
+    """For the op: the head of the model whose fused forward is calling it; None if no adapters are active on it."""
     call = _call.get()
     if call is None:
         return None
     call.reached_op = True
-    return call.head if call.head.adapters else None
+    return call.head
 
 
 def patches() -> tuple[GlobalPatch, ...]:
@@ -128,9 +128,10 @@ def add_fused_lm_head(
 def _naming_its_head(fused_forward: Callable) -> Callable:
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return fused_forward(self, *args, **kwargs)
-        with _calling(_read(self), type(self).__name__):
+        head = _read(self) if fused_lm_head else None
+        if head is None or not head.adapters:
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        with _calling(head, type(self).__name__):
             return fused_forward(self, *args, fused_lm_head=True, **kwargs)
 
     return forward
@@ -144,7 +145,7 @@ def _calling(head: Head, owner: str) -> Iterator[None]:
         yield
     finally:
         _call.reset(token)
-    if head.adapters and not call.reached_op:
+    if not call.reached_op:
         raise RuntimeError(
             f"TRL's own op has left the adapters on the head of {owner} out: patch_trl() must hold for as long as the "
             "trainer is used, not only while it is built"
