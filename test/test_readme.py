@@ -16,7 +16,7 @@ SNIPPETS = {
     for page in PAGES
     for i, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 }
-OTHER_SYSTEMS = ("transformers", "trl")
+OTHER_SYSTEMS = ("transformers", "trl", "peft")
 
 
 @pytest.fixture

@@ -168,22 +168,26 @@ def counted_calls():
         integration.linear_logprobs = plain
 
 
-def train(kind, path, directory, *, patch, script=None, dtype="float32", **options) -> Run:
-    """One run of `kind`, a key of TRAINERS.
+def train(kind, path, directory, *, patch, script=None, dtype="float32", peft_config=None, **options) -> Run:
+    """One run of `kind`, a key of TRAINERS, of the model at a path or of a model.
 
     With a `script`, a list of what the policy has said in each of its turns, a GRPO run says that, and not what it
     would say itself; an empty list is filled with the run's own.
     """
     trainer_class, config_class, dataset, fixed = TRAINERS[kind]
     arguments = {**CPU_ARGS, "output_dir": str(directory), **fixed, **options}
+    if isinstance(path, str):
+        arguments["model_init_kwargs"] = {"dtype": dtype}
+    torch.manual_seed(0)  # of the adapters
     extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
     with counted_calls() as calls, patched_trl() if patch else nullcontext():
         calls.clear()  # the patch has tried its options
         trainer = trainer_class(
             model=path,
-            args=config_class(model_init_kwargs={"dtype": dtype}, **arguments),
+            args=config_class(**arguments),
             train_dataset=dataset(),
             processing_class=tokenizer(),
+            peft_config=peft_config,
             **extra,
         )
         if script is not None:

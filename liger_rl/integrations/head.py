@@ -27,20 +27,30 @@ def current_head(model: Any, linear_type: type) -> Head:
     """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
-    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
+    hooks = hook_count(head)
     if type(head.linear) is not linear_type or hooks:
         raise ValueError(
             f"the head of {name} was a plain {linear_type.__name__} when it was swapped, "
             f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
             "unswap first"
         )
+    check_own_forwards(head, name)
+    return head
+
+
+def hook_count(head: Head) -> int:
+    """Forward hooks that are left out when the head is taken apart."""
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
+
+
+def check_own_forwards(head: Head, name: str) -> None:
+    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart."""
     for part in head.bypassed():
         if not runs_own_forward(part):
             raise ValueError(
                 f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
             )
-    return head
 
 
 class _Kept:

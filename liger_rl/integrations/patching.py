@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -16,11 +16,13 @@ class GlobalPatch:
     Args:
         replacement: what takes the place.
         find: -> the object to replace; raises where the package is not installed or not of a version that is known.
+        modules: names of the only modules where it is replaced; None: every one.
     """
 
-    def __init__(self, replacement: Any, find: Callable[[], Any]) -> None:
+    def __init__(self, replacement: Any, find: Callable[[], Any], modules: Collection[str] | None = None) -> None:
         self._replacement = replacement
         self._find = find
+        self._modules = modules
         self._original: Any = None
         self._had_replacement: set[tuple[ModuleType, str]] = set()
 
@@ -28,21 +30,28 @@ class GlobalPatch:
     def applied(self) -> bool:
         return self._original is not None
 
+    @property
+    def original(self) -> Any:
+        """What has been replaced; RuntimeError where nothing is."""
+        if not self.applied:
+            raise RuntimeError(f"{self._replacement} was called after it had been taken back")
+        return self._original
+
     def apply(self) -> None:
         """Harmless where it is applied already."""
         if self.applied:
             return
         original = self._find()
-        self._had_replacement = set(_globals_with(self._replacement))
+        self._had_replacement = set(self._globals_with(self._replacement))
         self._original = original
-        for module, name in _globals_with(original):
+        for module, name in self._globals_with(original):
             setattr(module, name, self._replacement)
 
     def undo(self) -> None:
         """Modules that imported the name in between get the original too. Harmless where nothing is applied."""
         if not self.applied:
             return
-        for module, name in _globals_with(self._replacement):
+        for module, name in self._globals_with(self._replacement):
             if (module, name) not in self._had_replacement:
                 setattr(module, name, self._original)
         self._original, self._had_replacement = None, set()
@@ -58,6 +67,16 @@ class GlobalPatch:
             if not before:
                 self.undo()
 
+    def _globals_with(self, value: Any) -> list[tuple[ModuleType, str]]:
+        return [
+            (module, name)
+            for key, module in list(sys.modules.items())
+            if isinstance(module, ModuleType) and (self._modules is None or key in self._modules)
+            # Not getattr, which would make lazy modules load what they have not loaded.
+            for name, held in list(vars(module).items())
+            if held is value
+        ]
+
 
 def check_version(package: str, version: str | None, lowest: tuple[int, int], below: tuple[int, int]) -> None:
     """Raises ImportError unless lowest <= version < below, by major and minor number."""
@@ -65,14 +84,3 @@ def check_version(package: str, version: str | None, lowest: tuple[int, int], be
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is None or not lowest <= (int(found[1]), int(found[2])) < below:
         raise ImportError(f"{supported} is supported, found {version}; nothing was patched")
-
-
-def _globals_with(value: Any) -> list[tuple[ModuleType, str]]:
-    return [
-        (module, name)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
-        # Not getattr, which would make lazy modules load what they have not loaded.
-        for name, held in list(vars(module).items())
-        if held is value
-    ]

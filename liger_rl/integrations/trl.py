@@ -6,7 +6,8 @@
 
 What is replaced, and what the trainers then get from here, depends on TRL's version:
 
-    1.15, 1.16  the op behind `fused_lm_head=True`, of every trainer: log-probabilities, entropies and statistics
+    1.15, 1.16  the op behind `fused_lm_head=True`, of every trainer: log-probabilities, entropies and statistics, and
+                the refusal of LoRA adapters on the lm_head (`trl_adapters`)
     1.14        the same op without the statistics, of GRPO, DPO and KTO with `use_liger_kernel=True`
     1.13        FusedLinearGRPOLoss, of GRPO with `use_liger_kernel=True`
     1.10-1.12   LigerFusedLinearGRPOLoss, of the same
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import GlobalPatch, check_version
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -110,11 +112,13 @@ def _log_probs(
 ) -> LogProbs:
     # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
     under_autocast = torch.is_autocast_enabled(hidden.device.type)
+    head = trl_adapters.adapted_head()
     return linear_logprobs(
         hidden,
         weight,
         targets,
-        bias=bias,
+        bias=bias if head is None else head.bias(),
+        low_rank=() if head is None else head.low_rank(hidden),
         transform=transform,
         entropy=entropy,
         extras=extras,
@@ -150,6 +154,7 @@ class Contract:
     parameters: tuple[str, ...]
     positional: bool  # TRL passes exactly these, in this order; otherwise at least these, by name
     replacement: Callable[[CoreOptions], Any]
+    beside: Callable[[], tuple[GlobalPatch, ...]] = tuple  # what else is patched
 
     def find(self, version: str) -> Any:
         """-> the original; RuntimeError where it is not what this version of TRL is known to have."""
@@ -198,6 +203,7 @@ CONTRACTS = (
         parameters=("hidden", *APPLY_PARAMETERS, "outputs"),
         positional=True,
         replacement=FiveOutputs,
+        beside=trl_adapters.patches,
     ),
     Contract(
         lowest=(1, 14),
@@ -228,7 +234,7 @@ CONTRACTS = (
     ),
 )
 
-_patch: GlobalPatch | None = None
+_patches: tuple[GlobalPatch, ...] = ()
 
 
 def patch_trl(
@@ -240,7 +246,8 @@ def patch_trl(
 ) -> None:
     """Put this package's head behind TRL's trainers, those that exist already and those that are built later.
 
-    Modules that have imported TRL's name by then get ours too. Patching again only changes the options.
+    Modules that have imported TRL's name by then get ours too. Patching again only changes the options. With TRL 1.15
+    and 1.16 the trainers then take LoRA adapters on the lm_head as well, which they refuse without the patch.
 
     Args:
         grad_tolerance, unbiased, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
@@ -254,18 +261,18 @@ def patch_trl(
     options = CoreOptions(
         grad_tolerance=grad_tolerance, unbiased=unbiased, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab
     )
-    _apply(_new_patch(options))
+    _apply(_new_patches(options))
 
 
 def unpatch_trl() -> None:
     """Put TRL's own back everywhere; harmless where nothing is patched."""
-    _apply(None)
+    _apply(())
 
 
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
     """`patch_trl(**options)` inside the block, and afterwards whatever was there before."""
-    before = _patch
+    before = _patches
     patch_trl(**options)
     try:
         yield
@@ -273,16 +280,20 @@ def patched_trl(**options: Any) -> Iterator[None]:
         _apply(before)
 
 
-def _apply(patch: GlobalPatch | None) -> None:
-    global _patch
-    if _patch is not None:
-        _patch.undo()
-    _patch = patch
-    if patch is not None:
-        patch.apply()
+def _apply(patches: tuple[GlobalPatch, ...]) -> None:
+    global _patches
+    for patch in _patches:
+        patch.undo()
+    _patches = patches
+    try:
+        for patch in patches:
+            patch.apply()
+    except BaseException:
+        _apply(())
+        raise
 
 
-def _new_patch(options: CoreOptions) -> GlobalPatch:
+def _new_patches(options: CoreOptions) -> tuple[GlobalPatch, ...]:
     try:
         version = importlib.import_module("trl").__version__
     except ImportError as error:
@@ -292,4 +303,5 @@ def _new_patch(options: CoreOptions) -> GlobalPatch:
     contract = next(contract for contract in CONTRACTS if contract.lowest <= release)
     # On no token at all, so that what the options are refused for is known before a run has begun.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **vars(options))
-    return GlobalPatch(contract.replacement(options), functools.partial(contract.find, version))
+    op = GlobalPatch(contract.replacement(options), functools.partial(contract.find, version))
+    return op, *contract.beside()

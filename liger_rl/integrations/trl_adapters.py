@@ -1,0 +1,180 @@
+"""LoRA adapters on the lm_head under TRL 1.15 and 1.16, whose op is given the head's weight and bias and no more.
+
+Two things are replaced beside the op. In the trainers, the class that TRL looks for on the head to refuse it: ours lets
+pass what `read_head` understands and raises for the rest. And the function that gives a model its fused forward: the
+forward that it makes now says, for the length of a call, which head the op is working for.
+
+What is still left of a patch once it is undone is the forward of a model that had got it. It goes on as TRL's, and
+raises where TRL's op would leave an adapter out.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from liger_rl.integrations.head import check_own_forwards, hook_count
+from liger_rl.integrations.patching import GlobalPatch
+from liger_rl.integrations.peft import Head, read_head
+
+TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
+PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
+
+
+@dataclass
+class _Call:
+    """One run of the fused forward of a model with adapters on its head."""
+
+    head: Head
+    reached_op: bool = False
+
+
+_call: ContextVar[_Call | None] = ContextVar("liger_rl_trl_call", default=None)
+
+
+def adapted_head() -> Head | None:
+    """For the op: the head of the model whose fused forward is calling it; None if no adapters are active on it."""
+    call = _call.get()
+    if call is None:
+        return None
+    call.reached_op = True
+    return call.head
+
+
+def patches() -> tuple[GlobalPatch, ...]:
+    """What is patched beside the op; nothing where TRL finds no PEFT that it can use."""
+    from transformers.utils import is_peft_available
+
+    return (FORWARD_PATCH, REFUSAL_PATCH) if is_peft_available() else ()
+
+
+# --- the refusal ------------------------------------------------------------------------------------------------------
+
+
+class _AsksTheReading(type):
+    def __instancecheck__(cls, layer: Any) -> bool:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if isinstance(layer, BaseTunerLayer):
+            _check_taken_apart(layer)
+        return False
+
+
+class RefusedLayer(metaclass=_AsksTheReading):
+    """In place of PEFT's `BaseTunerLayer` in TRL's trainers, which build no model whose head is an instance of it.
+
+    No layer is: one that the fused head cannot take apart raises TypeError or ValueError and says why.
+    """
+
+
+def _check_taken_apart(layer: Any) -> None:
+    owner = "the trained model"
+    head = read_head(layer, owner)
+    hooks = hook_count(head)
+    if type(head.linear) is not nn.Linear or hooks:
+        raise ValueError(
+            f"the head of {owner} must be LoRA on a plain nn.Linear without hooks, which the fused head would leave "
+            f"out; found a {type(head.linear).__name__} with {hooks} hooks"
+        )
+    check_own_forwards(head, owner)
+
+
+def _find_refusal() -> Any:
+    """-> PEFT's class, by which every trainer knows a head that it refuses."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name in TRAINERS:
+        if vars(importlib.import_module(name)).get("BaseTunerLayer") is not BaseTunerLayer:
+            raise RuntimeError(f"{name} has no BaseTunerLayer of PEFT's here; nothing was patched")
+    return BaseTunerLayer
+
+
+REFUSAL_PATCH = GlobalPatch(RefusedLayer, _find_refusal, modules=TRAINERS)
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """In place of `trl.trainer.utils.add_fused_lm_head`: the forward that it sets names its head to the op.
+
+    Raises:
+        TypeError, ValueError: adapters on the head that `read_head` does not understand, or any at all together with
+            cast_lm_head_to_fp32, which TRL refuses too.
+    """
+    if _read(model).adapters and cast_lm_head_to_fp32:
+        raise ValueError(
+            f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
+            "whose cast replaces the head's forward; leave one out and load the model anew"
+        )
+    original: Callable[..., None] = FORWARD_PATCH.original
+    original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
+    model.forward = MethodType(_naming_its_head(model.forward.__func__), model)
+
+
+def _naming_its_head(fused_forward: Callable) -> Callable:
+    @functools.wraps(fused_forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        head = _read(self) if fused_lm_head else None
+        if head is None or not head.adapters:
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        with _calling(head, type(self).__name__):
+            return fused_forward(self, *args, fused_lm_head=True, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def _calling(head: Head, owner: str) -> Iterator[None]:
+    call = _Call(head)
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+    if not call.reached_op:
+        raise RuntimeError(
+            f"TRL's own op has left the adapters on the head of {owner} out: patch_trl() must hold for as long as the "
+            "trainer is used, not only while it is built"
+        )
+
+
+def _read(model: Any) -> Head:
+    owner = type(model).__name__
+    head = read_head(model.get_output_embeddings(), owner)
+    for adapter in head.adapters:
+        for factor in (adapter.a.weight, adapter.b.weight):
+            # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+            if isinstance(factor, DTensor) or hasattr(factor, "ds_id"):
+                raise ValueError(
+                    f"the adapters on the head of {owner} are sharded (FSDP2 or ZeRO-3), which the fused head does not "
+                    "gather; shard less, or leave lm_head out of target_modules"
+                )
+    return head
+
+
+def _find_forward() -> Any:
+    module = "trl.trainer.utils"
+    original = vars(importlib.import_module(module)).get("add_fused_lm_head")
+    found = tuple(inspect.signature(original).parameters) if callable(original) else None
+    if found != PARAMETERS:
+        raise RuntimeError(
+            f"{module}.add_fused_lm_head must take ({', '.join(PARAMETERS)}), found {found}; nothing was patched"
+        )
+    return original
+
+
+FORWARD_PATCH = GlobalPatch(add_fused_lm_head, _find_forward)
