@@ -203,16 +203,23 @@ class LiveTokens(NamedTuple):
 
     positions: Tensor  # (n,) flat, ascending
     dead: Tensor  # (N - n,) the others
+    counts: list[int]  # what else was asked for
 
 
-def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
-    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync."""
+def live_tokens(
+    flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str, counts: Tensor | None = None
+) -> LiveTokens:
+    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync.
+
+    It reads `counts`, integers (k,), too.
+    """
     live = flat_targets >= 0
     if mask is not None:
         live = live & (mask.reshape(-1) != 0)
     outside = live & (flat_targets >= vocab)
     largest = torch.where(outside, flat_targets, -1)
-    count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
+    numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
+    count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
     if count[1]:
         raise ValueError(
             f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
@@ -220,19 +227,20 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
         )
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
     order = torch.argsort(live.logical_not(), stable=True)
-    return LiveTokens(order[: count[0]], order[count[0] :])
+    return LiveTokens(order[: count[0]], order[count[0] :], count[3:])
+
+
+def spread(values: Tensor, index: Tensor | None, shape: torch.Size) -> Tensor:
+    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
+    if index is not None:
+        values = values.new_zeros(shape.numel()).index_copy(0, index, values)
+    return values.view(shape)
 
 
 def _spread(outputs: tuple[Tensor, ...], index: Tensor | None, shape: torch.Size) -> LogProbs:
-    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
-
-    def spread(values: Tensor) -> Tensor:
-        if index is not None:
-            values = values.new_zeros(shape.numel()).index_copy(0, index, values)
-        return values.view(shape)
-
     logps, *others = outputs
-    return LogProbs(spread(logps), *(None if values is None else spread(values) for values in others))
+    rest = (None if values is None else spread(values, index, shape) for values in others)
+    return LogProbs(spread(logps, index, shape), *rest)
 
 
 def check_linear(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
-from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for
+from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -93,6 +94,7 @@ def fold_projection(
     low_rank: LowRankRows | None = None,
     *,
     bounded: bool = False,
+    kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its words
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
@@ -107,7 +109,7 @@ def fold_projection(
     if bounded and free and (whole_fold is not None or not hidden.is_cuda):
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
-        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known}
+        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known, "kept": kept}
         return whole_fold(hidden, weight, bias, targets, options.transform, **wanted).finish(), known
     fold = for_device(hidden.device).fold
     if low_rank is not None:
@@ -126,6 +128,8 @@ def fold_projection(
             rows = slice(start, stop)
             logits = gemm.matmul(hidden[rows], weight_tile.T)
             fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
+            if kept is not None:
+                kept_for(hidden.device).keep(logits, first, bias_tile, options.transform, kept.rows(rows))
             if by_tile is not None:
                 eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
