@@ -27,7 +27,7 @@ KEPT_BYTES = {"cuda": 520 << 20, "cpu": 64 << 20}
 # Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
 VOCAB_TILES = 16
 # Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. One rounding to bfloat16 has a relative
-# error of u = 1.7e-3, the gradient of a logit too; independent chunks give sqrt(1 + sum_k k / K) u for K of them: 2.4e-3
+# error of u = 1.7e-3, the gradient of a logit too; K independent chunks give sqrt(1 + sum_k k / K) u: 2.4e-3
 # for one, 2.6e-3 for two, 2.9e-3 for three.
 MAX_ROUNDINGS = 2
 CHUNK_TOKENS_ALIGNMENT = 128

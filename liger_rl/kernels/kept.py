@@ -76,7 +76,8 @@ def grad_kept(
     log_exp = exp.log().clamp_(min=eager.LOWEST_LOG_PROBABILITY)
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
-    out.copy_(eager.grad_of(log_exp + peaks, log_exp + (peaks - lse), p, targets, first, transform, tokens))
+    log_p = (log_exp + (peaks - lse)).clamp_(min=eager.LOWEST_LOG_PROBABILITY)
+    out.copy_(eager.grad_of(log_exp + peaks, log_p, p, targets, first, transform, tokens))
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:

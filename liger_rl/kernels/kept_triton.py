@@ -93,7 +93,7 @@ def _grad_kept_kernel(
         # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
         log_exp = tl.maximum(tl.log(exp), LOWEST_LOG_PROBABILITY)
         if entropies is not None:
-            log_p = log_exp + (peak - lse)[:, None]
+            log_p = tl.maximum(log_exp + (peak - lse)[:, None], LOWEST_LOG_PROBABILITY)
             grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
         if CAPPED:
             tanh = (log_exp + peak[:, None]) * heat
