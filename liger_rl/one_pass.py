@@ -189,10 +189,10 @@ def _add_chunk(
     if rows.shape[0] == 0:
         return
     vocab = weight.shape[0]
-    # One tile where nothing of the vocabulary's width is converted on the way.
-    whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype
+    # One tile where nothing of the vocabulary's width is made on the way.
+    whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if whole else _tile_vocab(vocab, options, kept.words)
-    grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if totals.hidden is not None else None
+    grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):
         if wanted is None:
             tile = kept.values[:, first:last].view(options.compute_dtype)
@@ -200,7 +200,8 @@ def _add_chunk(
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
         kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, tile)
         if grad_rows is not None:
-            gemm.accumulate(grad_rows, tile, weight[first:last].to(options.compute_dtype))
+            product = gemm.write if first == 0 else gemm.accumulate
+            product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
         totals.add_weight(first, last, tile, rows)
         totals.add_bias(first, last, tile)
     totals.empty = False
