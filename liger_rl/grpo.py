@@ -47,7 +47,7 @@ class FusedLinearGRPOLoss(nn.Module):
             in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
             no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
             all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
-            and the corrections. One pass holds up to 520 MiB of exponentials on CUDA and, with a 16-bit weight that has
+            and the corrections. One pass holds up to 544 MiB of a chunk on CUDA and, with a 16-bit weight that has
             a gradient, up to 4 V H bytes more, for larger chunks or for a float32 sum over many. Not with a
             grad_tolerance, float16 products or low_rank terms, whose backward has to be a second pass.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective

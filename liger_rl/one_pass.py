@@ -21,9 +21,9 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 from liger_rl.linear_function import select_rows
 from liger_rl.projection import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, kind_of, spans
 
-# Exponentials of a chunk where the caller names none. With a tile of the weight's or the hidden states' gradient beside
-# them it comes to under 600 MiB on CUDA; at V = 128256 that is 2100 tokens, whose products run at full speed.
-KEPT_BYTES = {"cuda": 520 << 20, "cpu": 64 << 20}
+# Of a chunk where the caller names none: its exponentials and the float32 gradient of its hidden states. On CUDA, with
+# H = 4096 and V = 128256, that is 2075 tokens, whose products run at full speed.
+CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
 # Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
 VOCAB_TILES = 16
 # Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. One rounding to bfloat16 has a relative
@@ -44,7 +44,7 @@ class OnePassPlan:
     sum_dtype: torch.dtype | None
     """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
     extra_bytes: int
-    """Of the exponentials, and of a float32 sum where the weight has another dtype."""
+    """Of a chunk, and of a float32 sum where the weight has another dtype."""
 
 
 def chunk_capacity(
@@ -57,31 +57,46 @@ def chunk_capacity(
     """
     if options.chunk_tokens is not None:
         return options.chunk_tokens
-    budget = KEPT_BYTES[kind_of(device)]
+    budget = CHUNK_BYTES[kind_of(device)]
     if summed and weight_dtype != torch.float32 and options.weight_grad is None:
         budget += 4 * vocab * hidden_size
-    return budget // Kept.bytes_per_token(vocab, options.compute_dtype)
+    return budget // _bytes_per_token(vocab, hidden_size, options)
+
+
+def _bytes_per_token(vocab: int, hidden_size: int, options: ProjectionOptions) -> int:
+    return Kept.bytes_per_token(vocab, options.compute_dtype, tile_words(options)) + 4 * hidden_size
 
 
 def plan_one_pass(
-    tokens: int, vocab: int, hidden_size: int, weight_dtype: torch.dtype, device: torch.device,
-    options: ProjectionOptions, *, needs_weight: bool,
-) -> OnePassPlan:  # fmt: skip
-    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many."""
+    tokens: int,
+    vocab: int,
+    hidden_size: int,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    options: ProjectionOptions,
+    *,
+    needs_weight: bool,
+    together: int = 1,
+) -> OnePassPlan:
+    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many.
+
+    `together`: the most tokens that may not be parted; chunks are then filled in order, each as far as it goes.
+    """
 
     def capacity(summed: bool) -> int:
         return max(1, chunk_capacity(vocab, hidden_size, weight_dtype, device, options, summed=summed))
 
     sum_dtype: torch.dtype | None = torch.float32 if needs_weight else None
-    chunk_tokens = capacity(False)
+    most = capacity(False)
     if needs_weight and weight_dtype != torch.float32 and options.weight_grad is None:
         large = capacity(True)
-        if tokens <= MAX_ROUNDINGS * large:
-            sum_dtype, chunk_tokens = weight_dtype, large
-    chunks = max(1, math.ceil(tokens / chunk_tokens))
-    even = math.ceil(math.ceil(tokens / chunks) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
-    chunk_tokens = max(1, min(chunk_tokens, even, tokens))
-    extra = chunk_tokens * Kept.bytes_per_token(vocab, options.compute_dtype)
+        # All chunks but the last may stay short of being full by all but one of the tokens that are not parted.
+        if tokens <= large or tokens <= MAX_ROUNDINGS * large - (MAX_ROUNDINGS - 1) * (together - 1):
+            sum_dtype, most = weight_dtype, large
+    even = math.ceil(tokens / max(1, math.ceil(tokens / most)))
+    even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    chunk_tokens = max(1, min(most, even + together - 1, tokens))
+    extra = chunk_tokens * _bytes_per_token(vocab, hidden_size, options)
     if sum_dtype == torch.float32 != weight_dtype and options.weight_grad is None:
         extra += 4 * vocab * hidden_size
     return OnePassPlan(chunk_tokens=chunk_tokens, sum_dtype=sum_dtype, extra_bytes=extra)
@@ -291,7 +306,5 @@ class WithGradients(torch.autograd.Function):
             kept_for(gradient.device).scale_(gradient, factor)
             return gradient
 
-        hidden = scaled(gradients.hidden)
-        if hidden is not None:
-            hidden = hidden.view(ctx.shape)
-        return None, hidden, scaled(gradients.weight), scaled(gradients.bias), None, None
+        hidden, weight, bias = map(scaled, gradients[:3])
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None

@@ -43,10 +43,10 @@ class Head:
         summed = summed and self.needs[1]
         return chunk_capacity(vocab, hidden_size, self.weight.dtype, self.hidden.device, options, summed=summed)
 
-    def plan(self, tokens: int, options: ProjectionOptions) -> OnePassPlan:
-        vocab, hidden_size = self.weight.shape
-        device = self.hidden.device
-        return plan_one_pass(tokens, vocab, hidden_size, self.weight.dtype, device, options, needs_weight=self.needs[1])
+    def plan(self, tokens: int, options: ProjectionOptions, *, together: int = 1) -> OnePassPlan:
+        (vocab, hidden_size), dtype, device = self.weight.shape, self.weight.dtype, self.hidden.device
+        wanted = self.needs[1]
+        return plan_one_pass(tokens, vocab, hidden_size, dtype, device, options, needs_weight=wanted, together=together)
 
 
 def obstacle(
@@ -118,11 +118,11 @@ def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOpti
     live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))
     n, (hopeful, *row_counts) = live.positions.numel(), live.counts
     index = live.positions if live.dead.numel() else None
-    plan = head.plan(n, options)
+    plan = head.plan(n, options, together=max([1, *row_counts]))
     if n <= plan.chunk_tokens:
         chunks = [slice(0, n)] if n else []
     elif in_rows:
-        chunks = _whole_rows(row_counts, max(plan.chunk_tokens, *row_counts))
+        chunks = _whole_rows(row_counts, plan.chunk_tokens)
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     whole = _Whole(prepared, index, shape)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from test_logprobs import Products
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from liger_rl import (
     FusedLinearGRPOLoss,
+    LogitTransform,
     LowRank,
     OffPolicySequenceMask,
     PolicyBatch,
@@ -256,6 +258,27 @@ def test_a_nan_reaches_the_gradients(device):
         assert torch.equal(mine.isnan(), other.isnan())
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 60, (12,), generator=generator).tolist()
+    for chunk_tokens in (60, 100, 150, 200, 400):
+        options = projection.ProjectionOptions(
+            transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16,
+            chunk_tokens=chunk_tokens, chunk_vocab=None,
+        )  # fmt: skip
+        plan = one_pass.plan_one_pass(
+            sum(counts), 100, 8, torch.bfloat16, torch.device("cpu"), options, needs_weight=True, together=max(counts)
+        )
+        assert plan.chunk_tokens <= chunk_tokens
+        chunks = one_pass_loss._whole_rows(counts, plan.chunk_tokens)
+        ends = {0, *torch.tensor(counts).cumsum(0).tolist()}
+        assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), sum(counts)]
+        assert all(c.start in ends and 0 <= c.stop - c.start <= plan.chunk_tokens for c in chunks)
+        if plan.sum_dtype == torch.bfloat16:
+            assert len(chunks) <= one_pass.MAX_ROUNDINGS
+
+
 # --- low precision ----------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +455,29 @@ def found_rows(data: Batch) -> int:
     return int((data.columns["mask"] & ~cut).sum())
 
 
+class Picks(TorchDispatchMode):
+    """Counts what waits for a device to know how many rows there are, or what a number is."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("advantages", "expected"), [("all", 0), ("some", 3)])
+def test_rows_are_picked_once_a_chunk_and_only_where_that_pays(advantages, expected):
+    data = batch(6, 9)
+    data.columns["mask"][:] = True
+    if advantages == "all":
+        data.columns["advantages"] = torch.rand(6) + 0.1
+    hidden, weight, bias = leaves_of(data)
+    module = FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=18)
+    with Picks() as picks:
+        module(hidden, weight, data.ids, bias=bias, **data.columns).loss.backward()
+    assert picks.count == expected
+
+
 @pytest.mark.parametrize("gradients", ["none wanted", "switched off"])
 def test_no_gradient_asked_for_runs_the_forward_alone(gradients, passes_taken):
     data = batch()
@@ -588,7 +634,7 @@ def test_what_auto_takes(passes_taken, monkeypatch):
     step(FusedLinearGRPOLoss("grpo", passes="two"), data)
     assert passes_taken == [1]
     # 20 tokens a chunk: worth it if that counts as enough, and otherwise not.
-    monkeypatch.setitem(one_pass.KEPT_BYTES, "cpu", 20 * 4 * (VOCAB + 1))
+    monkeypatch.setitem(one_pass.CHUNK_BYTES, "cpu", 20 * 4 * (VOCAB + 1 + HIDDEN))
     step(FusedLinearGRPOLoss("grpo"), data)
     assert passes_taken == [1]
     monkeypatch.setitem(one_pass_loss.MIN_CHUNK_TOKENS, "cpu", 20)
@@ -603,18 +649,18 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("tokens", "vocab", "hidden_size", "needs_weight", "sum_dtype", "chunks", "extra_mib"),
     [
-        (8192, 128256, 4096, True, torch.bfloat16, 1, 2020),
-        (8192, 128256, 4096, False, None, 4, 520),
-        (20000, 128256, 4096, True, torch.bfloat16, 2, 2524),
-        (32768, 128256, 4096, True, torch.float32, 16, 2524),
-        (8192, 151936, 2048, True, torch.bfloat16, 2, 1707),
-        (8192, 256000, 2304, True, torch.bfloat16, 2, 2770),
+        (8192, 128256, 4096, True, torch.bfloat16, 1, 2150),
+        (8192, 128256, 4096, False, None, 4, 540),
+        (18000, 128256, 4096, True, torch.bfloat16, 2, 2400),
+        (32768, 128256, 4096, True, torch.float32, 16, 2548),
+        (8192, 151936, 2048, True, torch.bfloat16, 2, 1230),
+        (8192, 256000, 2304, True, torch.bfloat16, 2, 2052),
     ],
 )
 def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extra_mib):
-    """Under 520 MiB, and 4 V H bytes with a 16-bit weight's gradient: a float32 sum, or larger chunks in its place."""
+    """Under 544 MiB, and 4 V H bytes with a 16-bit weight's gradient: a float32 sum, or larger chunks in its place."""
     options = projection.ProjectionOptions(
-        transform=None, entropy=False, compute_dtype=torch.bfloat16, chunk_tokens=None, chunk_vocab=None
+        transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16, chunk_tokens=None, chunk_vocab=None
     )
     device = torch.device("cuda")
     plan = one_pass.plan_one_pass(
@@ -622,4 +668,4 @@ def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extr
     )
     assert plan.sum_dtype == sum_dtype
     assert math.ceil(tokens / plan.chunk_tokens) == chunks
-    assert plan.extra_bytes <= min(extra_mib, 520 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
+    assert plan.extra_bytes <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB

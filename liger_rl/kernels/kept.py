@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager
-from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
+from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
         return cls(values, torch.empty(-(-vocab // words), n, dtype=torch.float32, device=device), words)
 
     @staticmethod
-    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, words: int = BLOCK_VOCAB) -> int:
+    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, words: int) -> int:
         return vocab * compute_dtype.itemsize + 4 * -(-vocab // words)
 
     def rows(self, rows: slice) -> "Kept":

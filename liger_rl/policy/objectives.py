@@ -4,7 +4,8 @@ An objective is any callable `(logps, batch) -> TokenLoss` on the columns of an 
 masked tokens, and its values there are dropped. An objective may have these attributes:
 
     token_local: bool, whether a token's gradient depends on that token alone; for callers who split sequences.
-    sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches.
+    sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches. An objective
+        with `token_local`, true or not, is a function of its arguments alone, through which all its gradient flows.
     needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
