@@ -94,15 +94,19 @@ def _name(part: Any) -> str:
 def worthwhile(head: Head, options: ProjectionOptions) -> bool:
     """Whether one pass is the better way where nothing stands against it.
 
-    A gradient is wanted, no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary), and
-    chunks of the budget are large enough.
+    A gradient is wanted, no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary),
+    chunks of the budget are large enough, and nothing is being compiled: a compiler would look for the gradients in the
+    backward.
     """
+    if torch.compiler.is_compiling():
+        return False
     if not any(head.needs) or options.chunk_tokens is not None or options.chunk_vocab is not None:
         return False
     enough = min(MIN_CHUNK_TOKENS[kind_of(head.hidden.device)], head.targets.numel())
     return head.capacity(options, summed=head.targets.numel() <= head.capacity(options)) >= enough
 
 
+@torch.compiler.disable
 def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOptions) -> PolicyLoss:
     """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
 

@@ -643,6 +643,15 @@ def test_what_auto_takes(passes_taken, monkeypatch):
     assert passes_taken[1] > 1
 
 
+def test_under_torch_compile_auto_takes_two_passes(passes_taken):
+    data = batch()
+    module = FusedLinearGRPOLoss("grpo")
+    found = step(torch.compile(module, backend="eager"), data)
+    assert not passes_taken
+    assert_same(found, step(module, data))
+    assert passes_taken == [1]
+
+
 MIB = 1 << 20
 
 

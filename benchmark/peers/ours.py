@@ -18,8 +18,16 @@ from liger_rl.block_sparse import BlockPlan, plan_blocks
 class Head(Base):
     entropy = True
 
-    def __init__(self, *, grad_tolerance: float = 0.0, passes: str = "auto", in_place: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        grad_tolerance: float = 0.0,
+        passes: str = "auto",
+        in_place: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
         self.grad_tolerance, self.passes, self.in_place = grad_tolerance, passes, in_place
+        self.chunk_tokens = chunk_tokens
         self._total: Tensor | None = None
         self._share: float | None = None
 
@@ -53,6 +61,7 @@ class Head(Base):
             softcap=case.softcap,
             grad_tolerance=self.grad_tolerance,
             passes=self.passes,
+            chunk_tokens=self.chunk_tokens,
         )
         self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
