@@ -117,7 +117,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
     if "memory" in quantities or "time" in quantities:
         _load_libraries(variant, case, device)
         if "memory" in quantities:
-            result |= _measure_memory(compute, case, inputs, device)
+            result |= _measure_memory(compute, variant.gradient_bytes(case), case, inputs, device)
         if "time" in quantities:
             result |= _measure_time(compute, bench, warm="memory" in quantities)
         loss = _run(compute, case, inputs).item()
@@ -140,7 +140,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
     return result
 
 
-def _measure_memory(compute: Compute, case: Case, inputs: Inputs, device: str) -> dict[str, float]:
+def _measure_memory(compute: Compute, gradient_bytes: int, case: Case, inputs: Inputs, device: str) -> dict[str, float]:
     if device == "cuda":
         # Compilers and autotuners allocate once, in the first step; what a training run feels is every later one.
         # Host memory has no such count of live bytes: there the first step it is, before anything can be reused.
@@ -149,7 +149,7 @@ def _measure_memory(compute: Compute, case: Case, inputs: Inputs, device: str) -
     with PeakMemory(device) as memory:
         _run(compute, case, inputs)
     # A gradient that is not there yet at the peak makes the difference smaller, never below nothing.
-    extra = max(0, memory.peak_bytes - case.gradient_bytes)
+    extra = max(0, memory.peak_bytes - gradient_bytes)
     return {"peak_mib": memory.peak_bytes / 2**20, "peak_extra_mib": extra / 2**20}
 
 

@@ -53,6 +53,7 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
+    weight_grad: Tensor | None = None,
     vocab_parallel: None = None,
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
@@ -92,6 +93,10 @@ def linear_logprobs(
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
+        weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
+            `main_grad` of a mixed-precision optimiser. Each backward adds the weight's gradient to it, in float32 and
+            without a (V, H) tensor of its own, and the weight itself gets none from this call. Not with a
+            grad_tolerance.
         vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
 
     Returns:
@@ -114,6 +119,7 @@ def linear_logprobs(
 
     with whole_head(gather, weight, bias):
         compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+        check_weight_grad(weight_grad, weight, grad_tolerance)
         flat_targets = targets.reshape(-1).long()
         live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
         options = ProjectionOptions(
@@ -125,6 +131,7 @@ def linear_logprobs(
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
+            weight_grad=weight_grad,
         )
         index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -197,16 +204,23 @@ class LiveTokens(NamedTuple):
 
     positions: Tensor  # (n,) flat, ascending
     dead: Tensor  # (N - n,) the others
+    counts: list[int]  # what else was asked for
 
 
-def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
-    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync."""
+def live_tokens(
+    flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str, counts: Tensor | None = None
+) -> LiveTokens:
+    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync.
+
+    It reads `counts`, integers (k,), too.
+    """
     live = flat_targets >= 0
     if mask is not None:
         live = live & (mask.reshape(-1) != 0)
     outside = live & (flat_targets >= vocab)
     largest = torch.where(outside, flat_targets, -1)
-    count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
+    numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
+    count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
     if count[1]:
         raise ValueError(
             f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
@@ -214,19 +228,20 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
         )
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
     order = torch.argsort(live.logical_not(), stable=True)
-    return LiveTokens(order[: count[0]], order[count[0] :])
+    return LiveTokens(order[: count[0]], order[count[0] :], count[3:])
+
+
+def spread(values: Tensor, index: Tensor | None, shape: torch.Size) -> Tensor:
+    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
+    if index is not None:
+        values = values.new_zeros(shape.numel()).index_copy(0, index, values)
+    return values.view(shape)
 
 
 def _spread(outputs: tuple[Tensor, ...], index: Tensor | None, shape: torch.Size) -> LogProbs:
-    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
-
-    def spread(values: Tensor) -> Tensor:
-        if index is not None:
-            values = values.new_zeros(shape.numel()).index_copy(0, index, values)
-        return values.view(shape)
-
     logps, *others = outputs
-    return LogProbs(spread(logps), *(None if values is None else spread(values) for values in others))
+    rest = (None if values is None else spread(values, index, shape) for values in others)
+    return LogProbs(spread(logps, index, shape), *rest)
 
 
 def check_linear(
@@ -296,6 +311,31 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+
+
+def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance: float) -> None:
+    if weight_grad is None:
+        return
+    if not isinstance(weight_grad, Tensor):
+        raise TypeError(f"weight_grad must be a tensor or None, got {type(weight_grad).__name__}")
+    if weight_grad.dtype != torch.float32:
+        raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
+    if weight_grad.shape != weight.shape:
+        raise ValueError(
+            f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
+        )
+    _check_device("weight_grad", weight_grad, weight, "weight")
+    if not weight_grad.is_contiguous():
+        raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
+    if weight_grad.requires_grad:
+        raise ValueError("weight_grad must require no gradient, because it is added to in place")
+    if not weight.requires_grad:
+        raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
+    if grad_tolerance != 0.0:
+        raise ValueError(
+            f"grad_tolerance must be 0.0 with weight_grad, got {grad_tolerance}: the block-sparse backward makes a "
+            "(V, H) gradient of its own"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:

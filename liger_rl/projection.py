@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
-from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for
+from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -55,6 +56,7 @@ class ProjectionOptions:
     extras: frozenset[str] = frozenset()
     gather: Gather | None = None
     tolerance: Tolerance | None = None
+    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
 
     @property
     def chunks_are_free(self) -> bool:
@@ -92,6 +94,7 @@ def fold_projection(
     low_rank: LowRankRows | None = None,
     *,
     bounded: bool = False,
+    kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its words
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
@@ -106,7 +109,7 @@ def fold_projection(
     if bounded and free and (whole_fold is not None or not hidden.is_cuda):
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
-        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known}
+        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known, "kept": kept}
         return whole_fold(hidden, weight, bias, targets, options.transform, **wanted).finish(), known
     fold = for_device(hidden.device).fold
     if low_rank is not None:
@@ -125,6 +128,8 @@ def fold_projection(
             rows = slice(start, stop)
             logits = gemm.matmul(hidden[rows], weight_tile.T)
             fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
+            if kept is not None:
+                kept_for(hidden.device).keep(logits, first, bias_tile, options.transform, kept.rows(rows))
             if by_tile is not None:
                 eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
@@ -138,7 +143,7 @@ class ProjectionGradients(NamedTuple):
     """None where not asked for."""
 
     hidden: Tensor | None  # (n, H) float32
-    weight: Tensor | None  # (V, H) like the weight
+    weight: Tensor | None  # (V, H) like the weight; also None where it went to `options.weight_grad`
     bias: Tensor | None  # (V,) like the bias
     low_rank_inputs: Tensor | None  # (n, r) float32
     low_rank_weight: Tensor | None  # (V, r) like the low-rank weight
@@ -166,7 +171,10 @@ def grad_projection(
     bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if hidden.is_cuda else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
-    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
+    in_place = options.weight_grad is not None
+    grad_weight = options.weight_grad if needs[1] else None
+    if needs[1] and not in_place:
+        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
     grad_inputs = grad_low = None
     if low_rank is not None:
@@ -179,8 +187,7 @@ def grad_projection(
         if gemm_grad is not None:
             return gemm_grad(rows, weight_tile, bias_tile, row_targets, first, options.transform, row_tokens)
         logits = gemm.matmul(rows, weight_tile.T)
-        in_place = logits.dtype == options.compute_dtype
-        out = logits if in_place else torch.empty_like(logits, dtype=options.compute_dtype)
+        out = logits if logits.dtype == options.compute_dtype else torch.empty_like(logits, dtype=options.compute_dtype)
         grad(logits, row_targets, first, bias_tile, options.transform, row_tokens, out)
         return out
 
@@ -188,7 +195,9 @@ def grad_projection(
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
         parts = len(token_spans)
-        weight_total = _WeightTotal(grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype)
+        weight_total = _WeightTotal(
+            grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
+        )
         low_total = _WeightTotal(grad_low, first, last, parts=parts, compute_dtype=options.compute_dtype)
         if low_rank is not None:
             low_tile = low_rank.weight[first:last].to(options.compute_dtype)
@@ -210,19 +219,29 @@ def grad_projection(
         low_total.store()
         if grad_bias is not None:
             grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
-    return ProjectionGradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
+    return ProjectionGradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
 
 
 class _WeightTotal:
-    """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once."""
+    """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once.
+
+    With `add`, the sum goes on from what a float32 `grad_weight` holds.
+    """
 
     def __init__(
-        self, grad_weight: Tensor | None, first: int, last: int, *, parts: int, compute_dtype: torch.dtype
+        self,
+        grad_weight: Tensor | None,
+        first: int,
+        last: int,
+        *,
+        parts: int,
+        compute_dtype: torch.dtype,
+        add: bool = False,
     ) -> None:
         self.out = None if grad_weight is None else grad_weight[first:last]
         self.total: Tensor | None = None
         if self.out is not None and self.out.dtype == torch.float32:
-            self.total = self.out.zero_()
+            self.total = self.out if add else self.out.zero_()
         elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != compute_dtype):
             self.total = torch.zeros_like(self.out, dtype=torch.float32)
 

@@ -27,6 +27,12 @@ VARIANTS = {
     "torch_linear_ce": Variant("torch linear CE", "torch_linear_ce", {}),
     "verl_triton": Variant("verl Triton", "verl_triton", {}),
     "ours": Variant("liger_rl", "ours", {}),
+    "ours-one-pass": Variant("liger_rl, one pass", "ours", {"passes": "one"}),
+    "ours-one-pass-2048": Variant(
+        "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
+    ),
+    "ours-two-passes": Variant("liger_rl, two passes", "ours", {"passes": "two"}),
+    "ours-in-place": Variant("liger_rl, weight gradient in place", "ours", {"in_place": True}),
     "ours-1e-4": Variant("liger_rl, tolerance 1e-4", "ours", {"grad_tolerance": 1e-4}),
     "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
     "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
@@ -36,8 +42,17 @@ LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
 TRL = "trl_chunked"
 OURS = "ours"
-# On a case that names no others: one tolerance stands for all.
-EVERYWHERE = tuple(name for name in VARIANTS if name not in ("ours-1e-4", "ours-3e-3", "ours-1e-2"))
+# On a case that names no others: one tolerance stands for all, and "ours" takes the passes that it would.
+SPECIAL = (
+    "ours-one-pass",
+    "ours-one-pass-2048",
+    "ours-two-passes",
+    "ours-in-place",
+    "ours-1e-4",
+    "ours-3e-3",
+    "ours-1e-2",
+)
+EVERYWHERE = tuple(name for name in VARIANTS if name not in SPECIAL)
 
 
 def load(variant: str) -> "Head":

@@ -1,7 +1,9 @@
-"""liger_rl with its defaults, and with a tolerance."""
+"""liger_rl with its defaults, with a tolerance, in a number of passes, with the weight's gradient in place."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from benchmark.cases import STEP, Case
@@ -16,13 +18,26 @@ from liger_rl.block_sparse import BlockPlan, plan_blocks
 class Head(Base):
     entropy = True
 
-    def __init__(self, *, grad_tolerance: float = 0.0) -> None:
-        self.grad_tolerance = grad_tolerance
+    def __init__(
+        self,
+        *,
+        grad_tolerance: float = 0.0,
+        passes: str = "auto",
+        in_place: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.grad_tolerance, self.passes, self.in_place = grad_tolerance, passes, in_place
+        self.chunk_tokens = chunk_tokens
+        self._total: Tensor | None = None
         self._share: float | None = None
 
     def reason(self, case: Case, device: str) -> str | None:
         if self.grad_tolerance and case.task != STEP:
             return "a tolerance is of gradients"
+        if self.passes != "auto" and case.task != STEP:
+            return "passes differ in their gradients"
+        if self.in_place and (case.task != STEP or case.frozen):
+            return "the weight has no gradient"
         return super().reason(case, device)
 
     def values(self, case: Case, inputs: Inputs, *, entropy: bool = False) -> Values:
@@ -45,7 +60,10 @@ class Head(Base):
             epsilon_high=EPSILON,
             softcap=case.softcap,
             grad_tolerance=self.grad_tolerance,
+            passes=self.passes,
+            chunk_tokens=self.chunk_tokens,
         )
+        self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
             linear_function.plan_blocks = self._recorded
         return lambda: (
@@ -57,8 +75,20 @@ class Head(Base):
                 inputs.mask,
                 old_per_token_logps=inputs.old_logps,
                 ref_per_token_logps=inputs.ref_logps,
+                weight_grad=self._total,
             ).loss
         )
+
+    def gradient_bytes(self, case: Case) -> int:
+        return replace(case, frozen=True).gradient_bytes if self.in_place else case.gradient_bytes
+
+    def clear(self, inputs: Inputs) -> None:
+        super().clear(inputs)
+        if self._total is not None:
+            self._total.zero_()
+
+    def weight_gradient(self, inputs: Inputs) -> Tensor | None:
+        return super().weight_gradient(inputs) if self._total is None else self._total
 
     def _recorded(self, *args) -> BlockPlan:
         """The plan of a backward, looked at on its way: the host knows its share anyway."""

@@ -65,6 +65,8 @@ def policy_step(
     swapped = _swapped(model)
     inputs = _model_inputs(swapped, batch, model_inputs)
     _check_loss(loss, swapped)
+    if loss.passes == "one":
+        raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
     ids, mask = _tokens(batch)
     columns: dict[str, Any] = {name: batch.get(name) for name in POLICY_COLUMNS}
     packed = columns["segments"] is not None

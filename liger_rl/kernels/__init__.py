@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, eager
+from liger_rl.kernels import bounds, eager, kept
 from liger_rl.kernels.statistics import Fold
 
 
@@ -51,6 +51,15 @@ def bounds_for(device: torch.device) -> ModuleType:
     from liger_rl.kernels import tiles
 
     return tiles
+
+
+def kept_for(device: torch.device) -> ModuleType:
+    """The module whose `keep`, `grad_kept` and `scale_` run on `device`."""
+    if device.type != "cuda":
+        return kept
+    from liger_rl.kernels import kept_triton
+
+    return kept_triton
 
 
 def blocks_for(device: torch.device) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None:

@@ -27,7 +27,7 @@ def fold(
     state: Fold,  # (n,) each, updated in place
     rows: Tensor | None = None,  # (n,) flat index into logits.shape[:-1]
 ) -> None:
-    z = _transformed(_take(logits, rows), bias, transform)
+    z = transformed(_take(logits, rows), bias, transform)
     peak = torch.maximum(state.peak, z.amax(-1))
     kept = (state.peak - peak).exp_()
     shifted = z - peak[:, None]
@@ -53,7 +53,7 @@ def fold(
 
 def tile_statistics(logits: Tensor, bias: Tensor | None, transform: LogitTransform, out: TileStatistics) -> None:
     """The softmax sums of logits (n, v) over every BLOCK_VOCAB words."""
-    z = _transformed(logits, bias, transform)
+    z = transformed(logits, bias, transform)
     z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
     z = z.view(z.shape[0], -1, BLOCK_VOCAB)
     peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
@@ -77,16 +77,31 @@ def grad(
     *,
     add: bool = False,  # add to what `out` holds
 ) -> None:
-    z = _transformed(_take(logits, rows), bias, transform)
-    column, hit = _target_column(targets, first, z.shape[-1])
+    z = transformed(_take(logits, rows), bias, transform)
     log_p = z - tokens.lse[:, None]
+    p = log_p.exp_() if tokens.grad_entropy is None else log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
+    grad_x = grad_of(z, log_p, p, targets, first, transform, tokens)
+    place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
+    if add:
+        grad_x += out[place]
+    out[place] = grad_x.to(out.dtype)
+
+
+def grad_of(
+    z: Tensor,  # (n, v) transformed logits
+    log_p: Tensor,  # (n, v) read and overwritten for a gradient of the entropy alone; finite
+    p: Tensor,  # (n, v) overwritten
+    targets: Tensor,  # (n,)
+    first: int,
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each
+) -> Tensor:
+    """-> dL/dlogits (n, v) in float32."""
+    column, hit = _target_column(targets, first, z.shape[-1])
     if tokens.grad_entropy is None or tokens.entropy is None:
-        grad_z = log_p.exp_()
-        grad_z.mul_(-tokens.grad_logps[:, None])
+        grad_z = p.mul_(-tokens.grad_logps[:, None])
         at_target = tokens.at_target
     else:
-        log_p.clamp_(min=LOWEST_LOG_PROBABILITY)
-        p = log_p.exp()
         # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
         grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
         entropy_at_target = (-p * grad_z).gather(-1, column[:, None]).squeeze(-1)
@@ -94,11 +109,7 @@ def grad(
         at_target = tokens.at_target + entropy_at_target
     elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
     grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
-    grad_x = _times_derivative(grad_z, z, transform)
-    place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
-    if add:
-        grad_x += out[place]
-    out[place] = grad_x.to(out.dtype)
+    return _times_derivative(grad_z, z, transform)
 
 
 def _take(logits: Tensor, rows: Tensor | None) -> Tensor:
@@ -111,7 +122,7 @@ def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Ten
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
-def _transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     """z in float32; may be `logits` itself, so the caller must not write to it."""
     x = logits.float()
     if bias is not None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -35,7 +36,7 @@ from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_consta
 TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
-GRAD_STAGES = 3  # a fourth does not fit beside the tile that is stored
+STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
 MIN_TOKENS = 4 * TILE_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
 ALIGNMENT_BYTES = 16
@@ -123,6 +124,7 @@ def _gemm_fold_kernel(
     logit_sums,
     rivals,
     target_logits,  # (tokens,)
+    kept,  # descriptor of (tokens, V), or None
     tokens,
     vocab,
     hidden_size,
@@ -157,6 +159,8 @@ def _gemm_fold_kernel(
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
+        if kept is not None:
+            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], exp.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, tl.sum(exp, 1), mask=live)
         if moments is not None:
@@ -244,6 +248,7 @@ def gemm_fold(
     entropy: bool,
     extras: Collection[str] = (),
     bounds: TileBounds | None = None,  # written for all N tokens
+    kept: Kept | None = None,  # the same, in tiles of TILE_VOCAB words
 ) -> Fold:
     """The whole fold of hidden @ weight.T, where `applies` says so."""
     n = hidden.shape[0]
@@ -253,7 +258,8 @@ def gemm_fold(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         known = None if bounds is None else bounds.columns(rows)
-        _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows), known)
+        part = None if kept is None else kept.rows(rows)
+        _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows), known, part)
     return state
 
 
@@ -270,6 +276,7 @@ def _fold_rows(
     transform: LogitTransform,
     state: Fold,
     bounds: TileBounds | None,
+    kept: Kept | None,
 ) -> None:
     n, vocab = hidden.shape[0], weight.shape[0]
     tiles = triton.cdiv(vocab, TILE_VOCAB)
@@ -291,6 +298,7 @@ def _fold_rows(
             parts.sum_exp,
             *parts[3:],
             state.target,
+            None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
             n,
             vocab,
             hidden.shape[1],
@@ -300,10 +308,13 @@ def _fold_rows(
             TILE_HIDDEN=TILE_HIDDEN,
             GROUP=GROUP,
             PROGRAMS=programs,
-            num_stages=STAGES,
+            num_stages=STAGES if kept is None else STORING_STAGES,
             num_warps=WARPS,
         )
     merge(parts, state)
+    if kept is not None:
+        assert kept.words == TILE_VOCAB
+        kept.peaks.copy_(parts.peak)
     if bounds is not None:
         tile_bounds(TileStatistics(parts.peak, parts.sum_exp, parts.moment), state.finish(), targets, transform, bounds)
 
@@ -345,7 +356,7 @@ def gemm_grad(
             TILE_HIDDEN=TILE_HIDDEN,
             GROUP=GROUP,
             PROGRAMS=programs,
-            num_stages=GRAD_STAGES,
+            num_stages=STORING_STAGES,
             num_warps=WARPS,
         )
     return out

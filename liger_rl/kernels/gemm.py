@@ -16,6 +16,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float())
 
 
+def write(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out (m, n) float32 = a (m, k) @ b (k, n)."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a.float(), b.float(), out=out)
+
+
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (m, n) float32 += a (m, k) @ b (k, n), in place."""
     if a.dtype == torch.float32:

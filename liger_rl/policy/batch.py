@@ -1,12 +1,23 @@
 """What a policy loss knows of a batch besides the log-probabilities: checked and aligned once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.policy.segments import Segments
+
+# Of an AlignedBatch, one entry per token.
+TOKEN_COLUMNS = (
+    "advantages",
+    "mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_ratio",
+    "entropy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,22 @@ class AlignedBatch:
     num_items_in_batch: int | float | Tensor | None
     entropy: Tensor | None = None
     """Detached, where the caller has it."""
+
+    def take(self, positions: Tensor) -> "AlignedBatch":
+        """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and
+        the rows of a padded batch become segments."""
+
+        def taken(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]
+
+        columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in TOKEN_COLUMNS}
+        segments = self.segments
+        if self.mask.dim() == 2:
+            rows, width = self.mask.shape
+            segments = Segments(index=positions // max(width, 1), count=rows)
+        elif segments is not None:
+            segments = replace(segments, index=segments.index[positions])
+        return replace(self, **columns, segments=segments)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """logp - old, differentiable; without old log-probabilities they are the current ones, detached."""

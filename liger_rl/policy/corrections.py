@@ -1,6 +1,7 @@
 """Factors on the policy term, without gradient: for what the sampler did differently, and for tokens to leave out.
 
-A correction is any callable `(logps, batch) -> factor` on an `AlignedBatch`, the factor broadcastable to the tokens.
+A correction is any callable `(logps, batch) -> factor` on an `AlignedBatch`, the factor broadcastable to the tokens. It
+may have the attributes `token_local`, `sequence_local` and `needs_sequences` of `liger_rl.policy.objectives`.
 """
 
 import math
@@ -81,7 +82,9 @@ class OffPolicySequenceMask:
     """
 
     threshold: float
+    token_local: ClassVar[bool] = False
     needs_sequences: ClassVar[bool] = True
+    sequence_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if math.isnan(self.threshold):
@@ -108,6 +111,7 @@ class TopEntropyMask:
 
     top_entropy_quantile: float
     gather: Callable[[Tensor], Tensor] | None = None
+    token_local: ClassVar[bool] = False
     restricts_entropy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

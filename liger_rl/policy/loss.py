@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.sequences import check_sequences
 
+Locality = Literal["token", "sequence", "batch"]
 NO_PENALTY = KLPenalty()
 NO_BONUS = EntropyBonus()
 
@@ -66,6 +67,18 @@ class PolicyTerms:
         restricted = any(getattr(correction, "restricts_entropy", False) for correction in self.corrections)
         return restricted or self.entropy_bonus.entropy_coef != 0.0 or self.metrics == "with_entropy"
 
+    @property
+    def locality(self) -> Locality:
+        """How many tokens must be seen together for the gradient of any of them.
+
+        "token": that token; "sequence": its sequence; "batch": nothing less than all tokens is known to do. The
+        reduction, the sampler's correction and the divisors of means are known before any log-probability is.
+        """
+        parts = (self.objective, *self.corrections)
+        if all(_token_local(part) for part in parts):
+            return "token"
+        return "sequence" if all(_sequence_local(part) for part in parts) else "batch"
+
     def prepare(
         self, batch: PolicyBatch, shape: torch.Size, device: torch.device, dtype: torch.dtype
     ) -> "PreparedLoss":
@@ -87,6 +100,17 @@ class PolicyTerms:
         return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
 
 
+def _token_local(part: Any) -> bool:
+    return _sequence_local(part) and not getattr(part, "needs_sequences", False) and getattr(part, "token_local", False)
+
+
+def _sequence_local(part: Any) -> bool:
+    # Which tokens a bonus is a mean of is not known before all entropies are.
+    if getattr(part, "restricts_entropy", False):
+        return False
+    return getattr(part, "token_local", False) or getattr(part, "sequence_local", False)
+
+
 class TokenTerms(NamedTuple):
     """A loss before its reduction."""
 
@@ -105,6 +129,21 @@ class PreparedLoss(NamedTuple):
     terms: PolicyTerms
     batch: AlignedBatch
     weights: Tensor | None  # one per token; None leaves tokens unreduced
+    entropy_count: Tensor | None = None  # (), tokens in the mean of an entropy bonus; None counts those at hand
+
+    def take(self, positions: Tensor) -> "PreparedLoss":
+        """The part of some tokens, (n,) flat positions, without metrics: parts add up to the whole loss where the
+        terms' locality allows it."""
+        weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
+        terms = replace(self.terms, metrics="none")
+        return PreparedLoss(terms, self.batch.take(positions), weights, self.batch.mask.sum())
+
+    def may_have_gradient(self) -> Tensor:
+        """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
+        if self.terms.entropy_bonus.entropy_coef != 0.0:
+            return self.batch.mask
+        live = self.batch.mask if self.weights is None else self.batch.mask & (self.weights != 0)
+        return live if self.terms.kl.beta != 0.0 else live & (self.batch.advantages != 0)
 
     def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
         terms, batch = self.terms, self.batch
@@ -135,7 +174,7 @@ class PreparedLoss(NamedTuple):
         if bonus.entropy_coef != 0.0:
             if parts.entropy is None:
                 raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
-            loss = loss + bonus(parts.entropy, parts.keeps_entropy)
+            loss = loss + bonus(parts.entropy, parts.keeps_entropy, self.entropy_count)
         metrics = policy_metrics(self.terms.metrics, parts.logps, parts.token_loss, parts.kl, parts.batch)
         return PolicyLoss(loss, metrics)
 

@@ -4,6 +4,8 @@ An objective is any callable `(logps, batch) -> TokenLoss` on the columns of an 
 masked tokens, and its values there are dropped. An objective may have these attributes:
 
     token_local: bool, whether a token's gradient depends on that token alone; for callers who split sequences.
+    sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches. An objective
+        with `token_local`, true or not, is a function of its arguments alone, through which all its gradient flows.
     needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
@@ -63,6 +65,7 @@ class PPOClip:
     dual_clip: float | None = None
     importance_sampling_level: str = "token"
     mean_advantages: bool = False
+    sequence_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_zero(self, "epsilon_low", "epsilon_high")
@@ -156,6 +159,7 @@ class VESPO:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     token_local: ClassVar[bool] = False
+    sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
     takes_importance_ratio: ClassVar[bool] = True
 
@@ -202,6 +206,7 @@ class GMPO:
     epsilon_low: float = 0.4
     epsilon_high: float = 0.4
     token_local: ClassVar[bool] = False
+    sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -91,6 +91,10 @@ class EntropyBonus:
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
 
-    def __call__(self, entropy: Tensor, kept: Tensor) -> Tensor:
-        """Entropies in nats and the bool mask of tokens they count at, (B, T) or (N,) -> the term, ()."""
-        return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / kept.sum().clamp(min=1)
+    def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
+        """Entropies in nats and the bool mask of tokens they count at, (B, T) or (N,) -> the term, ().
+
+        `count`, () of tokens, is what the mean divides by where these are not all; None counts them.
+        """
+        count = kept.sum() if count is None else count
+        return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)

@@ -348,6 +348,8 @@ def test_what_a_loss_needs_is_asked_for_before_the_model_runs():
     model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match="ref_per_token_logps"):
         policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo", beta=0.1))
+    with pytest.raises(ValueError, match='passes must be "auto" or "two" here'):
+        policy_step(model, make_batch(), FusedLinearGRPOLoss("dapo", passes="one"))
     with pytest.raises(TypeError, match="loss must be a FusedLinearGRPOLoss, got str"):
         policy_step(model, make_batch(), "grpo")
     with pytest.raises(TypeError, match="batch must be a mapping"):

@@ -320,6 +320,16 @@ def test_num_items_in_batch_divides_as_the_trainer_wants_it():
     assert not torch.allclose(fused, model(**batch, fused=True).loss, rtol=1e-2)
 
 
+def test_the_heads_gradient_is_added_in_place():
+    model = swap_lm_head(build("llama"))
+    batch = make_batch()
+    expected = gradients(model, model(**batch, fused=True).loss)
+    total = torch.ones_like(model.lm_head.weight)
+    found = gradients(model, model(**batch, fused=True, weight_grad=total.detach()).loss)
+    torch.testing.assert_close(total, expected.pop("lm_head.weight") + 1)
+    assert_same_tensors(found, expected)
+
+
 def test_shift_labels_are_taken_as_they_are():
     model, batch = swap_lm_head(build("gemma2")), make_batch()
     labels = batch.pop("labels")

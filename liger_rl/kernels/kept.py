@@ -1,0 +1,85 @@
+"""What a forward keeps of the logits so that their gradient needs no second product, in plain PyTorch.
+
+Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks: the largest z of every few words. The
+probability of a word is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside bfloat16 factors
+they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under 2^-24 of the
+largest one beside it. They are as wide as the gradient that takes their place.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels import eager
+from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.transform import LogitTransform
+
+ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
+
+
+class Kept(NamedTuple):
+    """The exponentials of n tokens over the whole vocabulary."""
+
+    values: Tensor  # (n, V) float16 or float32, exp(z - peak)
+    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every word is banned
+    words: int  # in a tile, a power of two
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, words: int) -> "Kept":
+        dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
+        width = -(-vocab * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+        values = torch.empty(n, width, dtype=dtype, device=device)[:, :vocab]
+        return cls(values, torch.empty(-(-vocab // words), n, dtype=torch.float32, device=device), words)
+
+    @staticmethod
+    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, words: int) -> int:
+        return vocab * compute_dtype.itemsize + 4 * -(-vocab // words)
+
+    def rows(self, rows: slice) -> "Kept":
+        """Views of some tokens."""
+        return Kept(self.values[rows], self.peaks[:, rows], self.words)
+
+
+def keep(
+    logits: Tensor,  # (n, v) float32
+    first: int,  # vocabulary id of the first column; begins a tile
+    bias: Tensor | None,  # (v,)
+    transform: LogitTransform,
+    kept: Kept,  # (n, V), columns `first` on are written
+) -> None:
+    z = eager.transformed(logits, bias, transform)
+    columns, words = z.shape[1], kept.words
+    z = torch.nn.functional.pad(z, (0, -columns % words), value=-torch.inf).view(z.shape[0], -1, words)
+    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
+    tile = first // words
+    kept.peaks[tile : tile + peaks.shape[1]] = peaks.T
+    kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().flatten(1)[:, :columns]
+
+
+def grad_kept(
+    kept: Kept,
+    rows: Tensor | None,  # (n,) of the kept tokens those whose gradient is wanted; None is all of them
+    first: int,  # vocabulary id of the first column of `out`; begins a tile
+    targets: Tensor,  # (n,)
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each
+    out: Tensor,  # (n, v) any float dtype; without `rows` it may have the memory of the same columns of the values
+) -> None:
+    columns = slice(first, first + out.shape[1])
+    tiles = slice(first // kept.words, -(-columns.stop // kept.words))
+    values, peaks = kept.values[:, columns], kept.peaks[tiles]
+    if rows is not None:
+        values, peaks = values[rows], peaks[:, rows]
+    exp, peaks = values.float(), peaks.T.repeat_interleave(kept.words, 1)[:, : out.shape[1]]
+    # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
+    log_exp = exp.log().clamp_(min=eager.LOWEST_LOG_PROBABILITY)
+    lse = tokens.lse[:, None]
+    p = (peaks - lse).exp_().mul_(exp)
+    log_p = (log_exp + (peaks - lse)).clamp_(min=eager.LOWEST_LOG_PROBABILITY)
+    out.copy_(eager.grad_of(log_exp + peaks, log_p, p, targets, first, transform, tokens))
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, a () float32 tensor; a factor of 1 costs a GPU no pass over the values."""
+    values.mul_(factor)

@@ -1,0 +1,310 @@
+"""Gradients made in the forward: three products in place of four, for callers who know theirs chunk by chunk.
+
+A chunk of tokens keeps its exponentials over the whole vocabulary (`liger_rl.kernels.kept`). Once its statistics are
+complete the caller says what dL/dlogp and dL/dentropy are, and the gradients are made at once, the exponentials turning
+into dL/dlogits in their own memory. What the loss is multiplied by afterwards multiplies these gradients in the
+backward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_rl.kernels import gemm, gemm_fold_for, kept_for
+from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
+from liger_rl.linear_function import select_rows
+from liger_rl.projection import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, kind_of, spans
+
+# Of a chunk where the caller names none: its exponentials and the float32 gradient of its hidden states. On CUDA, with
+# H = 4096 and V = 128256, that is 2075 tokens, whose products run at full speed.
+CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
+# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
+VOCAB_TILES = 16
+# Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. One rounding to bfloat16 has a relative
+# error of u = 1.7e-3, the gradient of a logit too; K independent chunks give sqrt(1 + sum_k k / K) u: 2.4e-3
+# for one, 2.6e-3 for two, 2.9e-3 for three.
+MAX_ROUNDINGS = 2
+CHUNK_TOKENS_ALIGNMENT = 128
+
+# (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
+GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
+
+    chunk_tokens: int
+    sum_dtype: torch.dtype | None
+    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
+    extra_bytes: int
+    """Of a chunk, and of a float32 sum where the weight has another dtype."""
+
+
+def chunk_capacity(
+    vocab: int, hidden_size: int, weight_dtype: torch.dtype, device: torch.device, options: ProjectionOptions,
+    *, summed: bool,
+) -> int:  # fmt: skip
+    """Largest number of tokens that a chunk may hold.
+
+    `summed`: the weight's gradient may need a float32 sum. A chunk that does without one may use its memory.
+    """
+    if options.chunk_tokens is not None:
+        return options.chunk_tokens
+    budget = CHUNK_BYTES[kind_of(device)]
+    if summed and weight_dtype != torch.float32 and options.weight_grad is None:
+        budget += 4 * vocab * hidden_size
+    return budget // _bytes_per_token(vocab, hidden_size, options)
+
+
+def _bytes_per_token(vocab: int, hidden_size: int, options: ProjectionOptions) -> int:
+    return Kept.bytes_per_token(vocab, options.compute_dtype, tile_words(options)) + 4 * hidden_size
+
+
+def plan_one_pass(
+    tokens: int,
+    vocab: int,
+    hidden_size: int,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    options: ProjectionOptions,
+    *,
+    needs_weight: bool,
+    together: int = 1,
+) -> OnePassPlan:
+    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many.
+
+    `together`: the most tokens that may not be parted; chunks are then filled in order, each as far as it goes.
+    """
+
+    def capacity(summed: bool) -> int:
+        return max(1, chunk_capacity(vocab, hidden_size, weight_dtype, device, options, summed=summed))
+
+    sum_dtype: torch.dtype | None = torch.float32 if needs_weight else None
+    most = capacity(False)
+    if needs_weight and weight_dtype != torch.float32 and options.weight_grad is None:
+        large = capacity(True)
+        # All chunks but the last may stay short of being full by all but one of the tokens that are not parted.
+        if tokens <= large or tokens <= MAX_ROUNDINGS * large - (MAX_ROUNDINGS - 1) * (together - 1):
+            sum_dtype, most = weight_dtype, large
+    even = math.ceil(tokens / max(1, math.ceil(tokens / most)))
+    even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    chunk_tokens = max(1, min(most, even + together - 1, tokens))
+    extra = chunk_tokens * _bytes_per_token(vocab, hidden_size, options)
+    if sum_dtype == torch.float32 != weight_dtype and options.weight_grad is None:
+        extra += 4 * vocab * hidden_size
+    return OnePassPlan(chunk_tokens=chunk_tokens, sum_dtype=sum_dtype, extra_bytes=extra)
+
+
+class Gradients(NamedTuple):
+    """Of a loss, for what the head was given; None where not wanted."""
+
+    hidden: Tensor | None  # (N, H)
+    weight: Tensor | None  # (V, H)
+    bias: Tensor | None  # (V,)
+    # Of the weight where it is added in place in the backward: dL/dlogits (n, V) and the hidden states (n, H).
+    logits: Tensor | None = None
+    rows: Tensor | None = None
+
+
+class OnePass(NamedTuple):
+    logps: Tensor  # (n,) of the live tokens
+    entropy: Tensor | None  # (n,)
+    gradients: Gradients
+
+
+@torch.no_grad()
+def one_pass(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    live: Tensor | None,  # (n,) flat index of the tokens that count, None for all of them
+    chunks: Sequence[slice],  # of the live tokens, one after the other
+    gradients_of: GradientsOf,
+    options: ProjectionOptions,
+    plan: OnePassPlan,
+    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    *,
+    select: bool,  # leave out rows without a gradient, at the price of one host sync a chunk
+) -> OnePass:
+    """Statistics and gradients: 2 n H V for the logits, as much for each gradient of the n' rows that have one."""
+    n = hidden.shape[0] if live is None else live.numel()
+    logps = torch.empty(n, dtype=torch.float32, device=hidden.device)
+    entropy = torch.empty_like(logps) if options.entropy else None
+    in_place = options.weight_grad is not None and needs[1]
+    assert not in_place or len(chunks) <= 1
+    totals = _Totals(hidden, weight, bias, plan, needs, in_place=in_place)
+    words = tile_words(options)
+    largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, words)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for chunk in chunks:
+            index = _index(live, chunk)
+            rows = hidden[index].to(options.compute_dtype).contiguous()
+            kept = buffer.rows(slice(0, rows.shape[0]))
+            fold_options = _fold_options(rows, weight, options, words)
+            statistics, _ = fold_projection(rows, weight, bias, targets[index], fold_options, kept=kept)
+            logps[chunk] = statistics.logps
+            if entropy is not None:
+                assert statistics.entropy is not None
+                entropy[chunk] = statistics.entropy
+            tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
+            wanted = select_rows(tokens) if select and not in_place else None
+            _add_chunk(totals, kept, wanted, index, rows, weight, targets[index], tokens, options)
+    deferred = (buffer.values.view(options.compute_dtype), rows) if in_place and chunks else (None, None)
+    return OnePass(logps, entropy, Gradients(*totals.finish(), *deferred))
+
+
+def tile_words(options: ProjectionOptions) -> int:
+    """Words that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
+    if options.chunk_vocab is None:
+        return BLOCK_VOCAB
+    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
+
+
+def _tile_vocab(vocab: int, options: ProjectionOptions, words: int) -> int:
+    """Columns of a tile of logits, whole tiles of `words`."""
+    if options.chunk_vocab is not None:
+        return options.chunk_vocab // words * words
+    return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+
+
+def _fold_options(rows: Tensor, weight: Tensor, options: ProjectionOptions, words: int) -> ProjectionOptions:
+    """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
+    if options.chunk_vocab is None and gemm_fold_for(rows, weight) is not None:
+        return replace(options, chunk_tokens=None)
+    return replace(options, chunk_tokens=rows.shape[0], chunk_vocab=_tile_vocab(weight.shape[0], options, words))
+
+
+def _index(live: Tensor | None, chunk: slice) -> Tensor | slice:
+    return chunk if live is None else live[chunk]
+
+
+def _add_chunk(
+    totals: "_Totals",
+    kept: Kept,
+    wanted: Tensor | None,  # rows of the chunk that have a gradient, None for all
+    index: Tensor | slice,  # of the chunk's rows in hidden
+    rows: Tensor,  # (m, H) in the compute dtype
+    weight: Tensor,
+    targets: Tensor,  # (m,)
+    tokens: TokenGradients,  # (m,) each
+    options: ProjectionOptions,
+) -> None:
+    if wanted is not None:
+        rows, targets, tokens = rows[wanted], targets[wanted], tokens.take(wanted)
+        index = wanted + index.start if isinstance(index, slice) else index[wanted]
+    if rows.shape[0] == 0:
+        return
+    vocab = weight.shape[0]
+    # One tile where nothing of the vocabulary's width is made on the way.
+    whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    width = vocab if whole else _tile_vocab(vocab, options, kept.words)
+    grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
+    for first, last in spans(vocab, width):
+        if wanted is None:
+            tile = kept.values[:, first:last].view(options.compute_dtype)
+        else:
+            tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
+        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, tile)
+        if grad_rows is not None:
+            product = gemm.write if first == 0 else gemm.accumulate
+            product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
+        totals.add_weight(first, last, tile, rows)
+        totals.add_bias(first, last, tile)
+    totals.empty = False
+    if grad_rows is not None:
+        assert totals.hidden is not None
+        totals.hidden[index] = grad_rows.to(totals.hidden.dtype)
+
+
+class _Totals:
+    """Gradients while chunks are added to them."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: OnePassPlan,
+        needs: tuple[bool, bool, bool],
+        *,
+        in_place: bool,
+    ) -> None:
+        self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        self.weight: Tensor | None = None
+        if needs[1] and not in_place:
+            self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
+        self.bias = None
+        if bias is not None and needs[2]:
+            self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
+        self.empty = True  # nothing was added yet: the first product is written, and nothing need be cleared for it
+
+    def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
+        if self.weight is None:
+            return
+        out = self.weight[first:last]
+        if out.dtype == torch.float32:
+            (gemm.write if self.empty else gemm.accumulate)(out, tile.T, rows)
+        elif out.is_cuda and out.dtype == rows.dtype:
+            # The product's accumulators are float32, and what they are added to is rounded once.
+            torch.mm(tile.T, rows, out=out) if self.empty else out.addmm_(tile.T, rows)
+        else:
+            product = gemm.matmul(tile.T, rows)
+            out.copy_(product if self.empty else product + out)
+
+    def add_bias(self, first: int, last: int, tile: Tensor) -> None:
+        if self.bias is not None:
+            self.bias[first:last] += tile.sum(0, dtype=torch.float32)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight, bias = self.weight, self.bias
+        if weight is not None and self.empty:
+            weight.zero_()
+        return (
+            self.hidden,
+            None if weight is None else weight.to(self.dtypes[0]),
+            None if bias is None else bias.to(self.dtypes[1]),
+        )
+
+
+class WithGradients(torch.autograd.Function):
+    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above."""
+
+    @staticmethod
+    def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
+        ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
+        ctx.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, factor):
+        gradients = Gradients(*ctx.saved_tensors)
+        factor = factor.float()
+        if gradients.logits is not None and gradients.rows is not None:
+            rows = (gradients.rows * factor).contiguous()
+            width = max(1, gradients.logits.shape[1] // VOCAB_TILES)
+            for first, last in spans(gradients.logits.shape[1], width):
+                gemm.accumulate(ctx.weight_grad[first:last], gradients.logits[:, first:last].T, rows)
+        # A graph that is kept may be walked again; one that is not gives its tensors away.
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def scaled(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            if again:
+                return gradient * factor
+            kept_for(gradient.device).scale_(gradient, factor)
+            return gradient
+
+        hidden, weight, bias = map(scaled, gradients[:3])
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None
