@@ -171,8 +171,10 @@ def tile_words(options: ProjectionOptions) -> int:
 
 def _tile_vocab(vocab: int, options: ProjectionOptions, words: int) -> int:
     """Columns of a tile of logits, whole tiles of `words`."""
-    if options.chunk_vocab is not None:
-        return options.chunk_vocab // words * words
+    return _free_tile_vocab(vocab) if options.chunk_vocab is None else options.chunk_vocab // words * words
+
+
+def _free_tile_vocab(vocab: int) -> int:
     return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
@@ -292,8 +294,8 @@ class WithGradients(torch.autograd.Function):
         factor = factor.float()
         if gradients.logits is not None and gradients.rows is not None:
             rows = (gradients.rows * factor).contiguous()
-            width = max(1, gradients.logits.shape[1] // VOCAB_TILES)
-            for first, last in spans(gradients.logits.shape[1], width):
+            vocab = gradients.logits.shape[1]
+            for first, last in spans(vocab, _free_tile_vocab(vocab)):
                 gemm.accumulate(ctx.weight_grad[first:last], gradients.logits[:, first:last].T, rows)
         # A graph that is kept may be walked again; one that is not gives its tensors away.
         again = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -61,6 +61,8 @@ def obstacle(
         return f"grad_tolerance = 0.0, got {grad_tolerance}: blocks are left out of a second pass"
     if options.compute_dtype == torch.float16:
         return "bfloat16 or float32 products: gradients that are made before the loss is scaled vanish in float16"
+    if torch.compiler.is_compiling():
+        return "a call outside torch.compile, which traces gradients in the backward"
     if low_rank:
         return "a head without low_rank terms"
     terms, segments = prepared.terms, prepared.batch.segments
@@ -94,19 +96,15 @@ def _name(part: Any) -> str:
 def worthwhile(head: Head, options: ProjectionOptions) -> bool:
     """Whether one pass is the better way where nothing stands against it.
 
-    A gradient is wanted, no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary),
-    chunks of the budget are large enough, and nothing is being compiled: a compiler would look for the gradients in the
-    backward.
+    A gradient is wanted, no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary), and
+    chunks of the budget are large enough.
     """
-    if torch.compiler.is_compiling():
-        return False
     if not any(head.needs) or options.chunk_tokens is not None or options.chunk_vocab is not None:
         return False
     enough = min(MIN_CHUNK_TOKENS[kind_of(head.hidden.device)], head.targets.numel())
     return head.capacity(options, summed=head.targets.numel() <= head.capacity(options)) >= enough
 
 
-@torch.compiler.disable
 def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOptions) -> PolicyLoss:
     """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
 
