@@ -627,25 +627,26 @@ def test_passes_is_one_of_three():
 
 def test_what_auto_takes(passes_taken, monkeypatch):
     data = batch()
-    step(FusedLinearGRPOLoss("grpo"), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
     assert passes_taken == [1]
-    step(FusedLinearGRPOLoss("grpo", chunk_tokens=8), data)
-    step(FusedLinearGRPOLoss("grpo", chunk_vocab=8), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto", chunk_tokens=8), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto", chunk_vocab=8), data)
     step(FusedLinearGRPOLoss("grpo", passes="two"), data)
+    step(FusedLinearGRPOLoss("grpo"), data)
     assert passes_taken == [1]
     # 20 tokens a chunk: worth it if that counts as enough, and otherwise not.
     monkeypatch.setitem(one_pass.CHUNK_BYTES, "cpu", 20 * 4 * (VOCAB + 1 + HIDDEN))
-    step(FusedLinearGRPOLoss("grpo"), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
     assert passes_taken == [1]
     monkeypatch.setitem(one_pass_loss.MIN_CHUNK_TOKENS, "cpu", 20)
-    step(FusedLinearGRPOLoss("grpo"), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
     assert len(passes_taken) == 2
     assert passes_taken[1] > 1
 
 
 def test_under_torch_compile_auto_takes_two_passes(passes_taken):
     data = batch()
-    module = FusedLinearGRPOLoss("grpo")
+    module = FusedLinearGRPOLoss("grpo", passes="auto")
     found = step(torch.compile(module, backend="eager"), data)
     assert not passes_taken
     assert_same(found, step(module, data))
