@@ -31,7 +31,6 @@ VARIANTS = {
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
-    "ours-two-passes": Variant("liger_rl, two passes", "ours", {"passes": "two"}),
     "ours-in-place": Variant("liger_rl, weight gradient in place", "ours", {"in_place": True}),
     "ours-1e-4": Variant("liger_rl, tolerance 1e-4", "ours", {"grad_tolerance": 1e-4}),
     "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
@@ -42,11 +41,9 @@ LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
 TRL = "trl_chunked"
 OURS = "ours"
-# On a case that names no others: one tolerance stands for all, and "ours" takes the passes that it would.
+# Not on a case that names no others: one tolerance stands for all, and one choice of chunks.
 SPECIAL = (
-    "ours-one-pass",
     "ours-one-pass-2048",
-    "ours-two-passes",
     "ours-in-place",
     "ours-1e-4",
     "ours-3e-3",

@@ -22,7 +22,7 @@ class Head(Base):
         self,
         *,
         grad_tolerance: float = 0.0,
-        passes: str = "auto",
+        passes: str = "two",
         in_place: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
@@ -34,7 +34,7 @@ class Head(Base):
     def reason(self, case: Case, device: str) -> str | None:
         if self.grad_tolerance and case.task != STEP:
             return "a tolerance is of gradients"
-        if self.passes != "auto" and case.task != STEP:
+        if self.passes == "one" and case.task != STEP:
             return "passes differ in their gradients"
         if self.in_place and (case.task != STEP or case.frozen):
             return "the weight has no gradient"
