@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, check_chunk, check_linear, check_tolerance, linear_logprobs
 from liger_rl.low_rank import LowRank
@@ -91,6 +92,7 @@ class FusedLinearGRPOLoss(nn.Module):
         segments: Segments | None = None,
         num_sequences: int | Tensor | None = None,
         num_items_in_batch: int | float | Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -104,6 +106,8 @@ class FusedLinearGRPOLoss(nn.Module):
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
                 num_sequences, num_items_in_batch: see `PolicyBatch`.
+            vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
+                the same on every rank of its group, and so is the loss.
 
         Returns:
             PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
@@ -129,7 +133,14 @@ class FusedLinearGRPOLoss(nn.Module):
         )
         policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
         found = self._logprobs(
-            hidden, weight, selected_token_ids, counted, bias, low_rank, entropy=self.terms.needs_entropy
+            hidden,
+            weight,
+            selected_token_ids,
+            counted,
+            bias,
+            low_rank,
+            vocab_parallel,
+            entropy=self.terms.needs_entropy,
         )
         return policy_loss(found.logps, found.entropy)
 
@@ -143,12 +154,14 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         bias: Tensor | None = None,
         low_rank: Sequence[LowRank] = (),
+        vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
         """Log-probabilities under a reference or old policy's head, (B, T) or (N,) float32, without gradient.
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        return self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, entropy=False).logps
+        found = self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel, entropy=False)
+        return found.logps
 
     def _logprobs(
         self,
@@ -158,6 +171,7 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor | None,
         bias: Tensor | None,
         low_rank: Sequence[LowRank],
+        vocab_parallel: VocabParallel | None,
         *,
         entropy: bool,
     ) -> LogProbs:
@@ -174,6 +188,7 @@ class FusedLinearGRPOLoss(nn.Module):
             unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
+            vocab_parallel=vocab_parallel,
         )
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import LinearLogProbs
@@ -53,7 +54,7 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    vocab_parallel: None = None,
+    vocab_parallel: VocabParallel | None = None,
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
 
@@ -91,7 +92,10 @@ def linear_logprobs(
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
-        vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
+        vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
+            the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
+            group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
+            Whether the ranks fit together is checked at the first call with a weight. Not with grad_tolerance.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
@@ -108,22 +112,35 @@ def linear_logprobs(
     if gather is not None and not callable(gather):
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     check_tolerance(grad_tolerance, unbiased)
-    if vocab_parallel is not None:
-        raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
+    if not isinstance(vocab_parallel, VocabParallel | None):
+        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    if vocab_parallel is not None and grad_tolerance != 0.0:
+        raise ValueError(
+            "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole vocabulary's "
+            f"gradient, which no rank has; got {grad_tolerance}"
+        )
 
     with whole_head(gather, weight, bias):
-        compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+        shard = None
+        if vocab_parallel is not None:
+            shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted)}
+            inputs = (hidden, weight, targets, mask, bias, low_rank)
+            shard = vocab_parallel.shard_of(weight, lambda: shared | _facts(*inputs, compute_dtype=compute_dtype))
+        dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         flat_targets = targets.reshape(-1).long()
-        live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
+        live = live_tokens(flat_targets, mask, weight.shape[0] if shard is None else shard.vocab, "weight")
+        if shard is not None:
+            flat_targets = shard.local(flat_targets)
         options = ProjectionOptions(
             transform=transform,
             entropy=entropy,
             extras=wanted,
-            compute_dtype=compute_dtype,
+            compute_dtype=dtype,
             gather=gather,
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
+            shard=shard,
         )
         index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -259,6 +276,31 @@ def check_linear(
     if compute_dtype not in FLOAT_DTYPES:
         raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
     return compute_dtype
+
+
+def _facts(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    low_rank: Sequence[LowRank],
+    *,
+    compute_dtype: torch.dtype | None,
+) -> dict[str, object]:
+    """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check_linear`."""
+    dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+    live = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
+    return {
+        "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
+        "the dtype of weight": weight.dtype,
+        "compute_dtype": dtype,
+        "bias": None if bias is None else bias.dtype,
+        "low_rank": [term.a.shape[0] for term in low_rank],
+        "the number of tokens that count": int(live.sum()),
+        "the sum of targets": int(torch.where(live, targets, 0).sum()),
+        "requires_grad of hidden": hidden.requires_grad,
+    }
 
 
 def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:

@@ -37,7 +37,7 @@ ALLOWED = {
     "logit_rows": ["kernels"],
     "low_rank": ["kernels"],
     "logprobs": ["linear_function", "projection", "block_sparse", "logit_rows", "low_rank", "kernels", "distributed"],
-    "grpo": ["one_pass", "logprobs", "low_rank", "policy", "kernels.transform"],
+    "grpo": ["one_pass", "logprobs", "low_rank", "policy", "kernels.transform", "distributed"],
     "from_logits": ["logprobs", "policy", "kernels.transform"],
     "reference": ["kernels.transform", "policy"],
     "integrations": [""],
