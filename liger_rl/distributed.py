@@ -31,10 +31,14 @@ class VocabParallel:
     Attributes:
         group: the ranks that hold the shards, not those that hold other tokens.
         vocab_start: id of the first word of this rank's rows, >= 0.
+        sum_hidden_grad: the gradient of hidden (and of a low-rank term's `a`) is the whole one, summed over the group;
+            False leaves it this rank's part of that sum, for a caller whose own backward adds the parts up, as that of
+            Megatron's gather from sequence-parallel ranks does.
     """
 
     group: "dist.ProcessGroup"
     vocab_start: int
+    sum_hidden_grad: bool = True
 
     def __post_init__(self) -> None:
         if not dist.is_available() or not isinstance(self.group, dist.ProcessGroup):
@@ -56,7 +60,8 @@ class VocabParallel:
         """
         known = _SHARDS.setdefault(weight, {}) if isinstance(weight, Tensor) else {}
         if self not in known:
-            described, rows, problem = {}, 0, None
+            described: Facts = {}
+            rows, problem = 0, None
             try:
                 described, rows = facts(), weight.shape[0]
             except (TypeError, ValueError) as error:
@@ -64,7 +69,7 @@ class VocabParallel:
             ranks: list = [None] * dist.get_world_size(self.group)
             with _current(weight):
                 dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
-            known[self] = VocabShard(self.group, self.vocab_start, rows, _checked_vocab(ranks))
+            known[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return known[self]
 
 
@@ -100,28 +105,29 @@ def _checked_vocab(ranks: list[tuple[Exception | None, Facts, int, int]]) -> int
 class VocabShard:
     """A rank's part of the vocabulary, known to fit the others."""
 
-    group: "dist.ProcessGroup"
-    start: int
+    place: VocabParallel
     rows: int
     vocab: int  # of all shards together
 
     def local(self, targets: Tensor) -> Tensor:
         """Ids of the vocabulary -> rows of this shard; < 0 for a word before it, BEYOND for one after it."""
-        rows = targets - self.start
+        rows = targets - self.place.vocab_start
         return torch.where(rows < self.rows, rows, BEYOND)
 
     def maximum(self, values: Tensor) -> Tensor:
         """A collective, in place."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
+        dist.all_reduce(values, dist.ReduceOp.MAX, self.place.group)
         return values
 
     def total(self, values: Tensor) -> Tensor:
         """A collective, in place."""
-        dist.all_reduce(values, dist.ReduceOp.SUM, self.group)
+        dist.all_reduce(values, dist.ReduceOp.SUM, self.place.group)
         return values
 
-    def pending_sum(self, *tensors: Tensor | None) -> "PendingSum":
-        return PendingSum(self.group, [tensor for tensor in tensors if tensor is not None])
+    def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
+        """Of the gradients of what every rank has the whole of."""
+        wanted = inputs if self.place.sum_hidden_grad else ()
+        return PendingSum(self.place.group, [tensor for tensor in wanted if tensor is not None])
 
 
 class PendingSum:

@@ -58,18 +58,20 @@ class Fold(NamedTuple):
 
         A rank without the target has 0 for it, so the sum over ranks is the logit itself, to the last bit.
         """
-        peak, *rival = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival])).unbind()
+        tops = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival]))
+        peak, rival = tops[0], None if self.rival is None else tops[1]
         lower = self.peak - peak
         kept = lower.exp()
-        parts = (
-            kept * self.sum_exp,
-            self.target,
-            None if self.moment is None else kept * (self.moment + lower * self.sum_exp),
-            None if self.sum_sq_exp is None else kept.square() * self.sum_sq_exp,
-            self.sum_logits,
-        )
-        sums = iter(total(torch.stack([part for part in parts if part is not None])).unbind())
-        return Fold(peak, *(None if part is None else next(sums) for part in parts), *(rival or [None]))  # type: ignore[arg-type]
+        parts = {
+            "sum_exp": kept * self.sum_exp,
+            "target": self.target,
+            "moment": None if self.moment is None else kept * (self.moment + lower * self.sum_exp),
+            "sum_sq_exp": None if self.sum_sq_exp is None else kept.square() * self.sum_sq_exp,
+            "sum_logits": self.sum_logits,
+        }
+        given = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(given.values())))
+        return self._replace(peak=peak, rival=rival, **dict(zip(given, sums, strict=True)))
 
     def finish(self) -> TokenStatistics:
         log_sum = self.sum_exp.log()
