@@ -46,11 +46,12 @@ class VocabParallel:
         if isinstance(self.vocab_start, bool) or not isinstance(self.vocab_start, int) or self.vocab_start < 0:
             raise ValueError(f"vocab_parallel.vocab_start must be an int of at least 0, got {self.vocab_start!r}")
 
-    def shard_of(self, weight: Tensor, facts: Callable[[], Facts]) -> "VocabShard":
+    def shard_of(self, weight: Tensor, facts: Callable[[], Facts], *, known_by: Tensor) -> "VocabShard":
         """The shard that `weight` is, its fit with the others checked at the first call with this weight: a collective.
 
         Args:
             weight: (rows, H).
+            known_by: what stays the same object from call to call, the weight or what it was cut from.
             facts: what has to be the same on every rank, by name; called at the first call alone. What it raises is
                 raised on every rank.
 
@@ -58,7 +59,7 @@ class VocabParallel:
             ValueError, TypeError: the same on every rank of the group: shards that overlap or leave ids out, facts that
                 differ.
         """
-        known = _SHARDS.setdefault(weight, {}) if isinstance(weight, Tensor) else {}
+        known = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
         if self not in known:
             described: Facts = {}
             rows, problem = 0, None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabParallel
+from liger_rl.dtensors import HeadInputs, localized
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import LinearLogProbs
@@ -95,7 +96,8 @@ def linear_logprobs(
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
             group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
-            Whether the ranks fit together is checked at the first call with a weight. Not with grad_tolerance.
+            Whether the ranks fit together is checked at the first call with a weight. Not with grad_tolerance. The mesh
+            of a DTensor says all this by itself: `liger_rl.dtensors` has the rules.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
@@ -114,6 +116,9 @@ def linear_logprobs(
     check_tolerance(grad_tolerance, unbiased)
     if not isinstance(vocab_parallel, VocabParallel | None):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    original = weight
+    inputs = localized(HeadInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
+    hidden, weight, targets, mask, bias, low_rank, vocab_parallel = inputs
     if vocab_parallel is not None and grad_tolerance != 0.0:
         raise ValueError(
             "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole vocabulary's "
@@ -124,8 +129,9 @@ def linear_logprobs(
         shard = None
         if vocab_parallel is not None:
             shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted)}
-            inputs = (hidden, weight, targets, mask, bias, low_rank)
-            shard = vocab_parallel.shard_of(weight, lambda: shared | _facts(*inputs, compute_dtype=compute_dtype))
+            shard = vocab_parallel.shard_of(
+                weight, lambda: shared | _facts(*inputs[:-1], compute_dtype=compute_dtype), known_by=original
+            )
         dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         flat_targets = targets.reshape(-1).long()
         live = live_tokens(flat_targets, mask, weight.shape[0] if shard is None else shard.vocab, "weight")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
 START_SECONDS, RUN_SECONDS, COLLECTIVE_SECONDS = 120, 60, 40
@@ -31,6 +32,16 @@ class Rank:
     world: int
     group: "dist.ProcessGroup"
     device: torch.device
+
+    def mesh(self, *names: str, shape: tuple[int, ...] | None = None) -> DeviceMesh:
+        """One dimension over the ranks of the run, or `shape` over the whole world.
+
+        A run of fewer ranks must not make process groups: their names are counted, and the others would count behind.
+        """
+        if shape is None:
+            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=names or None)
+        assert self.world == WORLD
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
 
 class Ranks:
