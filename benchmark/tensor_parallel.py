@@ -196,7 +196,8 @@ def run_rank(output: Path | None) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=60))
+    named = {"device_id": device} if cuda else {}
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=60), **named)
     place = Place(rank, ranks, device)
     errors = check(CHECKED[device.type], place)
     rows = [row for shape in TIMED[device.type] for row in measure(shape, place)]

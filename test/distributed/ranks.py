@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
-START_SECONDS, RUN_SECONDS, COLLECTIVE_SECONDS = 120, 60, 40
+START_SECONDS, RUN_SECONDS, COLLECTIVE_SECONDS = 150, 120, 100
 
 
 @dataclass(frozen=True)
