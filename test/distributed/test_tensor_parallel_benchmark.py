@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+scaling = pytest.importorskip("benchmark.scaling", reason="the benchmark is not part of an install")
 tensor_parallel = pytest.importorskip("benchmark.tensor_parallel", reason="the benchmark is not part of an install")
 
 
@@ -23,3 +24,35 @@ def test_two_ranks_on_any_machine(tmp_path):
     assert [row["ranks"] for row in found["rows"][:2]] == [1, 2]
     assert all(row["step_ms"] > 0 for row in found["rows"])
     assert found["errors"].keys() == tensor_parallel.TOLERANCE.keys()
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_predictions_of_the_results():
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    assert scaling.filled(text) == text, "run python -m benchmark.scaling"
+    assert text.count("**13.0 / 50.9**") == 1
+
+
+def measured(**changes):
+    figures = {"tokens": 8192, "hidden_size": 4096, "vocab": 128256, "forward_ms": 12.0, "step_ms": 48.0, "sharded": {}}
+    return scaling.Measured(**figures | changes)
+
+
+def test_one_rank_is_what_was_measured():
+    assert scaling.predicted(measured(), 1, 8192)[:2] == (12.0, 48.0)
+    assert scaling.predicted(measured(), 1, 16384)[:2] == (24.0, 96.0)
+
+
+def test_more_ranks_take_less_time_until_the_wire_does():
+    steps = [scaling.predicted(measured(), ranks, 8192)[1] for ranks in (1, 2, 4, 8)]
+    assert steps == sorted(steps, reverse=True)
+    for ranks, step in zip((2, 4, 8), steps[1:], strict=True):
+        assert step >= 48.0 / ranks
+
+
+def test_a_measured_link_replaces_the_data_sheets():
+    row = {"bytes": {"backward": 1e8}, "hidden_grad_alone_ms": 1.0}
+    assert measured(sharded={2: row}).bandwidth(4) == pytest.approx(1e11)
+    assert measured(sharded={2: row}).bandwidth(16) == scaling.BANDWIDTH["between"]
