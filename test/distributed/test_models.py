@@ -144,6 +144,33 @@ def test_fsdp_with_mixed_precision(ranks, unit):
     assert_trained_alike(results, reference(), data_ranks=2, rtol=0.1)
 
 
+def gathers(rank, unit):
+    """How often each module's parameters are gathered in one fused forward, and in its backward."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    model = swap_lm_head(shard(tiny_llama(), rank.mesh(), unit))
+    ids, calls, before = batch()["input_ids"], [], _fsdp_param_group.foreach_all_gather
+
+    def counted(params, *args, **kwargs):
+        calls.extend(param._param_fqn for param in params if param._param_fqn.endswith("lm_head.weight"))
+        return before(params, *args, **kwargs)
+
+    _fsdp_param_group.foreach_all_gather = counted
+    try:
+        loss = model(input_ids=ids, labels=ids, fused=True).loss
+        forward = len(calls)
+        loss.backward()
+    finally:
+        _fsdp_param_group.foreach_all_gather = before
+    return forward, len(calls) - forward
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("own", (1, 1)), ("root", (1, 0))])
+def test_the_head_is_gathered_once_in_each_pass(ranks, unit, expected):
+    """FSDP keeps its root for the backward."""
+    assert ranks.run(gathers, unit) == [expected, expected]
+
+
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
 
 HEADS = {
