@@ -30,3 +30,9 @@ def ranks(started) -> Ranks:
 def world(request) -> dict:
     """Arguments of `Ranks.run`."""
     return {"world": request.param[0], "device": request.param[1]}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPUS)])
+def two(request) -> dict:
+    """Arguments of `Ranks.run`, for what two ranks show as well as four."""
+    return {"world": 2, "device": request.param}

@@ -5,17 +5,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import LowRank, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
 
 
-def problem():
+def problem(device="cpu"):
     torch.manual_seed(4)
     hidden, weight, bias = torch.randn(BATCH, TIME, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB)
     targets = torch.randint(VOCAB, (BATCH, TIME))
     targets[0, :3] = -100
-    return hidden, weight, bias, targets, torch.randn(BATCH, TIME)
+    return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
 
 
 def solve(hidden, weight, bias, targets, upstream, **options):
@@ -25,19 +25,20 @@ def solve(hidden, weight, bias, targets, upstream, **options):
     grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     placements = [grad.placements if isinstance(grad, DTensor) else None for grad in grads]
-    return [found.logps.detach(), found.entropy.detach(), *whole], placements
+    return [values.detach().cpu() for values in (found.logps, found.entropy, *whole)], placements
 
 
 def tensor_parallel(rank, hidden_placement, low_rank=False):
     mesh = rank.mesh("tp")
-    hidden, weight, bias, targets, upstream = problem()
+    hidden, weight, bias, targets, upstream = problem(rank.device)
     if hidden_placement is not None:
         hidden = distribute_tensor(hidden, mesh, [hidden_placement])
     weight, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
     options = {}
     if low_rank:
-        b = distribute_tensor(torch.ones(VOCAB, 2), mesh, [Shard(0)])
-        options["low_rank"] = [LowRank(a=distribute_tensor(torch.ones(2, HIDDEN), mesh, [Replicate()]), b=b)]
+        b = distribute_tensor(torch.ones(VOCAB, 2, device=rank.device), mesh, [Shard(0)])
+        a = distribute_tensor(torch.ones(2, HIDDEN, device=rank.device), mesh, [Replicate()])
+        options["low_rank"] = [LowRank(a=a, b=b)]
     results, placements = solve(hidden, weight, bias, targets, upstream, **options)
     assert placements[1] == placements[2] == (Shard(0),)
     if hidden_placement is not None:
@@ -52,20 +53,19 @@ def assert_same(results, expected):
             assert truth.any()
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
 def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
-    assert_same(ranks.run(tensor_parallel, placement, world=world), solve(*problem())[0])
+    assert_same(ranks.run(tensor_parallel, placement, **world), solve(*problem())[0])
 
 
-def test_low_rank_terms_are_sharded_with_the_weight(ranks):
+def test_low_rank_terms_are_sharded_with_the_weight(ranks, two):
     expected = solve(*problem(), low_rank=[LowRank(a=torch.ones(2, HIDDEN), b=torch.ones(VOCAB, 2))])[0]
-    assert_same(ranks.run(tensor_parallel, Shard(1), True, world=2), expected)
+    assert_same(ranks.run(tensor_parallel, Shard(1), True, **two), expected)
 
 
 def replicated(rank):
     mesh = rank.mesh("tp")
-    hidden, weight, bias, targets, upstream = problem()
+    hidden, weight, bias, targets, upstream = problem(rank.device)
     calls, before = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: calls.append(1) or before(*args, **kwargs)
     try:
@@ -84,7 +84,7 @@ def test_a_replicated_weight_needs_no_collective(ranks):
 def fully_sharded(rank, shape, names):
     """Other tokens on each rank of data's dimensions; gradients are means over them, as FSDP's."""
     mesh = rank.mesh(*names, shape=shape if len(shape) > 1 else None)
-    hidden, weight, bias, targets, upstream = problem()
+    hidden, weight, bias, targets, upstream = problem(rank.device)
     data = [d for d, name in enumerate(names) if name != "tp"]
     ours, parts = 0, 1
     for d in data:
@@ -150,3 +150,18 @@ def test_what_cannot_be_is_named_on_every_rank(ranks):
     assert results[0] == results[1]
     assert results[0][0].startswith("weight must be Shard(0) or Replicate")
     assert "the sum of targets must be the same on every rank" in results[0][1]
+
+
+def solve_loss(rank):
+    hidden, weight, _, targets, advantages = problem("cpu" if rank is None else rank.device)
+    if rank is not None:
+        mesh = rank.mesh("tp")
+        hidden, weight = distribute_tensor(hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = FusedLinearGRPOLoss("gspo", entropy_coef=0.01)(*leaves, targets, advantages[:, 0]).loss
+    grads = torch.autograd.grad(loss, leaves)
+    return [loss.detach().cpu(), *(grad.full_tensor().cpu() if isinstance(grad, DTensor) else grad for grad in grads)]
+
+
+def test_the_policy_loss(ranks, world):
+    assert_same(ranks.run(solve_loss, **world), solve_loss(None))

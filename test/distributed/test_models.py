@@ -49,7 +49,7 @@ def train(model, rows=slice(None), data_ranks=1):
     """Losses of the steps; the batch's rows of this rank, of which there are as many as `data_ranks` says."""
     # Before any forward: after one, the parameters of FSDP's root are the gathered ones.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
-    whole = batch()
+    whole = {name: column.to(model.device) for name, column in batch().items()}
     part = {name: column[rows] for name, column in whole.items()}
     count = whole["completion_mask"].sum()
     loss = FusedLinearGRPOLoss("dapo", temperature=0.9, beta=0.05, entropy_coef=0.0, world_size=data_ranks)
@@ -111,7 +111,7 @@ def shard(model, mesh, unit, policy=None):
 
 
 def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
-    model = tiny_llama(tie_word_embeddings=tied)
+    model = tiny_llama(tie_word_embeddings=tied).to(rank.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     if swapped == "before":
         swap_lm_head(model)
@@ -124,23 +124,22 @@ def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
     return losses, trained(model), rank.index
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("swapped", ["before", "after"])
 @pytest.mark.parametrize("unit", ["root", "own"])
 def test_fsdp(ranks, unit, swapped, world):
-    results = ranks.run(fully_sharded, unit, swapped, world=world)
-    assert_trained_alike(results, reference(), data_ranks=world)
+    results = ranks.run(fully_sharded, unit, swapped, **world)
+    assert_trained_alike(results, reference(), data_ranks=world["world"])
 
 
-def test_fsdp_with_tied_weights(ranks):
-    results = ranks.run(fully_sharded, "root", "before", False, True)
+def test_fsdp_with_tied_weights(ranks, two):
+    results = ranks.run(fully_sharded, "root", "before", False, True, **two)
     assert_trained_alike(results, reference(tie_word_embeddings=True), data_ranks=2)
 
 
 @pytest.mark.parametrize("unit", ["root", "own"])
-def test_fsdp_with_mixed_precision(ranks, unit):
+def test_fsdp_with_mixed_precision(ranks, unit, two):
     """As far from float32 as bfloat16 is, and the same wherever the head is gathered."""
-    results = ranks.run(fully_sharded, unit, "before", True)
+    results = ranks.run(fully_sharded, unit, "before", True, **two)
     assert_trained_alike(results, reference(), data_ranks=2, rtol=0.1)
 
 
@@ -191,7 +190,7 @@ def parallelize(model, mesh, head):
 
 
 def tensor_parallel(rank, head, swapped):
-    model = tiny_llama()
+    model = tiny_llama().to(rank.device)
     if swapped == "before":
         swap_lm_head(model)
     parallelize(model, rank.mesh("tp"), HEADS[head])
@@ -199,15 +198,15 @@ def tensor_parallel(rank, head, swapped):
         swap_lm_head(model)
     losses = train(model)
     assert model.lm_head.weight.placements == (Shard(0),)
-    plain = model(input_ids=batch()["input_ids"]).logits
+    plain = model(input_ids=batch()["input_ids"].to(rank.device)).logits
     assert isinstance(plain, DTensor) == ("DTensor" in head)  # the plan's own forward is as it was
     return losses, trained(model), 0
 
 
 @pytest.mark.parametrize("swapped", ["before", "after"])
 @pytest.mark.parametrize("head", HEADS)
-def test_a_tensor_parallel_plan(ranks, head, swapped):
-    assert_trained_alike(ranks.run(tensor_parallel, head, swapped), reference(), data_ranks=1)
+def test_a_tensor_parallel_plan(ranks, head, swapped, two):
+    assert_trained_alike(ranks.run(tensor_parallel, head, swapped, **two), reference(), data_ranks=1)
 
 
 def test_four_tensor_parallel_ranks(ranks):
@@ -217,7 +216,7 @@ def test_four_tensor_parallel_ranks(ranks):
 def transformers_plan(rank, style, swapped):
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    model = tiny_llama()
+    model = tiny_llama().to(rank.device)
     if swapped == "before":
         swap_lm_head(model)
     model.tp_plan = {
@@ -237,9 +236,9 @@ def transformers_plan(rank, style, swapped):
 
 @pytest.mark.parametrize("swapped", ["before", "after"])
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
-def test_transformers_own_plan(ranks, style, swapped):
+def test_transformers_own_plan(ranks, style, swapped, two):
     pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5's plans")
-    assert_trained_alike(ranks.run(transformers_plan, style, swapped), reference(), data_ranks=1)
+    assert_trained_alike(ranks.run(transformers_plan, style, swapped, **two), reference(), data_ranks=1)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
