@@ -4,8 +4,8 @@ The only module that speaks to torch.distributed. Every function here that is a 
 every rank of its group the same number of times, whatever the rank holds.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,20 @@ class VocabParallel:
                 dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
             known[self] = VocabShard(self, rows, _checked_vocab(ranks))
         return known[self]
+
+    @contextmanager
+    def shared_errors(self, weight: Tensor) -> Iterator[None]:
+        """What is raised within is raised on every rank, where the others are about to compare notes in `shard_of`."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            problem = error
+
+            def facts() -> Facts:
+                raise problem
+
+            self.shard_of(weight, facts, known_by=weight)
+            raise
 
 
 # Weight -> its shards by their place: what has been checked is not checked again.

@@ -1,6 +1,7 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -116,7 +117,8 @@ class FusedLinearGRPOLoss(nn.Module):
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument.
         """
-        check_linear(hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids")
+        with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
+            check_linear(hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids")
         counted = selected_token_ids >= 0
         if mask is not None:
             counted = counted & (mask != 0)

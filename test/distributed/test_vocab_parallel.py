@@ -340,6 +340,28 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, kind, expected):
     assert [count for _, count in results] == [2, 2]
 
 
+def provoked_in_the_loss(rank, first_call):
+    weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
+    place, loss = VocabParallel(rank.group, 5 * rank.index), FusedLinearGRPOLoss("grpo")
+    if not first_call:
+        loss(torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place)
+    # Later calls tell the others nothing: then every rank has to be wrong.
+    size = HIDDEN + (rank.index == 1 or not first_call)
+    try:
+        loss(torch.randn(2, 3, size), weight, ids, torch.ones(2), vocab_parallel=place)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_one_ranks_mistake_in_the_loss(ranks, first_call):
+    messages = set(ranks.run(provoked_in_the_loss, first_call))
+    assert len(messages) == 1
+    message = messages.pop()
+    assert message.startswith("weight must be (V, H)")
+    assert message.endswith("(rank 1 of vocab_parallel.group)") == first_call
+
+
 def checked_calls(rank):
     """How often ranks compare notes: once per weight and place, also after a call that failed."""
     calls, before = [], dist.all_gather_object
