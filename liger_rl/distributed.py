@@ -64,7 +64,8 @@ class VocabParallel:
             described: Facts = {}
             rows, problem = 0, None
             try:
-                described, rows = facts(), weight.shape[0]
+                described = {**facts(), "vocab_parallel.sum_hidden_grad": self.sum_hidden_grad}
+                rows = weight.shape[0]
             except (TypeError, ValueError) as error:
                 problem = error
             ranks: list = [None] * dist.get_world_size(self.group)

@@ -5,7 +5,9 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -144,9 +146,7 @@ def test_fsdp_with_mixed_precision(ranks, unit, two):
 
 
 def gathers(rank, unit):
-    """How often each module's parameters are gathered in one fused forward, and in its backward."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
+    """How often the head's weight is gathered in one fused forward, and in its backward."""
     model = swap_lm_head(shard(tiny_llama(), rank.mesh(), unit))
     ids, calls, before = batch()["input_ids"], [], _fsdp_param_group.foreach_all_gather
 
@@ -211,6 +211,26 @@ def test_a_tensor_parallel_plan(ranks, head, swapped, two):
 
 def test_four_tensor_parallel_ranks(ranks):
     assert_trained_alike(ranks.run(tensor_parallel, "local logits", "before", world=4), reference(), data_ranks=1)
+
+
+def notes_compared(rank, shape):
+    """How often, while a model is trained: a check per call would be a host sync per call."""
+    model, calls, before = swap_lm_head(tiny_llama()), [], dist.all_gather_object
+    mesh = rank.mesh(*("dp", "tp")[2 - len(shape) :], shape=shape if len(shape) > 1 else None)
+    parallelize(model, mesh["tp"], {})
+    if len(shape) > 1:
+        shard(model, mesh["dp"], "own")
+    dist.all_gather_object = lambda *args, **kwargs: calls.append(1) or before(*args, **kwargs)
+    try:
+        train(model)
+    finally:
+        dist.all_gather_object = before
+    return len(calls)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a plan", "FSDP over a plan"])
+def test_ranks_compare_notes_once_per_weight(ranks, shape):
+    assert set(ranks.run(notes_compared, shape, world=2 * len(shape))) == {1}
 
 
 def transformers_plan(rank, style, swapped):

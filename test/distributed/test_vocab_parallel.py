@@ -273,7 +273,7 @@ def test_three_collectives_whatever_the_tiles_and_the_tokens(ranks, masked, chun
 def provoked(rank, kind):
     """The error of a call that does not fit, and whether the ranks still work together after it."""
     start, rows, dtype, tokens, size = 5 * rank.index, 5, torch.float32, 6, HIDDEN
-    options, last = {}, rank.index == rank.world - 1
+    options, last, summed = {}, rank.index == rank.world - 1, True
     if kind == "a gap":
         start += last
     elif kind == "an overlap":
@@ -293,6 +293,8 @@ def provoked(rank, kind):
             options = {"transform": LogitTransform(temperature=0.5)}
         elif kind == "bias":
             options = {"bias": torch.zeros(5)}
+        elif kind == "sum_hidden_grad":
+            summed = False
         elif kind == "mask":
             options = {"mask": torch.arange(6) < 3}
     hidden, weight = torch.randn(tokens, size, dtype=dtype), torch.randn(rows, size, dtype=dtype)
@@ -304,7 +306,7 @@ def provoked(rank, kind):
     if kind == "beyond":
         targets[2] = 5 * rank.world
     try:
-        linear_logprobs(hidden, weight, targets, vocab_parallel=VocabParallel(rank.group, start), **options)
+        linear_logprobs(hidden, weight, targets, vocab_parallel=VocabParallel(rank.group, start, summed), **options)
     except (TypeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
     else:
@@ -327,6 +329,7 @@ def provoked(rank, kind):
         ("transform", r"ValueError: transform must be the same on every rank.*0\.5"),
         ("bias", r"ValueError: bias must be the same on every rank"),
         ("mask", r"ValueError: the number of tokens that count must be the same"),
+        ("sum_hidden_grad", r"ValueError: vocab_parallel.sum_hidden_grad must be the same"),
         ("targets", r"ValueError: the sum of targets must be the same"),
         ("one rank's own mistake", r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
         ("beyond", r"ValueError: targets must be token ids in \[0, 10\)"),
