@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import oracles
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs
-from liger_rl.kernels.statistics import EXTRAS, Fold
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs, projection
+from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
 HIDDEN = 12
 # Rows of each rank, by the number of ranks: a vocabulary of 601 words, cut evenly or not.
@@ -286,6 +286,51 @@ def test_three_collectives_whatever_the_tiles_and_the_tokens(ranks, masked, chun
     assert len(results[0]) == 3
     assert results[0][2][1] == HIDDEN
     assert results[0][2][0] < max(n, 1)  # tokens without a gradient are not sent
+
+
+class Logged:
+    """A shard whose sum over ranks only says when it is started and awaited."""
+
+    vocab = 200
+
+    def __init__(self, log):
+        self.log = log
+
+    def pending_sum(self, *inputs):
+        return self
+
+    def start(self):
+        self.log.append("start")
+
+    def wait(self):
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize("tokens", [0, 20])
+@pytest.mark.parametrize("chunk_tokens", [6, 20])
+def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens):
+    """dH has everything when it starts, and the one product that is left is of a whole tile, not of the rest."""
+    log, add = [], projection._WeightTotal.add
+
+    def logged(self, tile, hidden):
+        log.append(("dW", tile.shape[1]))
+        add(self, tile, hidden)
+
+    monkeypatch.setattr(projection._WeightTotal, "add", logged)
+    options = projection.ProjectionOptions(
+        transform=LogitTransform(),
+        entropy=False,
+        compute_dtype=torch.float32,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=64,
+        shard=Logged(log),
+    )
+    hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
+    numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
+    projection.grad_projection(hidden, weight, None, targets, numbers, options, (True, True, False))
+    parts = -(-tokens // chunk_tokens)
+    products = [("dW", 22)] * parts + [("dW", 64)] * 2 * parts
+    assert log == [*products[:-1], *["start"][:parts], *products[-1:], "wait"]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
