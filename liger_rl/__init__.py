@@ -1,5 +1,6 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
+from liger_rl.distributed import VocabParallel, merge_over, sum_over
 from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.kernels.transform import LogitTransform
@@ -68,9 +69,12 @@ __all__ = [
     "TokenMean",
     "TokenSum",
     "TopEntropyMask",
+    "VocabParallel",
     "grpo_loss_from_logits",
     "linear_logprobs",
     "logits_logprobs",
+    "merge_over",
     "ppo_loss_fn",
     "reduce_metrics",
+    "sum_over",
 ]

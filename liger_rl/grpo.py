@@ -1,12 +1,14 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_rl.distributed import VocabParallel
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LogProbs,
@@ -49,7 +51,8 @@ class FusedLinearGRPOLoss(nn.Module):
             all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
             and the corrections. One pass holds up to 544 MiB of a chunk on CUDA and, with a 16-bit weight that has
             a gradient, up to 4 V H bytes more, for larger chunks or for a float32 sum over many. Not with a
-            grad_tolerance, float16 products or low_rank terms, whose backward has to be a second pass.
+            grad_tolerance, float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose
+            backward has to be a second pass.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -113,6 +116,7 @@ class FusedLinearGRPOLoss(nn.Module):
         num_sequences: int | Tensor | None = None,
         num_items_in_batch: int | float | Tensor | None = None,
         weight_grad: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -127,6 +131,8 @@ class FusedLinearGRPOLoss(nn.Module):
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
                 num_sequences, num_items_in_batch: see `PolicyBatch`.
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
+            vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
+                the same on every rank of its group, and so is the loss.
 
         Returns:
             PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
@@ -135,10 +141,11 @@ class FusedLinearGRPOLoss(nn.Module):
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need.
         """
-        compute_dtype = check_linear(
-            hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
-        )
-        check_weight_grad(weight_grad, weight, self.grad_tolerance)
+        with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
+            compute_dtype = check_linear(
+                hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
+            )
+            check_weight_grad(weight_grad, weight, self.grad_tolerance)
         counted = selected_token_ids >= 0
         if mask is not None:
             counted = counted & (mask != 0)
@@ -163,20 +170,25 @@ class FusedLinearGRPOLoss(nn.Module):
             chunk_vocab=self.chunk_vocab,
             weight_grad=weight_grad,
         )
-        if self._in_one_pass(head, policy_loss, options, low_rank):
+        if self._in_one_pass(head, policy_loss, options, low_rank, vocab_parallel):
             return loss_in_one_pass(head, policy_loss, options)
         found = self._logprobs(
-            hidden, weight, selected_token_ids, counted, bias, low_rank,
+            hidden, weight, selected_token_ids, counted, bias, low_rank, vocab_parallel,
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
         )  # fmt: skip
         return policy_loss(found.logps, found.entropy)
 
     def _in_one_pass(
-        self, head: Head, prepared: PreparedLoss, options: ProjectionOptions, low_rank: Sequence[LowRank]
+        self,
+        head: Head,
+        prepared: PreparedLoss,
+        options: ProjectionOptions,
+        low_rank: Sequence[LowRank],
+        vocab_parallel: VocabParallel | None,
     ) -> bool:
         if self.passes == "two":
             return False
-        lacking = obstacle(head, prepared, options, low_rank, self.grad_tolerance)
+        lacking = obstacle(head, prepared, options, low_rank, vocab_parallel, self.grad_tolerance)
         if self.passes == "one":
             if lacking is not None:
                 raise ValueError(f'passes="one" needs {lacking}')
@@ -193,12 +205,14 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         bias: Tensor | None = None,
         low_rank: Sequence[LowRank] = (),
+        vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
         """Log-probabilities under a reference or old policy's head, (B, T) or (N,) float32, without gradient.
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        return self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, entropy=False).logps
+        found = self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel, entropy=False)
+        return found.logps
 
     def _logprobs(
         self,
@@ -208,6 +222,7 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor | None,
         bias: Tensor | None,
         low_rank: Sequence[LowRank],
+        vocab_parallel: VocabParallel | None,
         *,
         entropy: bool,
         weight_grad: Tensor | None = None,
@@ -226,6 +241,7 @@ class FusedLinearGRPOLoss(nn.Module):
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             weight_grad=weight_grad,
+            vocab_parallel=vocab_parallel,
         )
 
     def extra_repr(self) -> str:

@@ -45,7 +45,8 @@ class LinearLogProbs(torch.autograd.Function):
         # The extras have no gradient, and a gradient does not need them.
         kept = (*statistics[:3], *(known or ()))
         ctx.save_for_backward(hidden, weight, bias, targets, live, low_inputs, low_weight, *kept)
-        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / weight.shape[0]
+        vocab = weight.shape[0] if options.shard is None else options.shard.vocab
+        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / vocab
         extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
         entropy = None if statistics.entropy is None else statistics.entropy.clone()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.distributed import VocabParallel
+from liger_rl.dtensors import HeadInputs, is_dtensor, localized
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import LinearLogProbs
@@ -54,7 +56,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     weight_grad: Tensor | None = None,
-    vocab_parallel: None = None,
+    vocab_parallel: VocabParallel | None = None,
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
 
@@ -94,10 +96,14 @@ def linear_logprobs(
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
         weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
-            `main_grad` of a mixed-precision optimiser. Each backward adds the weight's gradient to it, in float32 and
-            without a (V, H) tensor of its own, and the weight itself gets none from this call. Not with a
-            grad_tolerance.
-        vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
+            `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's rows. Each backward adds the
+            weight's gradient to it, in float32 and without a (V, H) tensor of its own, and the weight itself gets none
+            from this call. Not with a grad_tolerance, nor with a DTensor weight.
+        vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
+            the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
+            group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
+            Whether the ranks fit together is checked at the first call with a weight. Not with grad_tolerance. The mesh
+            of a DTensor says all this by itself: `liger_rl.dtensors` has the rules.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
@@ -114,24 +120,41 @@ def linear_logprobs(
     if gather is not None and not callable(gather):
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     check_tolerance(grad_tolerance, unbiased)
-    if vocab_parallel is not None:
-        raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
+    if not isinstance(vocab_parallel, VocabParallel | None):
+        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    original = weight
+    inputs = localized(HeadInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
+    hidden, weight, targets, mask, bias, low_rank, vocab_parallel = inputs
+    if vocab_parallel is not None and grad_tolerance != 0.0:
+        raise ValueError(
+            "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole vocabulary's "
+            f"gradient, which no rank has; got {grad_tolerance}"
+        )
+
+    def facts() -> dict[str, object]:
+        check_weight_grad(weight_grad, original, grad_tolerance)
+        shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted)}
+        return shared | _facts(*inputs[:-1], compute_dtype=compute_dtype)
 
     with whole_head(gather, weight, bias):
-        compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
-        check_weight_grad(weight_grad, weight, grad_tolerance)
+        shard = None if vocab_parallel is None else vocab_parallel.shard_of(weight, facts, known_by=original)
+        dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+        check_weight_grad(weight_grad, original, grad_tolerance)
         flat_targets = targets.reshape(-1).long()
-        live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
+        live = live_tokens(flat_targets, mask, weight.shape[0] if shard is None else shard.vocab, "weight")
+        if shard is not None:
+            flat_targets = shard.local(flat_targets)
         options = ProjectionOptions(
             transform=transform,
             entropy=entropy,
             extras=wanted,
-            compute_dtype=compute_dtype,
+            compute_dtype=dtype,
             gather=gather,
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
             weight_grad=weight_grad,
+            shard=shard,
         )
         index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -277,6 +300,31 @@ def check_linear(
     return compute_dtype
 
 
+def _facts(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    low_rank: Sequence[LowRank],
+    *,
+    compute_dtype: torch.dtype | None,
+) -> dict[str, object]:
+    """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check_linear`."""
+    dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+    live = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
+    return {
+        "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
+        "the dtype of weight": weight.dtype,
+        "compute_dtype": dtype,
+        "bias": None if bias is None else bias.dtype,
+        "low_rank": [term.a.shape[0] for term in low_rank],
+        "the number of tokens that count": int(live.sum()),
+        "the sum of targets": int(torch.where(live, targets, 0).sum()),
+        "requires_grad of hidden": hidden.requires_grad,
+    }
+
+
 def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
     if not isinstance(low_rank, list | tuple):
         raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
@@ -318,6 +366,11 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance
         return
     if not isinstance(weight_grad, Tensor):
         raise TypeError(f"weight_grad must be a tensor or None, got {type(weight_grad).__name__}")
+    if is_dtensor(weight) or is_dtensor(weight_grad):
+        raise ValueError(
+            "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
+            "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
+        )
     if weight_grad.dtype != torch.float32:
         raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
     if weight_grad.shape != weight.shape:

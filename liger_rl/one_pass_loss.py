@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from liger_rl.distributed import VocabParallel
+from liger_rl.dtensors import is_dtensor
 from liger_rl.logprobs import live_tokens, spread
 from liger_rl.one_pass import OnePassPlan, WithGradients, chunk_capacity, one_pass, plan_one_pass
 from liger_rl.policy.loss import Locality, PolicyLoss, PreparedLoss
@@ -54,6 +56,7 @@ def obstacle(
     prepared: PreparedLoss,
     options: ProjectionOptions,
     low_rank: Sequence[Any],
+    vocab_parallel: VocabParallel | None,
     grad_tolerance: float,
 ) -> str | None:
     """What one pass would need and does not have, None where nothing is missing. Shapes decide, no device is asked."""
@@ -65,6 +68,10 @@ def obstacle(
         return "a call outside torch.compile, which traces gradients in the backward"
     if low_rank:
         return "a head without low_rank terms"
+    if vocab_parallel is not None:
+        return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
+    if any(map(is_dtensor, (head.hidden, head.weight, head.bias, head.targets))):
+        return "tensors that are whole on this rank, got a DTensor"
     terms, segments = prepared.terms, prepared.batch.segments
     for part in (terms.objective, *terms.corrections):
         if not hasattr(part, "token_local"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
@@ -57,6 +58,7 @@ class ProjectionOptions:
     gather: Gather | None = None
     tolerance: Tolerance | None = None
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
+    shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
 
     @property
     def chunks_are_free(self) -> bool:
@@ -110,7 +112,7 @@ def fold_projection(
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
         wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known, "kept": kept}
-        return whole_fold(hidden, weight, bias, targets, options.transform, **wanted).finish(), known
+        return _finished(whole_fold(hidden, weight, bias, targets, options.transform, **wanted), options), known
     fold = for_device(hidden.device).fold
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
@@ -133,10 +135,16 @@ def fold_projection(
             if by_tile is not None:
                 eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
-    statistics = state.finish()
+    statistics = _finished(state, options)
     if known is not None and by_tile is not None:
         bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
     return statistics, known
+
+
+def _finished(state: Fold, options: ProjectionOptions) -> TokenStatistics:
+    if options.shard is not None:
+        state = state.over_ranks(options.shard.maximum, options.shard.total)
+    return state.finish()
 
 
 class ProjectionGradients(NamedTuple):
@@ -159,7 +167,11 @@ def grad_projection(
     needs: tuple[bool, ...],  # for hidden, weight, bias and the low-rank term's inputs and weight
     low_rank: LowRankRows | None = None,
 ) -> ProjectionGradients:
-    """Gradients from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and weight."""
+    """Gradients from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and weight.
+
+    Those of hidden and of the low-rank inputs are summed over the ranks of a sharded vocabulary, beneath the last
+    product of the weight's.
+    """
     n, vocab = hidden.shape[0], weight.shape[0]
     factor = hidden  # what a tile of logits is recomputed from
     if low_rank is not None:
@@ -191,8 +203,12 @@ def grad_projection(
         grad(logits, row_targets, first, bias_tile, options.transform, row_tokens, out)
         return out
 
-    token_spans = spans(n, tiles.tokens)
-    for first, last in spans(vocab, tiles.vocab):
+    token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
+    pending = None
+    if options.shard is not None:
+        pending = options.shard.pending_sum(grad_hidden, grad_inputs)
+        vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
+    for first, last in vocab_spans:
         weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
         parts = len(token_spans)
         weight_total = _WeightTotal(
@@ -207,10 +223,12 @@ def grad_projection(
             tile = tile_gradient(factor_tile, first, start, stop)
             if grad_hidden is not None:
                 gemm.accumulate(grad_hidden[start:stop], tile, weight_tile)
+            if low_rank is not None and grad_inputs is not None:
+                gemm.accumulate(grad_inputs[start:stop], tile, low_tile)
+            if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
+                pending.start()
             weight_total.add(tile, hidden[start:stop])
             if low_rank is not None:
-                if grad_inputs is not None:
-                    gemm.accumulate(grad_inputs[start:stop], tile, low_tile)
                 low_total.add(tile, low_inputs[start:stop])
             if grad_bias is not None:
                 bias_parts.append(tile.sum(0, dtype=torch.float32))
@@ -219,6 +237,8 @@ def grad_projection(
         low_total.store()
         if grad_bias is not None:
             grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
+    if pending is not None:
+        pending.wait()
     return ProjectionGradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
 
 

@@ -676,7 +676,7 @@ BAD_ARGUMENTS = [
     ("extras", TypeError, {"extras": "is_top1"}),
     ("compute_dtype", TypeError, {"compute_dtype": torch.float64}),
     ("gather", TypeError, {"gather": True}),
-    ("vocab_parallel", ValueError, {"vocab_parallel": object()}),
+    ("vocab_parallel", TypeError, {"vocab_parallel": object()}),
 ]
 
 

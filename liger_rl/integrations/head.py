@@ -4,14 +4,17 @@ What the model does to its head's output (a softcap, a scale) is found out by tr
 few known logits, and what the model returns for them has to be one of the transforms that its config names.
 """
 
-from collections.abc import Iterator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_rl.dtensors import is_dtensor
 from liger_rl.integrations.accelerate import runs_own_forward
 from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels.transform import LogitTransform
@@ -22,31 +25,64 @@ SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_NAMES = ("final_logit_softcapping",)
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 
+# Where hooks and forwards come from that shard a layer. FSDP's gather its weight around the call and stay; those of a
+# tensor-parallel plan bring the hidden states into the layer, and the logits, which are not there, out of it.
+TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
+SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
+
+
+def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(modules)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Whether `fully_shard` gathers parameters of the model and reduces their gradients."""
+    return any(map(_is_fsdp, model.modules()))
+
+
+def plain_type(layer: nn.Module) -> type:
+    """The layer's class, before `fully_shard` derived one from it."""
+    return type(layer).__bases__[1] if _is_fsdp(layer) else type(layer)
+
+
+def _is_sharded(linear: nn.Module) -> bool:
+    return is_dtensor(linear.weight) or plain_type(linear) is not type(linear)
+
 
 def current_head(model: Any, linear_type: type) -> Head:
     """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
-    hooks = hook_count(head)
-    if type(head.linear) is not linear_type or hooks:
+    hooks = hook_count(head, but=SHARDING)
+    if plain_type(head.linear) is not linear_type or hooks:
         raise ValueError(
             f"the head of {name} was a plain {linear_type.__name__} when it was swapped, "
             f"now it is a {type(head.linear).__name__} with {hooks} hooks, which the fused head would leave out; "
             "unswap first"
         )
-    check_own_forwards(head, name)
+    check_own_forwards(head, name, but=SHARDING)
     return head
 
 
-def hook_count(head: Head) -> int:
-    """Forward hooks that are left out when the head is taken apart."""
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in head.bypassed())
+def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
+    """Forward hooks that are left out when the head is taken apart, beside those that come from the modules `but`."""
+    return sum(
+        not _comes_from(hook, but)
+        for part in head.bypassed()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
 
 
-def check_own_forwards(head: Head, name: str) -> None:
-    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart."""
+def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> None:
+    """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart, and
+    does not come from the modules `but`."""
     for part in head.bypassed():
-        if not runs_own_forward(part):
+        if not runs_own_forward(part) and not _comes_from(vars(part)["forward"], but):
             raise ValueError(
                 f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
@@ -54,28 +90,34 @@ def check_own_forwards(head: Head, name: str) -> None:
 
 
 class _Kept:
-    """The head for one call: keeps what it is given and answers with stand-in logits, one word wide."""
+    """The head for one call: keeps what it is given, and what `answer` gives for it in place of the logits."""
 
-    def __init__(self, stand_in: Tensor | None = None) -> None:
+    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
+        self.answer = answer
         self.hidden: Tensor | None = None
-        self.stand_in = stand_in
+        self.output: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.hidden is not None:
             raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
         self.hidden = hidden
-        stand_in = hidden.new_zeros(1) if self.stand_in is None else self.stand_in.to(hidden.device)
-        return stand_in.expand(*hidden.shape[:-1], -1).clone()
+        self.output = self.answer(hidden)
+        return self.output
 
 
 @contextmanager
-def kept_hidden(head: nn.Module, stand_in: Tensor | None = None) -> Iterator[_Kept]:
-    kept = _Kept(stand_in)
-    before = vars(head).get("forward")
+def kept_hidden(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[_Kept]:
+    """The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives."""
+    kept = _Kept(answer)
+    before, hooks = vars(head).get("forward"), head._forward_hooks
     head.forward = kept
+    head._forward_hooks = OrderedDict(
+        (key, hook) for key, hook in hooks.items() if not _comes_from(hook, TENSOR_PARALLEL_OUTPUT)
+    )
     try:
         yield kept
     finally:
+        head._forward_hooks = hooks
         if before is None:
             del head.forward
         else:
@@ -87,7 +129,7 @@ def checked_head(model: PreTrainedModel) -> Head:
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
     linear = head.linear
-    if not isinstance(linear, nn.Linear):
+    if not isinstance(linear, nn.Linear) or (_is_sharded(linear) and plain_type(linear) is not nn.Linear):
         raise TypeError(f"the head of {name} must be an nn.Linear, got {type(linear).__name__}")
     if linear.weight.device.type == "meta":
         raise ValueError(f"the head's weight of {name} must be in memory, it is on meta: not loaded yet, or offloaded")
@@ -96,6 +138,11 @@ def checked_head(model: PreTrainedModel) -> Head:
             f"the head's weight of {name} must be float32, bfloat16 or float16, got {linear.weight.dtype} in a "
             f"{type(linear).__name__}; keep the head out of the quantisation"
         )
+    if _is_sharded(linear):
+        # It cannot be tried out: a sharded layer is not called outside its model.
+        if head.adapters:
+            raise ValueError(f"the head of {name} has adapters and is sharded; swap it before it is")
+        return head
     hidden = torch.linspace(-1, 1, linear.weight.shape[1], dtype=linear.weight.dtype, device=linear.weight.device)[None]
     expected = nn.functional.linear(hidden, linear.weight, linear.bias)
     if not torch.equal(linear(hidden), expected):
@@ -133,14 +180,21 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     """The transform that does to logits what the model's own forward does to them."""
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
+
+    def answer(hidden: Tensor) -> Tensor:
+        return probe.to(hidden.device).expand(*hidden.shape[:-1], -1).clone()
+
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     try:
         # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), kept_hidden(head.module, probe) as kept:
+        with torch.random.fork_rng(devices=devices), kept_hidden(head.module, answer) as kept:
             output = model(input_ids=ids, use_cache=False, return_dict=True)
     except Exception as error:
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
+    for module in filter(_is_fsdp, model.modules()):
+        # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
+        cast(Any, module).reshard()
     if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
     seen = output.logits.float().cpu()

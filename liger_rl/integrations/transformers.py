@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from liger_rl.integrations.accelerate import rebind_forward
-from liger_rl.integrations.head import checked_head, current_head, kept_hidden, probed_transform
+from liger_rl.integrations.head import (
+    checked_head,
+    current_head,
+    is_gathered,
+    kept_hidden,
+    plain_type,
+    probed_transform,
+)
 from liger_rl.integrations.liger_layers import apply_liger_layers, check_liger_layers
 from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
@@ -109,7 +116,7 @@ def _swap(swapped: Any) -> None:
             "that), which would hide the fused one; swap the head before it is"
         )
     swapped._fused_transform = transform
-    swapped._fused_head_type = type(head.linear)
+    swapped._fused_head_type = plain_type(head.linear)
     swapped.__class__ = after
 
 
@@ -188,34 +195,41 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         targets = _checked_labels("shift_labels", shift_labels, args, kwargs)
     else:
         targets = _shifted(_checked_labels("labels", labels, args, kwargs))
+    if options.get("weight_grad") is not None and is_gathered(model):
+        raise ValueError("weight_grad must be None under fully_shard, which has to reduce the gradient over its ranks")
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
     kwargs["return_dict"] = True
-    with kept_hidden(head.module) as kept:
+
+    def per_token(hidden: Tensor) -> Tensor:
+        """(..., H) -> (..., 1 or 2), within the head's call, around which FSDP gathers its weight."""
+        hidden = hidden.to(head.linear.weight.device)
+        found = linear_logprobs(
+            hidden,
+            head.linear.weight,
+            targets.to(hidden.device),
+            bias=head.bias(),
+            low_rank=head.low_rank(hidden),
+            transform=transform,
+            entropy=entropy,
+            **options,
+        )
+        return torch.stack([found.logps] if found.entropy is None else [found.logps, found.entropy], -1)
+
+    with kept_hidden(head.module, per_token) as kept:
         output = plain_forward(model, *args, **kwargs)
-    assert kept.hidden is not None  # seen at swap time: the forward calls its head
-    hidden = kept.hidden.to(head.linear.weight.device)
-    targets = targets.to(hidden.device)
-    per_token = linear_logprobs(
-        hidden,
-        head.linear.weight,
-        targets,
-        bias=head.bias(),
-        low_rank=head.low_rank(hidden),
-        transform=transform,
-        entropy=entropy,
-        **options,
-    )
+    assert kept.output is not None  # seen at swap time: the forward calls its head
+    logps, entropies = kept.output[..., 0], kept.output[..., 1] if entropy else None
+    targets = targets.to(logps.device)
 
     count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(count, Tensor):
-        count = count.to(hidden.device)
-    loss = -per_token.logps.sum() / count
+        count = count.to(logps.device)
+    loss = -logps.sum() / count
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
-    logps, entropies = per_token.logps, per_token.entropy
     if shift_labels is None:
         logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)

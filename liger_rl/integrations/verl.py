@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_rl.distributed import VocabParallel
 from liger_rl.integrations.patching import GlobalPatch, check_version
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -44,14 +45,16 @@ def linear_cross_entropy(
         labels: as many integer token ids as hidden has rows, in any shape.
         temperature: divisor of the logits, > 0.
         reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
-        dist_process_group: None or a group of one rank. verl's splits the vocabulary over a larger one.
+        dist_process_group: the ranks over which the vocabulary is split in equal parts, in their order, with the same
+            hidden and labels on all; None for the whole vocabulary here. As in verl the gradient of hidden is then this
+            rank's part, and the gather before it (Megatron's sequence_parallel) adds the parts up.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,), N = labels.numel(), or () with "sum" or "mean".
         entropy: (N,) float32 in nats, differentiable, whatever the reduction.
 
     Raises:
-        TypeError, ValueError: before anything is computed, naming the argument; a group of several ranks too.
+        TypeError, ValueError: before anything is computed, naming the argument; on every rank of the group.
     """
     for name, tensor in (("hidden", hidden), ("labels", labels)):
         if not isinstance(tensor, Tensor):
@@ -65,13 +68,13 @@ def linear_cross_entropy(
         )
     if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
-    _check_one_rank(dist_process_group)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
+        vocab_parallel=_place(dist_process_group, weight),
     )
     assert entropy is not None
     if reduction.lower() == "none":
@@ -79,15 +82,10 @@ def linear_cross_entropy(
     return logprobs.sum() if reduction.lower() == "sum" else logprobs.mean(), entropy
 
 
-def _check_one_rank(group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        return
-    ranks = dist.get_world_size(group)
-    if ranks != 1:
-        raise ValueError(
-            f"dist_process_group must be None or of one rank, got {ranks}: its ranks would each hold a part of the "
-            "vocabulary, which liger_rl does not compute yet; set tensor_model_parallel_size to 1"
-        )
+def _place(group: dist.ProcessGroup | None, weight: Tensor) -> VocabParallel | None:
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return VocabParallel(group, dist.get_rank(group) * weight.shape[0], sum_hidden_grad=False)
 
 
 def _installed() -> object:

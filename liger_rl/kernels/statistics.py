@@ -1,7 +1,7 @@
 """What is known of a token's softmax: while tiles of the vocabulary are folded in, and afterwards."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,26 @@ class Fold(NamedTuple):
     def take(self, rows: slice) -> "Fold":
         """Views, so that what a kernel writes to them is written here."""
         return Fold._make(None if values is None else values[rows] for values in self)
+
+    def over_ranks(self, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]) -> "Fold":
+        """The fold of a vocabulary whose parts are on several ranks, on each of them: one maximum, one sum over ranks.
+
+        A rank without the target has 0 for it, so the sum over ranks is the logit itself, to the last bit.
+        """
+        tops = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival]))
+        peak, rival = tops[0], None if self.rival is None else tops[1]
+        lower = self.peak - peak
+        kept = lower.exp()
+        parts = {
+            "sum_exp": kept * self.sum_exp,
+            "target": self.target,
+            "moment": None if self.moment is None else kept * (self.moment + lower * self.sum_exp),
+            "sum_sq_exp": None if self.sum_sq_exp is None else kept.square() * self.sum_sq_exp,
+            "sum_logits": self.sum_logits,
+        }
+        given = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(given.values())))
+        return self._replace(peak=peak, rival=rival, **dict(zip(given, sums, strict=True)))
 
     def finish(self) -> TokenStatistics:
         log_sum = self.sum_exp.log()

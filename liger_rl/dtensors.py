@@ -1,0 +1,153 @@
+"""DTensors in, this rank's tensors out: what a head's arguments are on their meshes, told from their placements.
+
+    weight Shard(0) over a mesh dimension      its rows are this rank's part of the vocabulary
+      over one whose name is data's            gathered, as FSDP does; its gradient is the mean over that dimension
+    weight Replicate                           taken as it is
+    hidden Shard(...) over the vocabulary's    gathered; its gradient is summed and scattered
+    hidden Shard(...) over another             taken as it is, this rank's tokens
+
+A mesh dimension without a name, and any name that is not data's, is no data dimension: its ranks have the same tokens.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from liger_rl.distributed import VocabParallel
+from liger_rl.low_rank import LowRank
+
+DATA_NAME = re.compile(r"dp|data|batch|replicate")
+
+
+class HeadInputs(NamedTuple):
+    """The tensors of a call, each this rank's own."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    low_rank: Sequence[LowRank]
+    vocab_parallel: VocabParallel | None
+
+
+def is_dtensor(value: object) -> bool:
+    # Where nobody has imported them, there are none; importing them takes half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def localized(inputs: HeadInputs) -> HeadInputs:
+    """Inputs without DTensors. A collective for each that is gathered, and one for its gradient.
+
+    Raises:
+        ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
+    """
+    low_rank = inputs.low_rank if isinstance(inputs.low_rank, list | tuple) else ()
+    parts = [getattr(term, name, None) for term in low_rank for name in ("a", "b", "hidden")]
+    if not any(is_dtensor(value) for value in (*inputs, *parts)):
+        return inputs
+    place = inputs.vocab_parallel
+    if is_dtensor(inputs.weight):
+        if place is not None:
+            raise ValueError("vocab_parallel must be None with a DTensor weight, whose mesh says where its rows belong")
+        place = _place(inputs.weight)
+    group = None if place is None else place.group
+    scattered = place is not None and _is_scattered(inputs.hidden, place)
+    if place is not None and scattered:
+        place = replace(place, sum_hidden_grad=False)
+    return HeadInputs(
+        hidden=_tokens(inputs.hidden, group, summed=scattered),
+        weight=_rows("weight", inputs.weight),
+        targets=_tokens(inputs.targets, group),
+        mask=_tokens(inputs.mask, group),
+        bias=_rows("bias", inputs.bias),
+        low_rank=[
+            replace(
+                term, a=_rows("a", term.a), b=_rows("b", term.b), hidden=_tokens(term.hidden, group, summed=scattered)
+            )
+            for term in low_rank
+        ],
+        vocab_parallel=place,
+    )
+
+
+def _is_data(mesh: Any, dimension: int) -> bool:
+    names = mesh.mesh_dim_names
+    return names is not None and DATA_NAME.search(names[dimension]) is not None
+
+
+def _cuts_rows(placement: Any) -> bool:
+    return getattr(placement, "dim", None) == 0  # Shard(0), and what fully_shard makes of it beside another
+
+
+def _place(weight: Any) -> VocabParallel | None:
+    mesh = weight.device_mesh
+    dimensions = [d for d, p in enumerate(weight.placements) if _cuts_rows(p) and not _is_data(mesh, d)]
+    if not dimensions:
+        return None
+    if len(dimensions) > 1:
+        raise ValueError(
+            "weight must be sharded over one mesh dimension beside data's, whose names hold dp, data, batch or "
+            f"replicate; got {weight.placements} on {mesh}"
+        )
+    rows_at_most = -(-weight.shape[0] // mesh.size(dimensions[0]))
+    start = min(mesh.get_local_rank(dimensions[0]) * rows_at_most, weight.shape[0])
+    return VocabParallel(mesh.get_group(dimensions[0]), start)
+
+
+def _rows(name: str, value: Any) -> Any:
+    """A parameter: whole over data's dimensions, its own part over others."""
+    if not is_dtensor(value):
+        return value
+    from torch.distributed.tensor import Partial, Replicate
+
+    mesh, ranks = value.device_mesh, 1
+    placements, grad_placements = list(value.placements), list(value.placements)
+    for dimension, placement in enumerate(value.placements):
+        if not (placement.is_replicate() or _cuts_rows(placement)):
+            raise ValueError(f"{name} must be Shard(0) or Replicate on its mesh, got {value.placements}")
+        if _is_data(mesh, dimension):
+            placements[dimension], grad_placements[dimension] = Replicate(), Partial()
+            ranks *= mesh.size(dimension)
+    local = _local(value, placements, grad_placements)
+    if ranks > 1 and local.requires_grad:
+        local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism; not every backend has one
+    return local
+
+
+def _is_scattered(hidden: Any, place: VocabParallel) -> bool:
+    if not is_dtensor(hidden):
+        return False
+    return any(p.is_shard() and _is_over(hidden, d, place.group) for d, p in enumerate(hidden.placements))
+
+
+def _is_over(value: Any, dimension: int, group: Any) -> bool:
+    return group is not None and value.device_mesh.get_group(dimension).group_name == group.group_name
+
+
+def _tokens(value: Any, group: Any, *, summed: bool = False) -> Any:
+    """Whole over the vocabulary's dimension, this rank's part over others."""
+    if not is_dtensor(value):
+        return value
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements, grad_placements = list(value.placements), list(value.placements)
+    for dimension in range(len(placements)):
+        if placements[dimension].is_partial():
+            placements[dimension] = grad_placements[dimension] = Replicate()
+        if _is_over(value, dimension, group):
+            placements[dimension], grad_placements[dimension] = Replicate(), Partial() if summed else Replicate()
+    return _local(value, placements, grad_placements)
+
+
+def _local(value: Any, placements: list, grad_placements: list) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    local = value.redistribute(placements=placements).to_local(grad_placements=grad_placements)
+    # A tensor whose collective may still run; a copy waits for it, and kernels take the copy's address.
+    return local.clone() if isinstance(local, AsyncCollectiveTensor) else local

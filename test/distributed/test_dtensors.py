@@ -1,0 +1,185 @@
+"""DTensor weights and hidden states: what the whole tensors give, whatever the meshes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
+
+BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
+
+
+def problem(device="cpu"):
+    torch.manual_seed(4)
+    hidden, weight, bias = torch.randn(BATCH, TIME, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB)
+    targets = torch.randint(VOCAB, (BATCH, TIME))
+    targets[0, :3] = -100
+    return [values.to(device) for values in (hidden, weight, bias, targets, torch.randn(BATCH, TIME))]
+
+
+def solve(hidden, weight, bias, targets, upstream, **options):
+    """Results, and gradients as whole tensors."""
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
+    found = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
+    grads = torch.autograd.grad((found.logps * upstream).sum() + (found.entropy * upstream).sum(), leaves)
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    placements = [grad.placements if isinstance(grad, DTensor) else None for grad in grads]
+    return [values.detach().cpu() for values in (found.logps, found.entropy, *whole)], placements
+
+
+def tensor_parallel(rank, hidden_placement, low_rank=False):
+    mesh = rank.mesh("tp")
+    hidden, weight, bias, targets, upstream = problem(rank.device)
+    if hidden_placement is not None:
+        hidden = distribute_tensor(hidden, mesh, [hidden_placement])
+    weight, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
+    options = {}
+    if low_rank:
+        b = distribute_tensor(torch.ones(VOCAB, 2, device=rank.device), mesh, [Shard(0)])
+        a = distribute_tensor(torch.ones(2, HIDDEN, device=rank.device), mesh, [Replicate()])
+        options["low_rank"] = [LowRank(a=a, b=b)]
+    results, placements = solve(hidden, weight, bias, targets, upstream, **options)
+    assert placements[1] == placements[2] == (Shard(0),)
+    if hidden_placement is not None:
+        assert placements[0] == (hidden_placement,)
+    return results
+
+
+def assert_same(results, expected):
+    for result in results:
+        for found, truth in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+            assert truth.any()
+
+
+@pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
+def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
+    assert_same(ranks.run(tensor_parallel, placement, **world), solve(*problem())[0])
+
+
+def test_low_rank_terms_are_sharded_with_the_weight(ranks, two):
+    expected = solve(*problem(), low_rank=[LowRank(a=torch.ones(2, HIDDEN), b=torch.ones(VOCAB, 2))])[0]
+    assert_same(ranks.run(tensor_parallel, Shard(1), True, **two), expected)
+
+
+def replicated(rank):
+    mesh = rank.mesh("tp")
+    hidden, weight, bias, targets, upstream = problem(rank.device)
+    calls, before = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: calls.append(1) or before(*args, **kwargs)
+    try:
+        values = (distribute_tensor(value, mesh, [Replicate()]) for value in (weight, bias))
+        results, _ = solve(hidden, *values, targets, upstream)
+    finally:
+        dist.all_reduce = before
+    assert not calls
+    return results
+
+
+def test_a_replicated_weight_needs_no_collective(ranks):
+    assert_same(ranks.run(replicated), solve(*problem())[0])
+
+
+def fully_sharded(rank, shape, names):
+    """Other tokens on each rank of data's dimensions; gradients are means over them, as FSDP's."""
+    mesh = rank.mesh(*names, shape=shape if len(shape) > 1 else None)
+    hidden, weight, bias, targets, upstream = problem(rank.device)
+    data = [d for d, name in enumerate(names) if name != "tp"]
+    ours, parts = 0, 1
+    for d in data:
+        ours, parts = ours * shape[d] + mesh.get_local_rank(d), parts * shape[d]
+    tokens = slice(ours * BATCH // parts, (ours + 1) * BATCH // parts)
+    placements = [Replicate() if name == "replicate" else Shard(0) for name in names]
+    if "tp" in names and len(names) == 2:
+        # As parameters of a tensor-parallel model lie after fully_shard: cut over tp first.
+        tp = mesh["tp"]
+        cut = [distribute_tensor(value, tp, [Shard(0)]).to_local() for value in (weight, bias)]
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        placements = [_StridedShard(0, split_factor=shape[1]), Shard(0)]
+        locals_ = [distribute_tensor(value, mesh[names[0]], [Shard(0)]).to_local() for value in cut]
+        weight, bias = (
+            DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
+            for value, whole in zip(locals_, (weight, bias), strict=True)
+        )
+    else:
+        weight, bias = (distribute_tensor(value, mesh, placements) for value in (weight, bias))
+    results, _ = solve(hidden[tokens].clone(), weight, bias, targets[tokens], upstream[tokens])
+    return ours, results
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2,), ("dp",)), ((2, 2), ("replicate", "fsdp_shard")), ((2, 2), ("dp", "tp"))],
+    ids=["fsdp", "hsdp", "fsdp and tp"],
+)
+def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
+    results = ranks.run(fully_sharded, shape, names, world=len(shape) * 2)
+    expected = solve(*problem())[0]
+    replicas = {}
+    for ours, result in results:
+        replicas.setdefault(ours, result)
+    parts = [replicas[ours] for ours in sorted(replicas)]
+    for place in range(3):  # logps, entropy and the gradient of hidden are those of the rank's own tokens
+        torch.testing.assert_close(torch.cat([part[place] for part in parts]), expected[place], rtol=1e-5, atol=1e-5)
+    for place in (3, 4):
+        torch.testing.assert_close(parts[0][place] * len(parts), expected[place], rtol=1e-5, atol=1e-5)
+        for part in parts:
+            assert torch.equal(part[place], parts[0][place])
+
+
+def refused(rank):
+    unnamed = rank.mesh()
+    hidden, weight, _, targets, _ = problem()
+    messages = []
+    weight_rows = distribute_tensor(weight, unnamed, [Shard(0)])
+    for arguments in (
+        (hidden + rank.index, distribute_tensor(weight, unnamed, [Shard(1)]), targets),
+        (hidden, weight_rows, targets.clamp(min=0) + rank.index),  # a data-parallel batch
+    ):
+        try:
+            linear_logprobs(*arguments)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_is_named_on_every_rank(ranks):
+    results = ranks.run(refused)
+    assert results[0] == results[1]
+    assert results[0][0].startswith("weight must be Shard(0) or Replicate")
+    assert "the sum of targets must be the same on every rank" in results[0][1]
+
+
+def in_place_or_in_one_pass(rank):
+    hidden, weight, _, targets, advantages = problem()
+    weight = distribute_tensor(weight, rank.mesh("tp"), [Shard(0)]).requires_grad_()
+    messages = []
+    for passes, options in (("two", {"weight_grad": torch.zeros(VOCAB, HIDDEN)}), ("one", {})):
+        try:
+            FusedLinearGRPOLoss("grpo", passes=passes)(hidden, weight, targets, advantages[:, 0], **options)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_in_place_and_one_pass_are_refused(ranks):
+    for in_place, one_pass in ranks.run(in_place_or_in_one_pass):
+        assert in_place.startswith("weight_grad must be None with a DTensor weight")
+        assert one_pass == 'passes="one" needs tensors that are whole on this rank, got a DTensor'
+
+
+def solve_loss(rank):
+    hidden, weight, _, targets, advantages = problem("cpu" if rank is None else rank.device)
+    if rank is not None:
+        mesh = rank.mesh("tp")
+        hidden, weight = distribute_tensor(hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = FusedLinearGRPOLoss("gspo", entropy_coef=0.01)(*leaves, targets, advantages[:, 0]).loss
+    grads = torch.autograd.grad(loss, leaves)
+    return [loss.detach().cpu(), *(grad.full_tensor().cpu() if isinstance(grad, DTensor) else grad for grad in grads)]
+
+
+def test_the_policy_loss(ranks, world):
+    assert_same(ranks.run(solve_loss, **world), solve_loss(None))

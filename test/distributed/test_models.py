@@ -1,0 +1,314 @@
+"""A tiny Llama under FSDP2, a tensor-parallel plan or both, its head swapped: trained as one process trains it."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+
+from liger_rl import FusedLinearGRPOLoss  # noqa: E402
+from liger_rl.integrations.policy_step import completion_logps, policy_step  # noqa: E402
+from liger_rl.integrations.transformers import swap_lm_head, unswap_lm_head  # noqa: E402
+
+STEPS, BATCH, TIME, VOCAB = 10, 4, 12, 52
+
+
+def tiny_llama(**changes):
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.1,
+        "attn_implementation": "eager",
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | changes)).train()
+
+
+def batch():
+    torch.manual_seed(1)
+    mask = torch.rand(BATCH, TIME) < 0.6
+    mask[:, :3] = False
+    mask[1] = False  # a sequence, and on four ranks a rank, without a token that counts
+    return {
+        "input_ids": torch.randint(VOCAB, (BATCH, TIME)),
+        "completion_mask": mask,
+        "advantages": torch.randn(BATCH),
+    }
+
+
+def train(model, rows=slice(None), data_ranks=1):
+    """Losses of the steps; the batch's rows of this rank, of which there are as many as `data_ranks` says."""
+    # Before any forward: after one, the parameters of FSDP's root are the gathered ones.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    whole = {name: column.to(model.device) for name, column in batch().items()}
+    part = {name: column[rows] for name, column in whole.items()}
+    count = whole["completion_mask"].sum()
+    loss = FusedLinearGRPOLoss("dapo", temperature=0.9, beta=0.05, entropy_coef=0.0, world_size=data_ranks)
+    part["old_per_token_logps"] = completion_logps(model, part, loss)
+    part["ref_per_token_logps"] = part["old_per_token_logps"] - 0.1
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        step = policy_step(model, part | {"num_items_in_batch": count}, loss)
+        step.loss.backward()
+        optimizer.step()
+        losses.append(step.loss.item())
+    return losses
+
+
+def trained(model):
+    """Parameters by name, whole and on CPU."""
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).float().cpu() for n, p in named.items()}
+
+
+@cache
+def reference(**changes):
+    model = swap_lm_head(tiny_llama(**changes))
+    before = trained(copy.deepcopy(model))
+    return train(model), trained(model), before
+
+
+def assert_trained_alike(results, expected, *, data_ranks, rtol=1e-4):
+    losses, parameters, before = expected
+    for step in range(STEPS):
+        # Each data-parallel rank's loss is its share, times the number of ranks, of the whole batch's.
+        shares = {place: found[step] for found, _, place in results}
+        assert sum(shares.values()) / data_ranks == pytest.approx(losses[step], rel=rtol, abs=rtol)
+    for _, found, _ in results:
+        assert found.keys() == parameters.keys()
+        for name, truth in parameters.items():
+            moved = (truth - before[name]).norm()
+            assert moved > 0, name
+            assert (found[name] - truth).norm() <= rtol * moved, name
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def shard(model, mesh, unit, policy=None):
+    options = {"mesh": mesh} | ({} if policy is None else {"mp_policy": policy})
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if unit == "own":
+        fully_shard(model.lm_head, **options)
+    fully_shard(model, **options)
+    layers = list(model.model.layers)
+    layers[0].set_modules_to_forward_prefetch([layers[1]])
+    if unit == "own":
+        layers[1].set_modules_to_forward_prefetch([model.lm_head])
+        model.lm_head.set_modules_to_backward_prefetch([layers[1]])
+    return model
+
+
+def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
+    model = tiny_llama(tie_word_embeddings=tied).to(rank.device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    if swapped == "before":
+        swap_lm_head(model)
+    shard(model, rank.mesh(), unit, policy)
+    if swapped == "after":
+        swap_lm_head(model)
+    rows = BATCH // rank.world
+    losses = train(model, slice(rank.index * rows, (rank.index + 1) * rows), rank.world)
+    assert isinstance(model.lm_head.weight, DTensor)
+    return losses, trained(model), rank.index
+
+
+@pytest.mark.parametrize("swapped", ["before", "after"])
+@pytest.mark.parametrize("unit", ["root", "own"])
+def test_fsdp(ranks, unit, swapped, world):
+    results = ranks.run(fully_sharded, unit, swapped, **world)
+    assert_trained_alike(results, reference(), data_ranks=world["world"])
+
+
+def test_fsdp_with_tied_weights(ranks, two):
+    results = ranks.run(fully_sharded, "root", "before", False, True, **two)
+    assert_trained_alike(results, reference(tie_word_embeddings=True), data_ranks=2)
+
+
+@pytest.mark.parametrize("unit", ["root", "own"])
+def test_fsdp_with_mixed_precision(ranks, unit, two):
+    """As far from float32 as bfloat16 is, and the same wherever the head is gathered."""
+    results = ranks.run(fully_sharded, unit, "before", True, **two)
+    assert_trained_alike(results, reference(), data_ranks=2, rtol=0.1)
+
+
+def gathers(rank, unit):
+    """How often the head's weight is gathered in one fused forward, and in its backward."""
+    model = swap_lm_head(shard(tiny_llama(), rank.mesh(), unit))
+    ids, calls, before = batch()["input_ids"], [], _fsdp_param_group.foreach_all_gather
+
+    def counted(params, *args, **kwargs):
+        calls.extend(param._param_fqn for param in params if param._param_fqn.endswith("lm_head.weight"))
+        return before(params, *args, **kwargs)
+
+    _fsdp_param_group.foreach_all_gather = counted
+    try:
+        loss = model(input_ids=ids, labels=ids, fused=True).loss
+        forward = len(calls)
+        loss.backward()
+    finally:
+        _fsdp_param_group.foreach_all_gather = before
+    return forward, len(calls) - forward
+
+
+def in_place(rank, sharding):
+    model = swap_lm_head(tiny_llama())
+    if sharding == "a plan":
+        parallelize(model, rank.mesh("tp"), {})
+    else:
+        shard(model, rank.mesh(), sharding)
+    ids = batch()["input_ids"]
+    try:
+        model(input_ids=ids, labels=ids, fused=True, weight_grad=torch.zeros(VOCAB, 32))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("sharding", ["root", "own", "a plan"])
+def test_a_sharded_heads_gradient_is_not_added_in_place(ranks, sharding):
+    for message in ranks.run(in_place, sharding):
+        assert message.startswith("weight_grad must be None")
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("own", (1, 1)), ("root", (1, 0))])
+def test_the_head_is_gathered_once_in_each_pass(ranks, unit, expected):
+    """FSDP keeps its root for the backward."""
+    assert ranks.run(gathers, unit) == [expected, expected]
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+HEADS = {
+    "local logits": {},
+    "logits as a DTensor": {"use_local_output": False},
+    "whole logits": {"output_layouts": Replicate()},
+    "whole logits as a DTensor": {"output_layouts": Replicate(), "use_local_output": False},
+}
+
+
+def parallelize(model, mesh, head):
+    plan = {"lm_head": ColwiseParallel(**head)}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)
+
+
+def tensor_parallel(rank, head, swapped):
+    model = tiny_llama().to(rank.device)
+    if swapped == "before":
+        swap_lm_head(model)
+    parallelize(model, rank.mesh("tp"), HEADS[head])
+    if swapped == "after":
+        swap_lm_head(model)
+    losses = train(model)
+    assert model.lm_head.weight.placements == (Shard(0),)
+    plain = model(input_ids=batch()["input_ids"].to(rank.device)).logits
+    assert isinstance(plain, DTensor) == ("DTensor" in head)  # the plan's own forward is as it was
+    return losses, trained(model), 0
+
+
+@pytest.mark.parametrize("swapped", ["before", "after"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tensor_parallel_plan(ranks, head, swapped, two):
+    assert_trained_alike(ranks.run(tensor_parallel, head, swapped, **two), reference(), data_ranks=1)
+
+
+def test_four_tensor_parallel_ranks(ranks):
+    assert_trained_alike(ranks.run(tensor_parallel, "local logits", "before", world=4), reference(), data_ranks=1)
+
+
+def notes_compared(rank, shape):
+    """How often, while a model is trained: a check per call would be a host sync per call."""
+    model, calls, before = swap_lm_head(tiny_llama()), [], dist.all_gather_object
+    mesh = rank.mesh(*("dp", "tp")[2 - len(shape) :], shape=shape if len(shape) > 1 else None)
+    parallelize(model, mesh["tp"], {})
+    if len(shape) > 1:
+        shard(model, mesh["dp"], "own")
+    dist.all_gather_object = lambda *args, **kwargs: calls.append(1) or before(*args, **kwargs)
+    try:
+        train(model)
+    finally:
+        dist.all_gather_object = before
+    return len(calls)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a plan", "FSDP over a plan"])
+def test_ranks_compare_notes_once_per_weight(ranks, shape):
+    assert set(ranks.run(notes_compared, shape, world=2 * len(shape))) == {1}
+
+
+def transformers_plan(rank, style, swapped):
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model = tiny_llama().to(rank.device)
+    if swapped == "before":
+        swap_lm_head(model)
+    model.tp_plan = {
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": style,
+    }
+    apply_tensor_parallelism(model, rank.mesh("tp"))
+    if swapped == "after":
+        swap_lm_head(model)
+    losses = train(model)
+    assert model.lm_head.weight.placements == (Shard(0),)
+    return losses, trained(model), 0
+
+
+@pytest.mark.parametrize("swapped", ["before", "after"])
+@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
+def test_transformers_own_plan(ranks, style, swapped, two):
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5's plans")
+    assert_trained_alike(ranks.run(transformers_plan, style, swapped, **two), reference(), data_ranks=1)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def both(rank, unit):
+    model = swap_lm_head(tiny_llama())
+    mesh = rank.mesh("dp", "tp", shape=(2, 2))
+    parallelize(model, mesh["tp"], {})
+    shard(model, mesh["dp"], unit)
+    ours = mesh.get_local_rank("dp")
+    losses = train(model, slice(2 * ours, 2 * ours + 2), 2)
+    return losses, trained(model), ours
+
+
+@pytest.mark.parametrize("unit", ["root", "own"])
+def test_fsdp_over_tensor_parallelism(ranks, unit):
+    assert_trained_alike(ranks.run(both, unit, world=4), reference(), data_ranks=2)
+
+
+# --- what stays as it was ---------------------------------------------------------------------------------------------
+
+
+def put_back(rank):
+    model = tiny_llama()
+    shard(model, rank.mesh(), "own")
+    ids = batch()["input_ids"]
+    before = model(input_ids=ids).logits
+    unswap_lm_head(swap_lm_head(model))
+    return torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_unswapping_a_sharded_model(ranks):
+    assert ranks.run(put_back) == [True, True]

@@ -1,0 +1,243 @@
+"""One batch over ranks that hold parts of its sequences, or nothing: losses, gradients and metrics of one process."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_rl import FusedLinearGRPOLoss, Segments, linear_logprobs, merge_over, reduce_metrics, sum_over
+from liger_rl.policy.segments import segment_sum
+
+HIDDEN, VOCAB, COUNT = 8, 30, 4
+LENGTHS = [5, 1, 9, 7]
+# Whose each token is, by name, out of so many ranks.
+OWNERS = {
+    "halves": lambda position, index, ranks: (position * ranks) // torch.tensor(LENGTHS)[index],
+    "in turn": lambda position, index, ranks: torch.arange(len(index)) % ranks,
+    "whole sequences": lambda position, index, ranks: index % ranks,
+    "the first rank has nothing": lambda position, index, ranks: 1 + index % (ranks - 1),
+    "the last rank has everything": lambda position, index, ranks: torch.full_like(index, ranks - 1),
+}
+LOSSES = {
+    "gspo": {},
+    "gmpo": {},
+    "vespo": {},
+    "grpo": {"beta": 0.1},
+    "dapo": {"epsilon_high": 0.3},
+}
+
+
+def batch():
+    torch.manual_seed(6)
+    index = torch.repeat_interleave(torch.arange(COUNT), torch.tensor(LENGTHS))
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    tokens = len(index)
+    return {
+        "hidden": torch.randn(tokens, HIDDEN),
+        "weight": torch.randn(VOCAB, HIDDEN),
+        "ids": torch.randint(VOCAB, (tokens,)),
+        "advantages": torch.randn(COUNT)[index],
+        "mask": (torch.rand(tokens) < 0.8) | (position == 0),
+        "old": torch.randn(tokens) * 0.3 - 5.0,
+        "ref": torch.randn(tokens) * 0.3 - 5.0,
+        "index": index,
+        "position": position,
+    }
+
+
+def solve(rank, loss_type, owners, masked_away=False):
+    b, options = batch(), LOSSES[loss_type]
+    all_reduce = merge = None
+    mine = torch.arange(len(b["index"]))
+    if rank is not None:
+        mine = (OWNERS[owners](b["position"], b["index"], rank.world) == rank.index).nonzero()[:, 0]
+        all_reduce, merge = sum_over(rank.group), merge_over(rank.group)
+    if masked_away:
+        b["mask"] = torch.zeros_like(b["mask"])
+    device = "cpu" if rank is None else rank.device
+    part = {name: values[mine].to(device) for name, values in b.items() if name != "weight"}
+    count = part["mask"].sum()
+    hidden, weight = part["hidden"].clone().requires_grad_(), b["weight"].to(device).requires_grad_()
+    result = FusedLinearGRPOLoss(loss_type, metrics="with_entropy", **options)(
+        hidden,
+        weight,
+        part["ids"],
+        part["advantages"],
+        part["mask"],
+        old_per_token_logps=part["old"],
+        ref_per_token_logps=part["ref"],
+        segments=Segments(index=part["index"], count=COUNT, all_reduce=all_reduce),
+        num_items_in_batch=count if all_reduce is None else all_reduce(count),
+    )
+    result.loss.backward()
+    metrics = reduce_metrics([result.metrics], all_reduce=merge)
+    return {
+        "mine": mine,
+        "loss": result.loss.detach().cpu(),
+        "hidden": hidden.grad.cpu(),
+        "weight": weight.grad.cpu(),
+        "metrics": {name: metric.item() for name, metric in metrics.items()},
+    }
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_equals_one_process(ranks, loss_type, owners, world):
+    results = ranks.run(solve, loss_type, owners, **world)
+    expected = solve(None, loss_type, owners)
+    torch.testing.assert_close(sum(r["loss"] for r in results), expected["loss"], rtol=1e-5, atol=1e-6)
+    hidden = torch.zeros_like(expected["hidden"])
+    for result in results:
+        hidden[result["mine"]] = result["hidden"]
+    torch.testing.assert_close(hidden, expected["hidden"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sum(r["weight"] for r in results), expected["weight"], rtol=1e-4, atol=1e-6)
+    assert expected["weight"].any()
+    for result in results:
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_step_without_tokens_anywhere(ranks, loss_type):
+    """Extrema of nothing are infinite, and everything else is 0."""
+    for result in ranks.run(solve, loss_type, "halves", True):
+        assert result["loss"] == 0
+        assert not result["weight"].any()
+        metrics = result["metrics"]
+        assert (metrics.pop("max_advantage"), metrics.pop("min_advantage")) == (-torch.inf, torch.inf)
+        assert not any(metrics.values())
+
+
+def summed_twice(rank):
+    """A sum over ranks of something that depends on one: its gradient is a sum over ranks too."""
+    torch.manual_seed(rank.index)
+    values = torch.randn(3 + rank.index, dtype=torch.float64, requires_grad=True)
+    factors = torch.randn(3 + rank.index, dtype=torch.float64)
+    index = torch.arange(3 + rank.index) % 2
+    sums = segment_sum(values, Segments(index=index, count=2, all_reduce=sum_over(rank.group)))
+    (sums.square() * factors).sum().backward()
+    return values.detach(), factors, index, values.grad
+
+
+def test_the_gradient_of_a_sum_over_ranks(ranks):
+    results = ranks.run(summed_twice, world=4)
+    values = torch.cat([result[0] for result in results]).requires_grad_()
+    factors, index = (torch.cat([result[place] for result in results]) for place in (1, 2))
+    totals = torch.stack([values[index == s].sum() for s in range(2)])
+    (totals[index].square() * factors).sum().backward()
+    torch.testing.assert_close(torch.cat([result[3] for result in results]), values.grad)
+
+
+# --- data parallelism -------------------------------------------------------------------------------------------------
+
+
+class Policy(torch.nn.Module):
+    """The head and the loss inside the module that DDP wraps: its hooks see the gradient of the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.loss = FusedLinearGRPOLoss("dapo", world_size=1)
+
+    def forward(self, inputs, ids, advantages, mask, count):
+        return self.loss(self.body(inputs), self.head.weight, ids, advantages, mask, num_items_in_batch=count).loss
+
+
+def train(rank, live):
+    """Three steps; `live` are the tokens that count on each rank."""
+    torch.manual_seed(8)
+    inputs, ids, advantages = torch.randn(4, 6, HIDDEN), torch.randint(VOCAB, (4, 6)), torch.randn(4)
+    mask = torch.arange(6) < torch.tensor(live)[:, None]
+    model: torch.nn.Module = Policy()
+    count, rows = mask.sum() / len(live), slice(None)
+    if rank is not None:
+        model, rows = (
+            torch.nn.parallel.DistributedDataParallel(model, process_group=rank.group),
+            slice(rank.index, rank.index + 1),
+        )
+    else:
+        count = mask.sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(inputs[rows], ids[rows], advantages[rows], mask[rows], count).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("live", [[6, 3, 1, 4], [0, 6, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_data_parallel_with_other_numbers_of_tokens(ranks, live):
+    results, expected = ranks.run(train, live, world=4), train(None, live)
+    for result in results:
+        for found, truth in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+
+
+# --- a weight in shards, as ZeRO-3 keeps it ---------------------------------------------------------------------------
+
+
+def in_shards(rank, live):
+    """A parameter that is its shard but in a context, whose gradient a hook scatters; -> what was entered, dW."""
+    torch.manual_seed(9)
+    inputs, whole = torch.randn(4, 6, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    ids = torch.randint(VOCAB, (4, 6))
+    mask = torch.arange(6) < torch.tensor(live)[:, None]
+    hidden = inputs if rank is None else inputs[rank.index].clone()
+    ids, mask = (ids, mask) if rank is None else (ids[rank.index], mask[rank.index])
+    entered, fired = [], []
+    if rank is None:
+        weight, gather = whole.requires_grad_(), None
+    else:
+        weight = torch.nn.Parameter(whole.chunk(rank.world)[rank.index].clone())
+
+        @contextmanager
+        def gather(parameter):
+            entered.append(1)
+            shard = parameter.data
+            parts: list = [None] * rank.world
+            dist.all_gather_object(parts, shard, rank.group)  # of different sizes
+            parameter.data = torch.cat(parts)
+            yield
+            parameter.data = shard
+
+        def scatter(grad):
+            fired.append(1)
+            dist.all_reduce(grad, group=rank.group)
+            return grad
+
+        weight.register_hook(scatter)
+    hidden.requires_grad_()
+    found = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, gather=gather)
+    total = found.logps.sum() + found.entropy.sum()
+    if rank is None:
+        total.backward()
+        return weight.grad
+    # To accumulate a whole gradient beside a shard is up to the framework that shards.
+    (grad,) = torch.autograd.grad(total, [weight])
+    return entered, fired, grad
+
+
+@pytest.mark.parametrize("live", [[6, 3, 1, 4], [0, 6, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_a_weight_gathered_by_ranks_with_other_numbers_of_tokens(ranks, live):
+    expected = in_shards(None, live)
+    for entered, fired, grad in ranks.run(in_shards, live, world=4):
+        assert len(entered) == 2
+        assert len(fired) == 1
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+# --- ranks that hang --------------------------------------------------------------------------------------------------
+
+
+def left_alone(rank):
+    if rank.index == 0:
+        dist.all_reduce(torch.ones(1), group=rank.group)
+
+
+def test_a_rank_left_alone_fails_the_test(ranks, monkeypatch):
+    """The check that all these tests rest on."""
+    monkeypatch.setattr("ranks.RUN_SECONDS", 2)
+    with pytest.raises(TimeoutError, match="rank 0 of 2 gave no answer"):
+        ranks.run(left_alone)

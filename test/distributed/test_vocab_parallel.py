@@ -1,0 +1,591 @@
+"""A head sharded over its vocabulary is the whole head: the same numbers, the same gradients, the same errors."""
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import oracles
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs, projection
+from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
+
+HIDDEN = 12
+# Rows of each rank, by the number of ranks: a vocabulary of 601 words, cut evenly or not.
+SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 37
+    masked: str = "some"  # "none", "some", "all"
+    temperature: float = 1.0
+    softcap: float | None = None
+    bias: bool = False
+    rank: int = 0  # of a low-rank term, 0 without
+    entropy: bool = True
+    dtype: torch.dtype = torch.float32
+    frozen: str = ""  # "hidden" or "weight"
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
+    shards: int = 0  # which of SHARDS
+
+    def __str__(self):
+        return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
+
+
+CASES = [
+    Case(),
+    Case(shards=1),
+    Case(entropy=False, masked="none", chunk_tokens=10, chunk_vocab=64),
+    Case(temperature=0.7, softcap=3.0, bias=True, shards=1, chunk_vocab=100),
+    Case(rank=3, bias=True, shards=1),
+    Case(rank=2, temperature=1.3, frozen="weight", chunk_tokens=16, chunk_vocab=50),
+    Case(ids_below=5),  # the first rank alone has targets
+    Case(masked="all"),
+    Case(tokens=0, masked="none"),
+    Case(frozen="hidden"),
+    Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
+]
+
+
+@dataclass
+class Problem:
+    """A whole head with its tokens, the same on every rank."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    targets: Tensor
+    mask: Tensor | None
+    upstream: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, case: Case, device="cpu", vocab=601) -> "Problem":
+        torch.manual_seed(1)
+
+        def made(*shape):
+            return torch.randn(*shape).to(case.dtype).to(device)
+
+        mask = {"none": None, "some": torch.rand(case.tokens) < 0.6, "all": torch.zeros(case.tokens)}[case.masked]
+        upstream = torch.randn(2, case.tokens)
+        upstream[:, ::3] = 0.0  # tokens without a gradient are left out of the backward
+        problem = cls(
+            made(case.tokens, HIDDEN) * 2,
+            made(vocab, HIDDEN),
+            made(vocab) if case.bias else None,
+            made(case.rank, HIDDEN) if case.rank else None,
+            made(vocab, case.rank) if case.rank else None,
+            torch.randint(case.ids_below, (case.tokens,)).to(device),
+            None if mask is None else mask.to(device),
+            tuple(upstream.to(device)),
+        )
+        if case.ids_below == vocab:
+            problem.targets[::5] = problem.likeliest()[::5]
+        if case.tokens:
+            problem.targets[1] = -100
+        return problem
+
+    def likeliest(self) -> Tensor:
+        logits = oracles.linear_logits(self.hidden, self.weight, self.bias)
+        if self.a is not None:
+            logits += 0.5 * oracles.linear_logits(self.hidden, self.a) @ self.b.double().T
+        return logits.argmax(-1)
+
+    def shard(self, start: int, rows: int) -> "Problem":
+        def cut(values):
+            return None if values is None else values[start : start + rows].clone()
+
+        return replace(self, weight=cut(self.weight), bias=cut(self.bias), b=cut(self.b))
+
+    def solve(self, case: Case, vocab_parallel=None) -> dict:
+        """Results and gradients by name; a sharded gradient is this rank's."""
+        leaves = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
+        wanted = {n: t.requires_grad_() for n, t in leaves.items() if t is not None and n != case.frozen}
+        found = linear_logprobs(
+            self.hidden,
+            self.weight,
+            self.targets,
+            mask=self.mask,
+            bias=self.bias,
+            low_rank=[LowRank(a=self.a, b=self.b, scaling=0.5)] if case.rank else [],
+            transform=LogitTransform(temperature=case.temperature, softcap=case.softcap),
+            entropy=case.entropy,
+            extras=EXTRAS,
+            chunk_tokens=case.chunk_tokens,
+            chunk_vocab=case.chunk_vocab,
+            vocab_parallel=vocab_parallel,
+        )
+        loss = (found.logps * self.upstream[0]).sum()
+        if case.entropy:
+            loss = loss + (found.entropy * self.upstream[1]).sum()
+        grads = torch.autograd.grad(loss, list(wanted.values()))
+        results = {n: v for n, v in found._asdict().items() if v is not None}
+        results |= {f"grad_{name}": grad for name, grad in zip(wanted, grads, strict=True)}
+        return {name: value.detach().cpu() for name, value in results.items()}
+
+
+def starts_of(sizes):
+    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+
+def solve_sharded(rank, case):
+    sizes = SHARDS[rank.world][case.shards]
+    start, rows = starts_of(sizes)[rank.index], sizes[rank.index]
+    shard = Problem.of(case, rank.device).shard(start, rows)
+    return shard.solve(case, VocabParallel(rank.group, start))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_whole_head(ranks, world, case):
+    results = ranks.run(solve_sharded, case, **world)
+    expected = Problem.of(case, world["device"]).solve(case)
+    whole = dict(results[0])
+    for name in ("grad_weight", "grad_bias", "grad_b"):
+        if name in whole:
+            whole[name] = torch.cat([result[name] for result in results])
+    assert whole.keys() == expected.keys()
+    # In bfloat16 the gradients are rounded once more, to another neighbour here and there.
+    tolerance = 1e-6 if case.dtype == torch.float32 else 4e-3
+    for name, truth in expected.items():
+        assert whole[name].shape == truth.shape
+        assert whole[name].dtype == truth.dtype
+        if truth.dtype == torch.bool:
+            assert torch.equal(whole[name], truth), name
+        else:
+            assert relative_error(whole[name], truth) <= (tolerance if "grad" in name else 1e-6), name
+        if case.tokens and case.masked != "all":
+            assert truth.any() or (name == "is_top1" and case.ids_below < 601), name
+        if name not in ("grad_weight", "grad_bias", "grad_b"):
+            assert all(torch.equal(result[name], whole[name]) for result in results), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize("case", [Case(masked="none", temperature=0.7, softcap=3.0, bias=True)], ids=str)
+def test_against_full_logits_in_float64(ranks, case):
+    results = ranks.run(solve_sharded, case, world=2)
+    p = Problem.of(case)
+    leaves = [t.double().requires_grad_() for t in (p.hidden, p.weight, p.bias)]
+    targets = p.targets.clamp(min=0)
+    logps, entropy = oracles.logprobs(*leaves[:2], targets, leaves[2], temperature=0.7, softcap=3.0)
+    live = p.targets >= 0
+    loss = ((logps * p.upstream[0] + entropy * p.upstream[1]) * live).sum()
+    grads = torch.autograd.grad(loss, leaves)
+    assert relative_error(results[0]["logps"], (logps * live).detach()) < 1e-6
+    assert relative_error(results[0]["entropy"], (entropy * live).detach()) < 1e-6
+    assert relative_error(results[0]["grad_hidden"], grads[0]) < 1e-6
+    for name, grad in zip(("grad_weight", "grad_bias"), grads[1:], strict=True):
+        assert relative_error(torch.cat([result[name] for result in results]), grad) < 1e-6
+
+
+def added_in_place(rank, case):
+    """Gradients without and with `weight_grad`: this rank's rows, which hold something already."""
+    sizes = SHARDS[rank.world][case.shards]
+    start, rows = starts_of(sizes)[rank.index], sizes[rank.index]
+    shard, place = Problem.of(case, rank.device).shard(start, rows), VocabParallel(rank.group, start)
+    expected = shard.solve(case, place)
+    hidden, weight, total = shard.hidden, shard.weight, torch.ones(rows, HIDDEN, device=rank.device)
+    found = linear_logprobs(hidden, weight, shard.targets, mask=shard.mask, vocab_parallel=place, weight_grad=total)
+    (found.logps * shard.upstream[0]).sum().backward()
+    assert weight.grad is None
+    return (total - 1).cpu(), expected["grad_weight"], hidden.grad.cpu(), expected["grad_hidden"]
+
+
+@pytest.mark.parametrize("masked", ["some", "all"])
+def test_a_ranks_rows_of_the_gradient_are_added_in_place(ranks, world, masked):
+    for total, rows, hidden, whole in ranks.run(added_in_place, Case(entropy=False, masked=masked), **world):
+        assert relative_error(total, rows) < 1e-5
+        assert relative_error(hidden, whole) < 1e-6
+        assert rows.any() == (masked == "some")
+
+
+def tied_words(rank):
+    """The largest logit twice, in one shard or in two: the earlier word is the first."""
+    weight = torch.zeros(8, 2)
+    weight[3] = weight[5] = weight[6] = 1.0
+    sizes = {2: (5, 3), 4: (2, 2, 2, 2)}[rank.world]
+    start = starts_of(sizes)[rank.index]
+    found = linear_logprobs(
+        torch.ones(8, 2),
+        weight[start : start + sizes[rank.index]].clone(),
+        torch.arange(8),
+        extras=["is_top1"],
+        vocab_parallel=VocabParallel(rank.group, start),
+    )
+    return found.is_top1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_first_of_equal_words_is_on_top(ranks, count):
+    for found in ranks.run(tied_words, world=count):
+        assert found.tolist() == [False, False, False, True, False, False, False, False]
+
+
+def banned_words(rank):
+    """A bias of -inf over a whole shard, an entropy over the other one."""
+    bias = torch.zeros(8)
+    bias[:4] = -torch.inf
+    start, weight, hidden = 4 * rank.index, torch.linspace(-1, 1, 16).view(8, 2), torch.ones(3, 2, requires_grad=True)
+    rows = slice(start, start + 4)
+    leaf = weight[rows].clone().requires_grad_()
+    place = VocabParallel(rank.group, start)
+    found = linear_logprobs(hidden, leaf, torch.tensor([4, 5, 7]), bias=bias[rows], entropy=True, vocab_parallel=place)
+    (found.logps.sum() + found.entropy.sum()).backward()
+    return found.logps.detach(), found.entropy.detach(), hidden.grad, leaf.grad
+
+
+def test_a_shard_whose_words_are_all_banned(ranks):
+    results = ranks.run(banned_words, world=2)
+    weight, hidden = torch.linspace(-1, 1, 16).view(8, 2).double(), torch.ones(3, 2).double().requires_grad_()
+    leaf = weight[4:].requires_grad_()
+    logps, entropy = oracles.logprobs(hidden, leaf, torch.tensor([0, 1, 3]))
+    expected = (logps, entropy, *torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, leaf)))
+    for found, truth in zip(results[1], expected, strict=True):
+        assert relative_error(found, truth.detach()) < 1e-6
+    assert not results[0][3].any()
+
+
+# --- the number of collectives ----------------------------------------------------------------------------------------
+
+
+def counted_collectives(rank, case):
+    """Names of the collectives of a second call with the same weight, and what the forward's carry."""
+    calls, before = [], dist.all_reduce
+    problem = Problem.of(case).shard(*((0, 301) if rank.index == 0 else (301, 300)))
+    place = VocabParallel(rank.group, 301 * rank.index)
+    problem.solve(case, place)
+
+    def counted(tensor, *args, **kwargs):
+        calls.append(tuple(tensor.shape))
+        return before(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        problem.solve(case, place)
+    finally:
+        dist.all_reduce = before
+    return calls
+
+
+@pytest.mark.parametrize("masked", ["none", "some", "all"])
+@pytest.mark.parametrize("chunk_vocab", [None, 32])
+def test_three_collectives_whatever_the_tiles_and_the_tokens(ranks, masked, chunk_vocab):
+    case = Case(masked=masked, chunk_vocab=chunk_vocab, chunk_tokens=None if chunk_vocab is None else 8)
+    results = ranks.run(counted_collectives, case, world=2)
+    assert results[0] == results[1]
+    n = {"none": 36, "all": 0}.get(masked, results[0][0][1])
+    assert results[0][:2] == [(2, n), (5, n)]  # peak and rival; sums, target, moment, squares, logits
+    assert len(results[0]) == 3
+    assert results[0][2][1] == HIDDEN
+    assert results[0][2][0] < max(n, 1)  # tokens without a gradient are not sent
+
+
+class Logged:
+    """A shard whose sum over ranks only says when it is started and awaited."""
+
+    vocab = 200
+
+    def __init__(self, log):
+        self.log = log
+
+    def pending_sum(self, *inputs):
+        return self
+
+    def start(self):
+        self.log.append("start")
+
+    def wait(self):
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize("tokens", [0, 20])
+@pytest.mark.parametrize("chunk_tokens", [6, 20])
+def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens):
+    """dH has everything when it starts, and the one product that is left is of a whole tile, not of the rest."""
+    log, add = [], projection._WeightTotal.add
+
+    def logged(self, tile, hidden):
+        log.append(("dW", tile.shape[1]))
+        add(self, tile, hidden)
+
+    monkeypatch.setattr(projection._WeightTotal, "add", logged)
+    options = projection.ProjectionOptions(
+        transform=LogitTransform(),
+        entropy=False,
+        compute_dtype=torch.float32,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=64,
+        shard=Logged(log),
+    )
+    hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
+    numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
+    projection.grad_projection(hidden, weight, None, targets, numbers, options, (True, True, False))
+    parts = -(-tokens // chunk_tokens)
+    products = [("dW", 22)] * parts + [("dW", 64)] * 2 * parts
+    assert log == [*products[:-1], *["start"][:parts], *products[-1:], "wait"]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def provoked(rank, kind):
+    """The error of a call that does not fit, and whether the ranks still work together after it."""
+    start, rows, dtype, tokens, size = 5 * rank.index, 5, torch.float32, 6, HIDDEN
+    options, last, summed = {}, rank.index == rank.world - 1, True
+    if kind == "a gap":
+        start += last
+    elif kind == "an overlap":
+        start -= last
+    elif kind == "a missing start":
+        start += 1
+    elif last:
+        if kind == "N":
+            tokens = 7
+        elif kind == "H":
+            size = HIDDEN + 1
+        elif kind == "dtype":
+            dtype = torch.bfloat16
+        elif kind == "entropy":
+            options = {"entropy": True}
+        elif kind == "transform":
+            options = {"transform": LogitTransform(temperature=0.5)}
+        elif kind == "bias":
+            options = {"bias": torch.zeros(5)}
+        elif kind == "sum_hidden_grad":
+            summed = False
+        elif kind == "mask":
+            options = {"mask": torch.arange(6) < 3}
+        elif kind == "weight_grad":
+            options = {"weight_grad": torch.zeros(10, HIDDEN)}
+    hidden, weight = torch.randn(tokens, size, dtype=dtype), torch.randn(rows, size, dtype=dtype)
+    targets = torch.zeros(tokens, dtype=torch.long)
+    if kind == "one rank's own mistake" and last:
+        weight = torch.randn(rows, size + 1)
+    if kind == "targets" and last:
+        targets[2] = 1
+    if kind == "beyond":
+        targets[2] = 5 * rank.world
+    try:
+        linear_logprobs(hidden, weight, targets, vocab_parallel=VocabParallel(rank.group, start, summed), **options)
+    except (TypeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = None
+    again = torch.ones(1)
+    dist.all_reduce(again, group=rank.group)
+    return message, again.item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("a gap", r"ValueError: the shards of weight must cover .*\[0, 5\) on rank 0"),
+        ("an overlap", r"ValueError: the shards of weight must cover"),
+        ("a missing start", r"ValueError: the shards of weight must cover .*\[1, 6\) on rank 0"),
+        ("N", r"ValueError: hidden must be the same on every rank.*\(6, 12\).*\(7, 12\)"),
+        ("H", r"ValueError: hidden must be the same on every rank.*\(6, 12\).*\(6, 13\)"),
+        ("dtype", r"ValueError: hidden must be the same on every rank.*float32.*bfloat16"),
+        ("entropy", r"ValueError: entropy must be the same on every rank"),
+        ("transform", r"ValueError: transform must be the same on every rank.*0\.5"),
+        ("bias", r"ValueError: bias must be the same on every rank"),
+        ("mask", r"ValueError: the number of tokens that count must be the same"),
+        ("sum_hidden_grad", r"ValueError: vocab_parallel.sum_hidden_grad must be the same"),
+        ("targets", r"ValueError: the sum of targets must be the same"),
+        ("one rank's own mistake", r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
+        ("weight_grad", r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight.*rank 1"),
+        ("beyond", r"ValueError: targets must be token ids in \[0, 10\)"),
+    ],
+)
+def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, kind, expected):
+    results = ranks.run(provoked, kind, world=2)
+    messages = {message for message, _ in results}
+    assert len(messages) == 1
+    assert re.match(expected, messages.pop() or "")
+    assert [count for _, count in results] == [2, 2]
+
+
+def provoked_in_the_loss(rank, first_call):
+    weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
+    place, loss = VocabParallel(rank.group, 5 * rank.index), FusedLinearGRPOLoss("grpo")
+    if not first_call:
+        loss(torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place)
+    # Later calls tell the others nothing: then every rank has to be wrong.
+    size = HIDDEN + (rank.index == 1 or not first_call)
+    try:
+        loss(torch.randn(2, 3, size), weight, ids, torch.ones(2), vocab_parallel=place)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_one_ranks_mistake_in_the_loss(ranks, first_call):
+    messages = set(ranks.run(provoked_in_the_loss, first_call))
+    assert len(messages) == 1
+    message = messages.pop()
+    assert message.startswith("weight must be (V, H)")
+    assert message.endswith("(rank 1 of vocab_parallel.group)") == first_call
+
+
+def one_pass_loss(rank, passes):
+    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
+    hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
+    loss = FusedLinearGRPOLoss("grpo", passes=passes)
+    try:
+        return loss(hidden, weight, ids, torch.ones(2), vocab_parallel=place).loss.item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_loss_over_ranks_takes_two_passes(ranks):
+    assert set(ranks.run(one_pass_loss, "auto")) == set(ranks.run(one_pass_loss, "two"))
+    for message in ranks.run(one_pass_loss, "one"):
+        assert message.startswith('passes="one" needs vocab_parallel = None')
+
+
+def checked_calls(rank):
+    """How often ranks compare notes: once per weight and place, also after a call that failed."""
+    calls, before = [], dist.all_gather_object
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    dist.all_gather_object = counted
+    counts = []
+    try:
+        weight, other = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
+        for used, tokens in ((weight, 4), (weight, 9), (other, 4), (weight, 4), (other, 2)):
+            place = VocabParallel(rank.group, 5 * rank.index)
+            linear_logprobs(torch.randn(tokens, HIDDEN), used, torch.zeros(tokens).long(), vocab_parallel=place)
+            counts.append(len(calls))
+    finally:
+        dist.all_gather_object = before
+    return counts
+
+
+def test_ranks_compare_notes_once_per_weight(ranks):
+    assert ranks.run(checked_calls, world=2) == [[1, 1, 2, 2, 2]] * 2
+
+
+def refused(rank):
+    place = VocabParallel(rank.group, 5 * rank.index)
+    messages = []
+    for error, arguments in (
+        (ValueError, {"grad_tolerance": 1e-3, "vocab_parallel": place}),
+        (TypeError, {"vocab_parallel": rank.group}),
+    ):
+        try:
+            linear_logprobs(torch.randn(2, HIDDEN), torch.randn(5, HIDDEN), torch.zeros(2).long(), **arguments)
+        except error as found:
+            messages.append(str(found))
+    for error, arguments in (
+        (TypeError, ("group", 0)),
+        (ValueError, (rank.group, -1)),
+        (ValueError, (rank.group, 1.0)),
+    ):
+        try:
+            VocabParallel(*arguments)
+        except error as found:
+            messages.append(str(found))
+    return messages
+
+
+def test_bad_arguments_are_named(ranks):
+    for messages in ranks.run(refused, world=2):
+        found = " | ".join(messages)
+        assert [m.split(" must ")[0] for m in messages] == [
+            "grad_tolerance",
+            "vocab_parallel",
+            "vocab_parallel.group",
+            "vocab_parallel.vocab_start",
+            "vocab_parallel.vocab_start",
+        ], found
+
+
+# --- a fold over ranks ------------------------------------------------------------------------------------------------
+
+
+def test_a_fold_of_one_rank_stays_as_it_is():
+    state = Fold._make(torch.rand(7) + 1 for _ in range(7))
+    for found, expected in zip(state.over_ranks(lambda v: v, lambda v: v), state, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def solve_loss(rank, loss_type, sharded=True):
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(3, 9, HIDDEN), torch.randn(40, HIDDEN)
+    ids, advantages = torch.randint(40, (3, 9)), torch.randn(3)
+    mask = torch.rand(3, 9) < 0.7
+    old = torch.randn(3, 9) - 4
+    place = None
+    if sharded:
+        rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
+        weight, place = weight[rows].clone(), VocabParallel(rank.group, rows.start)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = FusedLinearGRPOLoss(loss_type, temperature=0.9, entropy_coef=0.01, beta=0.05, metrics="with_entropy")
+    reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place)
+    result = loss(
+        hidden,
+        weight,
+        ids,
+        advantages,
+        mask,
+        old_per_token_logps=old,
+        ref_per_token_logps=reference,
+        vocab_parallel=place,
+    )
+    result.loss.backward()
+    return result.loss.detach(), hidden.grad, weight.grad, {name: m.item() for name, m in result.metrics.items()}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_the_policy_loss(ranks, loss_type):
+    results = ranks.run(solve_loss, loss_type, world=2)
+    loss, grad_hidden, grad_weight, metrics = solve_loss(None, loss_type, sharded=False)
+    torch.testing.assert_close(results[0][0], loss, rtol=1e-6, atol=0)
+    assert relative_error(results[0][1], grad_hidden) < 1e-6
+    assert relative_error(torch.cat([r[2] for r in results]), grad_weight) < 1e-6
+    assert results[0][3] == pytest.approx(metrics, rel=1e-5)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def uneven_rows(rank):
+    """Two groups of two ranks, each with other tokens: the first pair has many, the second none."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, place = pairs[rank.index // 2], rank.index % 2
+    torch.manual_seed(rank.index // 2)
+    tokens = 30 if rank.index < 2 else 0
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    torch.manual_seed(5)
+    weight = torch.randn(20, HIDDEN)[10 * place : 10 * place + 10].clone().requires_grad_()
+    targets = torch.arange(tokens) % 20
+    found = linear_logprobs(hidden, weight, targets, entropy=True, vocab_parallel=VocabParallel(group, 10 * place))
+    (found.logps.sum() + found.entropy.sum()).backward()
+    # As data parallelism does, over the ranks that hold the same shard.
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dist.all_reduce(weight.grad, group=columns[place])
+    return weight.grad
+
+
+def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
+    results = ranks.run(uneven_rows, world=4)
+    torch.manual_seed(0)
+    hidden = torch.randn(30, HIDDEN)
+    torch.manual_seed(5)
+    weight = torch.randn(20, HIDDEN, requires_grad=True)
+    found = linear_logprobs(hidden, weight, torch.arange(30) % 20, entropy=True)
+    (found.logps.sum() + found.entropy.sum()).backward()
+    for pair in (results[:2], results[2:]):
+        assert relative_error(torch.cat(pair), weight.grad) < 1e-6
