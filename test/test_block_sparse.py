@@ -554,17 +554,25 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("entropy", [False, True])
-def test_more_than_two_to_the_31_logits(entropy):
-    """8448 tokens x 262144 words: offsets pass 2^31 in every matrix of theirs, and the last tokens are as right."""
+def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
+    """8448 tokens x 262144 words: offsets pass 2^31 in every matrix of theirs, and the last tokens are as right.
+
+    Against plain PyTorch's products of the same blocks: rows of 64 random numbers for 262144 words are far from
+    orthogonal, so that the exact gradient of hidden is further off than any tolerance of dL/dlogits says.
+    """
     tokens, hidden_size, vocab = 8448, 64, 262144
     weight = torch.randn(vocab, hidden_size, device="cuda").bfloat16()
     targets = torch.randint(vocab - 5000, vocab, (tokens,), device="cuda")
     hidden = (0.05 + 0.45 * torch.rand(tokens, 1, device="cuda")) * weight[targets].float()
     leaves = [hidden.bfloat16().requires_grad_(), weight.requires_grad_(), torch.zeros(vocab).cuda().bfloat16()]
     grad = torch.randn(tokens, device="cuda")
-    exact = gradients(leaves, targets, grad, entropy=entropy)
-    found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=1e-2)
-    for mine, other in zip(found, exact, strict=True):
+    shares = recorded_shares(monkeypatch)
+    found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
+    monkeypatch.setattr(block_sparse, "blocks_for", lambda device: None)
+    plain = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
+    assert shares[0] == shares[1]
+    assert 0 < shares[0] < linear_function.DENSE_SHARE["cuda"]
+    for mine, other in zip(found, plain, strict=True):
         assert mine.isfinite().all()
-        assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
-        assert distance(mine[-512:], other[-512:]) <= 0.1
+        assert distance(mine, other) <= torch.finfo(mine.dtype).eps
+        assert distance(mine[-512:], other[-512:]) <= torch.finfo(mine.dtype).eps
