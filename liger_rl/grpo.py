@@ -33,6 +33,8 @@ class FusedLinearGRPOLoss(nn.Module):
         metrics: "none", "loss", "basic" or "with_entropy".
         grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`.
+        fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
+            id is outside the vocabulary is then masked in the loss, too, and does not raise.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -54,6 +56,7 @@ class FusedLinearGRPOLoss(nn.Module):
         unbiased: bool = False,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
+        fixed_shape: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -61,8 +64,8 @@ class FusedLinearGRPOLoss(nn.Module):
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
-        check_tolerance(grad_tolerance, unbiased)
-        self.grad_tolerance, self.unbiased = grad_tolerance, unbiased
+        check_tolerance(grad_tolerance, unbiased, fixed_shape)
+        self.grad_tolerance, self.unbiased, self.fixed_shape = grad_tolerance, unbiased, fixed_shape
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
             objective=parts.objective,
@@ -114,6 +117,8 @@ class FusedLinearGRPOLoss(nn.Module):
         """
         check_linear(hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids")
         counted = selected_token_ids >= 0
+        if self.fixed_shape:
+            counted = counted & (selected_token_ids < weight.shape[0])
         if mask is not None:
             counted = counted & (mask != 0)
         batch = PolicyBatch(
@@ -174,6 +179,7 @@ class FusedLinearGRPOLoss(nn.Module):
             unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
+            fixed_shape=self.fixed_shape,
         )
 
     def extra_repr(self) -> str:

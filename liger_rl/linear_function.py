@@ -24,6 +24,7 @@ DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
 class LinearLogProbs(torch.autograd.Function):
     """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
 
+    With a mask in place of an index of them (see `rows_of`), of all tokens, and what the others get means nothing.
     Gradients of logps and entropy, for hidden, weight and bias, and for the two factors of a low-rank term where there
     is one: the logits are hidden @ weight.T + low_inputs @ low_weight.T + bias. A sharded head must be whole around the
     forward, whose caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its
@@ -32,12 +33,12 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, live, options, low_inputs, low_weight):
-        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them,
-        # low_inputs (N, r), low_weight (V, r), or None for both
+        # hidden (N, H), targets (N,), live what tokens count (see `rows_of`), low_inputs (N, r), low_weight (V, r), or
+        # None for both
         ctx.set_materialize_grads(False)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _gather(hidden, live, options.compute_dtype)
-            live_targets = targets if live is None else targets[live]
+            live_targets = rows_of(targets, live)
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
             bounded = options.tolerance is not None and any(ctx.needs_input_grad)
             statistics, known = fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
@@ -63,11 +64,14 @@ class LinearLogProbs(torch.autograd.Function):
             if grad_logps is None:
                 grad_logps = torch.zeros_like(grad_entropy)
             tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-            plan = None
-            if known is None:
+            plan = wanted = None
+            if keeps_shape(live):
+                live = live & has_gradient(tokens)
+                tokens = tokens.silenced(live)
+            elif known is None:
                 wanted = select_rows(tokens)
             else:
-                live_targets = targets if live is None else targets[live]
+                live_targets = rows_of(targets, live)
                 plan = plan_blocks(
                     known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance
                 )
@@ -76,7 +80,7 @@ class LinearLogProbs(torch.autograd.Function):
                 tokens = tokens.take(wanted)
                 live = wanted if live is None else live[wanted]
             rows = _gather(hidden, live, ctx.options.compute_dtype)
-            row_targets = targets if live is None else targets[live]
+            row_targets = rows_of(targets, live)
             if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
                 low_rank = _low_rank_rows(low_inputs, low_weight, live)
                 gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs, low_rank)
@@ -100,23 +104,44 @@ def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | 
     return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
 
 
+def has_gradient(tokens: TokenGradients) -> Tensor:
+    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
+    wanted = tokens.grad_logps != 0
+    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+
+
 def select_rows(tokens: TokenGradients) -> Tensor | None:
     """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
-    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients and not be dropped
-    if tokens.grad_entropy is not None:
-        wanted = wanted | (tokens.grad_entropy != 0)
+    wanted = has_gradient(tokens)
     index = wanted.nonzero().squeeze(1)
     return None if index.numel() == wanted.numel() else index
 
 
+def keeps_shape(live: Tensor | None) -> bool:
+    """Whether `live` is a mask, which leaves every token in its place, and not an index."""
+    return live is not None and live.dtype == torch.bool
+
+
+def rows_of(values: Tensor, live: Tensor | None) -> Tensor:
+    """The live rows of (N, ...): all for None; (n, ...) by an index (n,); by a mask (N,) all, those it leaves out as 0.
+
+    A mask costs products that an index saves, but no host has to know how many tokens it keeps.
+    """
+    if live is None:
+        return values
+    if keeps_shape(live):
+        # Not a product with the mask: 0 * NaN is NaN, and would stay it in a product with a gradient of 0.
+        return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0)
+    return values[live]
+
+
 def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
-    rows = hidden if live is None else hidden[live]
-    return rows.to(dtype).contiguous()
+    return rows_of(hidden, live).to(dtype).contiguous()
 
 
 def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:
     """(n, H) float32 -> (N, H) like `hidden`, zero where no row is live."""
-    if live is None:
+    if live is None or keeps_shape(live):
         return grad_rows.to(hidden.dtype)
     out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     # In pieces, so that the converted copy stays small beside the float32 rows.

@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import LinearLogProbs
+from liger_rl.linear_function import LinearLogProbs, keeps_shape, rows_of
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
@@ -53,6 +53,7 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
+    fixed_shape: bool = False,
     vocab_parallel: None = None,
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
@@ -91,6 +92,9 @@ def linear_logprobs(
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
+        fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
+            through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
+            up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
         vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
 
     Returns:
@@ -107,14 +111,19 @@ def linear_logprobs(
     wanted = _check_extras(extras)
     if gather is not None and not callable(gather):
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
-    check_tolerance(grad_tolerance, unbiased)
+    check_tolerance(grad_tolerance, unbiased, fixed_shape)
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
     with whole_head(gather, weight, bias):
         compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         flat_targets = targets.reshape(-1).long()
-        live = live_tokens(flat_targets, mask, weight.shape[0], "weight")
+        live: Tensor | None  # mask, index or None, see `rows_of`
+        if fixed_shape:
+            live = within_vocabulary(flat_targets, mask, weight.shape[0])
+        else:
+            tokens = live_tokens(flat_targets, mask, weight.shape[0], "weight")
+            live = tokens.positions if tokens.dead.numel() else None
         options = ProjectionOptions(
             transform=transform,
             entropy=entropy,
@@ -125,14 +134,13 @@ def linear_logprobs(
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
         )
-        index = live.positions if live.dead.numel() else None
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])
         low_inputs = low_weight = None
         if low_rank:
-            low_inputs = torch.cat([term.inputs(hidden, index) for term in low_rank], dim=1)
+            low_inputs = torch.cat([term.inputs(hidden, live) for term in low_rank], dim=1)
             low_weight = torch.cat([term.b for term in low_rank], dim=1)
-        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
-    return _spread(outputs, index, targets.shape)
+        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, live, options, low_inputs, low_weight)
+    return _spread(outputs, live, targets.shape)
 
 
 def logits_logprobs(
@@ -144,6 +152,7 @@ def logits_logprobs(
     entropy: bool = False,
     in_place: bool = False,
     grad_buffer: Tensor | None = None,
+    fixed_shape: bool = False,
 ) -> LogProbs:
     """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
 
@@ -159,6 +168,7 @@ def logits_logprobs(
             the backward, which then runs only once.
         grad_buffer: shaped like logits, any of the dtypes above: the gradient is added to it, in float32 arithmetic,
             and the logits themselves get none.
+        fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """
@@ -185,10 +195,19 @@ def logits_logprobs(
                 f"got strides {place.stride()}"
             )
     flat_targets = targets.reshape(-1).long()
-    live = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
+    check_fixed_shape(fixed_shape)
+    live: Tensor | None  # mask, index or None, see `rows_of`
+    if fixed_shape:
+        live = within_vocabulary(flat_targets, mask, logits.shape[-1])
+        flat_targets = rows_of(flat_targets, live)
+        positions = torch.arange(flat_targets.numel(), device=targets.device)
+        tokens = LiveTokens(positions, positions[:0])
+    else:
+        tokens = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
+        live = tokens.positions if tokens.dead.numel() else None
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
-    outputs = LogitRows.apply(logits, flat_targets, live.positions, live.dead, options)
-    return _spread(outputs, live.positions if live.dead.numel() else None, targets.shape)
+    outputs = LogitRows.apply(logits, flat_targets, tokens.positions, tokens.dead, options)
+    return _spread(outputs, live, targets.shape)
 
 
 class LiveTokens(NamedTuple):
@@ -200,9 +219,7 @@ class LiveTokens(NamedTuple):
 
 def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
     """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync."""
-    live = flat_targets >= 0
-    if mask is not None:
-        live = live & (mask.reshape(-1) != 0)
+    live = _counted(flat_targets, mask)
     outside = live & (flat_targets >= vocab)
     largest = torch.where(outside, flat_targets, -1)
     count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
@@ -216,12 +233,24 @@ def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: s
     return LiveTokens(order[: count[0]], order[count[0] :])
 
 
-def _spread(outputs: tuple[Tensor, ...], index: Tensor | None, shape: torch.Size) -> LogProbs:
-    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
+def within_vocabulary(flat_targets: Tensor, mask: Tensor | None, vocab: int) -> Tensor:
+    """(N,) bool: tokens that are neither masked nor negative nor outside the vocabulary, without a host sync."""
+    return _counted(flat_targets, mask) & (flat_targets < vocab)
+
+
+def _counted(flat_targets: Tensor, mask: Tensor | None) -> Tensor:
+    live = flat_targets >= 0
+    return live if mask is None else live & (mask.reshape(-1) != 0)
+
+
+def _spread(outputs: tuple[Tensor, ...], live: Tensor | None, shape: torch.Size) -> LogProbs:
+    """Values by mask (N,), or of the tokens of an index (n,) -> `shape`, 0 elsewhere."""
 
     def spread(values: Tensor) -> Tensor:
-        if index is not None:
-            values = values.new_zeros(shape.numel()).index_copy(0, index, values)
+        if live is not None and keeps_shape(live):
+            values = values.masked_fill(~live, 0)
+        elif live is not None:
+            values = values.new_zeros(shape.numel()).index_copy(0, live, values)
         return values.view(shape)
 
     logps, *others = outputs
@@ -345,7 +374,12 @@ def check_chunk(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
+def check_fixed_shape(fixed_shape: bool) -> None:
+    if not isinstance(fixed_shape, bool):
+        raise TypeError(f"fixed_shape must be a bool, got {type(fixed_shape).__name__}")
+
+
+def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, int | float):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
@@ -354,6 +388,12 @@ def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
         raise TypeError(f"unbiased must be a bool, got {type(unbiased).__name__}")
     if unbiased and grad_tolerance == 0.0:
         raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
+    check_fixed_shape(fixed_shape)
+    if fixed_shape and grad_tolerance != 0.0:
+        raise ValueError(
+            f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
+            f"compute; got {grad_tolerance}"
+        )
 
 
 def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:

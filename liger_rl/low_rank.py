@@ -32,7 +32,7 @@ class LowRank:
     hidden: Tensor | None = None
 
     def inputs(self, hidden: Tensor, index: Tensor | None) -> Tensor:
-        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that the index leaves out."""
+        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that an index or a mask leaves out."""
         given = hidden if self.hidden is None else self.hidden
         kind = given.device.type
         if torch.is_autocast_enabled(kind):
@@ -54,7 +54,7 @@ class _Inputs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             factor = a.to(dtype)
             for rows in _parts(hidden, index):
-                out[rows] = gemm.matmul(hidden[rows].to(dtype), factor.T)
+                out[rows] = gemm.matmul(_taken(hidden, rows, index).to(dtype), factor.T)
         return out
 
     @staticmethod
@@ -66,19 +66,26 @@ class _Inputs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             factor = a.to(ctx.dtype)
             for rows in _parts(hidden, index):
-                part = grad[rows].to(ctx.dtype)
+                part = _taken(grad, rows, index).to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
                 if total is not None:
-                    gemm.accumulate(total, part.T, hidden[rows].to(ctx.dtype))
+                    gemm.accumulate(total, part.T, _taken(hidden, rows, index).to(ctx.dtype))
         return grad_hidden, None if total is None else total.to(a.dtype), None, None
 
 
 def _parts(hidden: Tensor, index: Tensor | None) -> list:
-    """The rows that count, a few at a time: slices, or pieces of the index."""
+    """The rows that count, a few at a time: pieces of the index; slices of them all for None or a mask."""
     count = hidden.shape[0] if index is None else index.shape[0]
     pieces = [slice(start, min(start + ROWS_AT_ONCE, count)) for start in range(0, count, ROWS_AT_ONCE)]
-    return pieces if index is None else [index[piece] for piece in pieces]
+    return pieces if index is None or index.dtype == torch.bool else [index[piece] for piece in pieces]
+
+
+def _taken(values: Tensor, rows: slice | Tensor, index: Tensor | None) -> Tensor:
+    """Some of the rows; those that a mask leaves out as 0, whatever they hold."""
+    if index is None or index.dtype != torch.bool:
+        return values[rows]
+    return torch.where(index[rows, None], values[rows], 0)
 
 
 class LowRankRows(NamedTuple):

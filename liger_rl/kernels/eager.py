@@ -91,6 +91,11 @@ def grad(
     elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
     grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
     grad_x = _times_derivative(grad_z, z, transform)
+    if rows is not None:
+        # Rows of someone else's logits hold anything, NaN too, where there is no gradient.
+        silent = tokens.grad_logps == 0
+        silent = silent if tokens.grad_entropy is None else silent & (tokens.grad_entropy == 0)
+        grad_x.masked_fill_(silent[:, None], 0.0)
     place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
     if add:
         grad_x += out[place]
