@@ -10,10 +10,13 @@ from torch import Tensor
 from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import LinearLogProbs, keeps_shape, rows_of
+from liger_rl.linear_function import HeadInputs, LinearLogProbs, keeps_shape, rows_of
+from liger_rl.linear_op import linear_op, low_rank_inputs_op
+from liger_rl.logit_op import logits_op
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
+from liger_rl.tokens import all_tokens, counted_tokens, live_tokens, within_vocabulary
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -115,15 +118,40 @@ def linear_logprobs(
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
+    compiled = torch.compiler.is_compiling()
+    if compiled and gather is not None:
+        raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
     with whole_head(gather, weight, bias):
         compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         flat_targets = targets.reshape(-1).long()
         live: Tensor | None  # mask, index or None, see `rows_of`
         if fixed_shape:
             live = within_vocabulary(flat_targets, mask, weight.shape[0])
+        elif compiled:
+            live = counted_tokens(flat_targets, mask)
         else:
-            tokens = live_tokens(flat_targets, mask, weight.shape[0], "weight")
-            live = tokens.positions if tokens.dead.numel() else None
+            live = live_tokens(flat_targets, mask, weight.shape[0], "weight").selection
+        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+        low_inputs = low_weight = None
+        if low_rank:
+            product = low_rank_inputs_op if compiled else None
+            low_inputs = torch.cat([term.inputs(hidden, live, function=product) for term in low_rank], dim=1)
+            low_weight = torch.cat([term.b for term in low_rank], dim=1)
+        head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
+        if compiled:
+            outputs = linear_op(
+                head,
+                transform,
+                entropy=entropy,
+                extras=wanted,
+                compute_dtype=compute_dtype,
+                chunk_tokens=chunk_tokens,
+                chunk_vocab=chunk_vocab,
+                tolerance=float(grad_tolerance),
+                unbiased=unbiased,
+                fixed_shape=fixed_shape,
+            )
+            return _spread(outputs, live if fixed_shape else None, targets.shape)
         options = ProjectionOptions(
             transform=transform,
             entropy=entropy,
@@ -134,12 +162,7 @@ def linear_logprobs(
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
         )
-        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-        low_inputs = low_weight = None
-        if low_rank:
-            low_inputs = torch.cat([term.inputs(hidden, live) for term in low_rank], dim=1)
-            low_weight = torch.cat([term.b for term in low_rank], dim=1)
-        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, live, options, low_inputs, low_weight)
+        outputs = LinearLogProbs.apply(*head[:5], options, *head[5:])
     return _spread(outputs, live, targets.shape)
 
 
@@ -196,58 +219,27 @@ def logits_logprobs(
             )
     flat_targets = targets.reshape(-1).long()
     check_fixed_shape(fixed_shape)
-    live: Tensor | None  # mask, index or None, see `rows_of`
+    compiled = torch.compiler.is_compiling()
+    if compiled and (in_place or grad_buffer is not None):
+        raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
     if fixed_shape:
-        live = within_vocabulary(flat_targets, mask, logits.shape[-1])
-        flat_targets = rows_of(flat_targets, live)
-        positions = torch.arange(flat_targets.numel(), device=targets.device)
-        tokens = LiveTokens(positions, positions[:0])
-    else:
-        tokens = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
-        live = tokens.positions if tokens.dead.numel() else None
+        counted = within_vocabulary(flat_targets, mask, logits.shape[-1])
+        flat_targets = rows_of(flat_targets, counted)
+    if compiled:
+        live = counted if fixed_shape else counted_tokens(flat_targets, mask)
+        outputs = logits_op(logits, flat_targets, live, transform, entropy=entropy, fixed_shape=fixed_shape)
+        return _spread(outputs, live if fixed_shape else None, targets.shape)
+    tokens = all_tokens(flat_targets) if fixed_shape else live_tokens(flat_targets, mask, logits.shape[-1], "logits")
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
     outputs = LogitRows.apply(logits, flat_targets, tokens.positions, tokens.dead, options)
-    return _spread(outputs, live, targets.shape)
-
-
-class LiveTokens(NamedTuple):
-    """The tokens that count."""
-
-    positions: Tensor  # (n,) flat, ascending
-    dead: Tensor  # (N - n,) the others
-
-
-def live_tokens(flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> LiveTokens:
-    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync."""
-    live = _counted(flat_targets, mask)
-    outside = live & (flat_targets >= vocab)
-    largest = torch.where(outside, flat_targets, -1)
-    count = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()]).tolist()
-    if count[1]:
-        raise ValueError(
-            f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
-            f"{count[1]} of them are not, the largest is {count[2]}"
-        )
-    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
-    order = torch.argsort(live.logical_not(), stable=True)
-    return LiveTokens(order[: count[0]], order[count[0] :])
-
-
-def within_vocabulary(flat_targets: Tensor, mask: Tensor | None, vocab: int) -> Tensor:
-    """(N,) bool: tokens that are neither masked nor negative nor outside the vocabulary, without a host sync."""
-    return _counted(flat_targets, mask) & (flat_targets < vocab)
-
-
-def _counted(flat_targets: Tensor, mask: Tensor | None) -> Tensor:
-    live = flat_targets >= 0
-    return live if mask is None else live & (mask.reshape(-1) != 0)
+    return _spread(outputs, counted if fixed_shape else tokens.selection, targets.shape)
 
 
 def _spread(outputs: tuple[Tensor, ...], live: Tensor | None, shape: torch.Size) -> LogProbs:
     """Values by mask (N,), or of the tokens of an index (n,) -> `shape`, 0 elsewhere."""
 
     def spread(values: Tensor) -> Tensor:
-        if live is not None and keeps_shape(live):
+        if keeps_shape(live):
             values = values.masked_fill(~live, 0)
         elif live is not None:
             values = values.new_zeros(shape.numel()).index_copy(0, live, values)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -167,7 +166,6 @@ def _with_fused_head(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
-@torch.compiler.disable  # its head differs from call to call; compile the model's body, which it runs as it is
 def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCausalLMOutput:
     labels = kwargs.pop("labels", None)
     shift_labels = kwargs.pop("shift_labels", None)

@@ -21,6 +21,9 @@ class TokenStatistics(NamedTuple):
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the words with the largest z
 
+    def mean_logits(self, vocab: int) -> Tensor | None:
+        return None if self.sum_logits is None else self.sum_logits / vocab
+
 
 class Fold(NamedTuple):
     """Running sums over the vocabulary, float32; kernels update them in place, tile by tile."""
