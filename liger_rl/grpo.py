@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, check_chunk, check_linear, check_tolerance, linear_logprobs
+from liger_rl.logprobs import LogProbs, check_chunk, check_invariant, check_linear, check_tolerance, linear_logprobs
 from liger_rl.low_rank import LowRank
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
@@ -35,6 +35,7 @@ class FusedLinearGRPOLoss(nn.Module):
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`.
         fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
             id is outside the vocabulary is then masked in the loss, too, and does not raise.
+        batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -57,6 +58,7 @@ class FusedLinearGRPOLoss(nn.Module):
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         fixed_shape: bool = False,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -66,6 +68,8 @@ class FusedLinearGRPOLoss(nn.Module):
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
         check_tolerance(grad_tolerance, unbiased, fixed_shape)
         self.grad_tolerance, self.unbiased, self.fixed_shape = grad_tolerance, unbiased, fixed_shape
+        check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+        self.batch_invariant = batch_invariant
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
             objective=parts.objective,
@@ -180,6 +184,7 @@ class FusedLinearGRPOLoss(nn.Module):
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             fixed_shape=self.fixed_shape,
+            batch_invariant=self.batch_invariant,
         )
 
     def extra_repr(self) -> str:

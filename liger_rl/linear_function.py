@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_rl.block_sparse import grad_blocks, plan_blocks
+from liger_rl.invariant import fold_invariant
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
@@ -83,6 +84,8 @@ def fold_tokens(
     with torch.autocast(hidden.device.type, enabled=False):
         rows = _gather(hidden, live, options.compute_dtype)
         live_targets = rows_of(targets, live)
+        if options.batch_invariant:
+            return fold_invariant(rows, weight, bias, live_targets, options), None
         low_rank = _low_rank_rows(low_inputs, low_weight, live)
         return fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
 

@@ -34,6 +34,7 @@ class OpOptions(NamedTuple):
     tolerance: float  # 0.0 for the exact backward
     unbiased: bool
     fixed_shape: bool
+    batch_invariant: bool
     bounded: bool  # keep what a backward with a tolerance needs
 
     def projection(self, seed: Tensor | None = None) -> ProjectionOptions:
@@ -48,6 +49,7 @@ class OpOptions(NamedTuple):
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             tolerance=tolerance,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -57,7 +59,8 @@ TENSORS = (
 )
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
-    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, bool bounded"
+    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, "
+    "bool batch_invariant, bool bounded"
 )
 TENSOR_COUNT = len(HeadInputs._fields)
 
@@ -246,6 +249,7 @@ def linear_op(
     tolerance: float,
     unbiased: bool,
     fixed_shape: bool,
+    batch_invariant: bool,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
 
@@ -267,6 +271,7 @@ def linear_op(
         tolerance,
         unbiased,
         fixed_shape,
+        batch_invariant,
         bounded=tolerance != 0.0 and torch.is_grad_enabled() and bool(differentiable),
     )
     statistics = Outputs.named(_forward(*head, *options), options).statistics

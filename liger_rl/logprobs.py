@@ -57,6 +57,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
+    batch_invariant: bool = False,
     vocab_parallel: None = None,
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
@@ -98,6 +99,10 @@ def linear_logprobs(
         fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
             through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
             up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
+        batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
+            head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
+            version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
+            product of our own applies and of 128 elsewhere; for gradients nothing is promised.
         vocab_parallel: None, the whole vocabulary on one rank, is the only value so far.
 
     Returns:
@@ -115,6 +120,9 @@ def linear_logprobs(
     if gather is not None and not callable(gather):
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     check_tolerance(grad_tolerance, unbiased, fixed_shape)
+    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+    if batch_invariant and low_rank:
+        raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
     if vocab_parallel is not None:
         raise ValueError(f"vocab_parallel must be None (a sharded vocabulary is not built yet), got {vocab_parallel!r}")
 
@@ -150,6 +158,7 @@ def linear_logprobs(
                 tolerance=float(grad_tolerance),
                 unbiased=unbiased,
                 fixed_shape=fixed_shape,
+                batch_invariant=batch_invariant,
             )
             return _spread(outputs, live if fixed_shape else None, targets.shape)
         options = ProjectionOptions(
@@ -161,6 +170,7 @@ def linear_logprobs(
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
+            batch_invariant=batch_invariant,
         )
         outputs = LinearLogProbs.apply(*head[:5], options, *head[5:])
     return _spread(outputs, live, targets.shape)
@@ -369,6 +379,20 @@ def check_chunk(name: str, value: int | None) -> None:
 def check_fixed_shape(fixed_shape: bool) -> None:
     if not isinstance(fixed_shape, bool):
         raise TypeError(f"fixed_shape must be a bool, got {type(fixed_shape).__name__}")
+
+
+def check_invariant(
+    batch_invariant: bool, chunk_tokens: int | None, chunk_vocab: int | None, grad_tolerance: float
+) -> None:
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    if not batch_invariant:
+        return
+    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        if value is not None:
+            raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
+    if grad_tolerance != 0.0:
+        raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
 
 
 def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:

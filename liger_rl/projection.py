@@ -55,6 +55,7 @@ class ProjectionOptions:
     extras: frozenset[str] = frozenset()
     gather: Gather | None = None
     tolerance: Tolerance | None = None
+    batch_invariant: bool = False
 
     @property
     def chunks_are_free(self) -> bool:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transform": {"transform": LogitTransform(temperature=0.7, softcap=4.0, scale=1.5)},
     "chunks": {"chunk_tokens": 4, "chunk_vocab": 32},
     "fixed shape": {"fixed_shape": True, "entropy": True},
+    "batch invariant": {"batch_invariant": True, "entropy": True},
     "tolerance": {"grad_tolerance": 0.2, "entropy": True},
     "unbiased": {"grad_tolerance": 0.2, "unbiased": True},
     "compute dtype": {"compute_dtype": torch.bfloat16},
@@ -274,7 +275,19 @@ def test_operators_keep_torchs_rules(fixed):
     hidden, targets, live = x["hidden"].detach().flatten(0, 1), x["targets"].flatten(), x["mask"].flatten()
     live = live & (targets >= 0)
     options = linear_op.OpOptions(
-        1.0, None, 1.0, True, "is_top1", torch.float32, None, None, 0.0 if fixed else 0.1, not fixed, fixed, not fixed
+        1.0,
+        None,
+        1.0,
+        True,
+        "is_top1",
+        torch.float32,
+        None,
+        None,
+        0.0 if fixed else 0.1,
+        not fixed,
+        fixed,
+        False,
+        not fixed,
     )
     head = (hidden.requires_grad_(), x["weight"], x["bias"], targets, live, None, None)
     # A sampled seed differs from run to run, which the check of the schema alone would not mind.
