@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, check_chunk, check_invariant, check_linear, check_tolerance, linear_logprobs
 from liger_rl.low_rank import LowRank
+from liger_rl.plan import check_budget
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms
@@ -33,6 +34,7 @@ class FusedLinearGRPOLoss(nn.Module):
         metrics: "none", "loss", "basic" or "with_entropy".
         grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`.
+        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`.
         fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
             id is outside the vocabulary is then masked in the loss, too, and does not raise.
         batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
@@ -57,6 +59,7 @@ class FusedLinearGRPOLoss(nn.Module):
         unbiased: bool = False,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
+        max_extra_bytes: int | None = None,
         fixed_shape: bool = False,
         batch_invariant: bool = False,
         **options: Any,
@@ -69,7 +72,8 @@ class FusedLinearGRPOLoss(nn.Module):
         check_tolerance(grad_tolerance, unbiased, fixed_shape)
         self.grad_tolerance, self.unbiased, self.fixed_shape = grad_tolerance, unbiased, fixed_shape
         check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
-        self.batch_invariant = batch_invariant
+        check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+        self.batch_invariant, self.max_extra_bytes = batch_invariant, max_extra_bytes
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
             objective=parts.objective,
@@ -183,6 +187,7 @@ class FusedLinearGRPOLoss(nn.Module):
             unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
+            max_extra_bytes=self.max_extra_bytes,
             fixed_shape=self.fixed_shape,
             batch_invariant=self.batch_invariant,
         )

@@ -33,6 +33,7 @@ def fold_invariant(
         rows, ids = _made_up(hidden, INVARIANT_TOKENS), _made_up(targets, INVARIANT_TOKENS)
         vocab, hidden_size = weight.shape
         bytes_per_logit = 4 if hidden.is_cuda else 12
+        options = replace(options, chunk_tokens=None, chunk_vocab=None, kernels_fit=False)
         tiles = plan_tiles(
             INVARIANT_TOKENS, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit
         )

@@ -35,6 +35,7 @@ class OpOptions(NamedTuple):
     unbiased: bool
     fixed_shape: bool
     batch_invariant: bool
+    kernels_fit: bool
     bounded: bool  # keep what a backward with a tolerance needs
 
     def projection(self, seed: Tensor | None = None) -> ProjectionOptions:
@@ -50,6 +51,7 @@ class OpOptions(NamedTuple):
             chunk_vocab=self.chunk_vocab,
             tolerance=tolerance,
             batch_invariant=self.batch_invariant,
+            kernels_fit=self.kernels_fit,
         )
 
 
@@ -60,7 +62,7 @@ TENSORS = (
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
     "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, "
-    "bool batch_invariant, bool bounded"
+    "bool batch_invariant, bool kernels_fit, bool bounded"
 )
 TENSOR_COUNT = len(HeadInputs._fields)
 
@@ -250,6 +252,7 @@ def linear_op(
     unbiased: bool,
     fixed_shape: bool,
     batch_invariant: bool,
+    kernels_fit: bool,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
 
@@ -272,6 +275,7 @@ def linear_op(
         unbiased,
         fixed_shape,
         batch_invariant,
+        kernels_fit,
         bounded=tolerance != 0.0 and torch.is_grad_enabled() and bool(differentiable),
     )
     statistics = Outputs.named(_forward(*head, *options), options).statistics

@@ -15,6 +15,7 @@ from liger_rl.linear_op import linear_op, low_rank_inputs_op
 from liger_rl.logit_op import logits_op
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
+from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
 from liger_rl.tokens import all_tokens, counted_tokens, live_tokens, within_vocabulary
 
@@ -56,6 +57,7 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
+    max_extra_bytes: int | None = None,
     fixed_shape: bool = False,
     batch_invariant: bool = False,
     vocab_parallel: None = None,
@@ -95,7 +97,9 @@ def linear_logprobs(
             without a float32 copy of it. None takes autocast's, or the inputs' own.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
-        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
+        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
+        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
+            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
         fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
             through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
             up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
@@ -121,6 +125,7 @@ def linear_logprobs(
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
     check_tolerance(grad_tolerance, unbiased, fixed_shape)
     check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+    check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
     if batch_invariant and low_rank:
         raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
     if vocab_parallel is not None:
@@ -131,6 +136,27 @@ def linear_logprobs(
         raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
     with whole_head(gather, weight, bias):
         compute_dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+        kernels_fit = False
+        if max_extra_bytes is not None:
+            plan = plan_linear_logprobs(
+                targets.numel(),
+                *weight.shape,
+                dtype=hidden.dtype,
+                weight_dtype=weight.dtype,
+                compute_dtype=compute_dtype,
+                device=hidden.device,
+                needs=_needs(hidden, weight, bias, low_rank),
+                bias=bias is not None,
+                rank=sum(term.a.shape[0] for term in low_rank),
+                transform=transform,
+                entropy=entropy,
+                extras=wanted,
+                grad_tolerance=grad_tolerance,
+                fixed_shape=fixed_shape,
+                batch_invariant=batch_invariant,
+                max_extra_bytes=max_extra_bytes,
+            )
+            (chunk_tokens, chunk_vocab), kernels_fit = plan.tiles, plan.kernels_fit
         flat_targets = targets.reshape(-1).long()
         live: Tensor | None  # mask, index or None, see `rows_of`
         if fixed_shape:
@@ -159,6 +185,7 @@ def linear_logprobs(
                 unbiased=unbiased,
                 fixed_shape=fixed_shape,
                 batch_invariant=batch_invariant,
+                kernels_fit=kernels_fit,
             )
             return _spread(outputs, live if fixed_shape else None, targets.shape)
         options = ProjectionOptions(
@@ -171,6 +198,7 @@ def linear_logprobs(
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
             batch_invariant=batch_invariant,
+            kernels_fit=kernels_fit,
         )
         outputs = LinearLogProbs.apply(*head[:5], options, *head[5:])
     return _spread(outputs, live, targets.shape)
@@ -243,6 +271,15 @@ def logits_logprobs(
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
     outputs = LogitRows.apply(logits, flat_targets, tokens.positions, tokens.dead, options)
     return _spread(outputs, counted if fixed_shape else tokens.selection, targets.shape)
+
+
+def _needs(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Sequence[LowRank]) -> tuple[bool, bool]:
+    """Whether gradients of the rows, and of anything of the head's, are wanted."""
+    if not torch.is_grad_enabled():
+        return False, False
+    factors = [factor for term in low_rank for factor in (term.a, term.b)]
+    head = any(part is not None and part.requires_grad for part in (weight, bias, *factors))
+    return hidden.requires_grad, head
 
 
 def _spread(outputs: tuple[Tensor, ...], live: Tensor | None, shape: torch.Size) -> LogProbs:

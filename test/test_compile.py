@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch invariant": {"batch_invariant": True, "entropy": True},
     "tolerance": {"grad_tolerance": 0.2, "entropy": True},
     "unbiased": {"grad_tolerance": 0.2, "unbiased": True},
+    "budget": {"max_extra_bytes": 1 << 22},
     "compute dtype": {"compute_dtype": torch.bfloat16},
 }
 
@@ -275,19 +276,20 @@ def test_operators_keep_torchs_rules(fixed):
     hidden, targets, live = x["hidden"].detach().flatten(0, 1), x["targets"].flatten(), x["mask"].flatten()
     live = live & (targets >= 0)
     options = linear_op.OpOptions(
-        1.0,
-        None,
-        1.0,
-        True,
-        "is_top1",
-        torch.float32,
-        None,
-        None,
-        0.0 if fixed else 0.1,
-        not fixed,
-        fixed,
-        False,
-        not fixed,
+        temperature=1.0,
+        softcap=None,
+        scale=1.0,
+        entropy=True,
+        extras="is_top1",
+        compute_dtype=torch.float32,
+        chunk_tokens=None,
+        chunk_vocab=None,
+        tolerance=0.0 if fixed else 0.1,
+        unbiased=not fixed,
+        fixed_shape=fixed,
+        batch_invariant=False,
+        kernels_fit=False,
+        bounded=not fixed,
     )
     head = (hidden.requires_grad_(), x["weight"], x["bias"], targets, live, None, None)
     # A sampled seed differs from run to run, which the check of the schema alone would not mind.

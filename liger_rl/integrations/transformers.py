@@ -25,7 +25,15 @@ from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
 
 IGNORE_INDEX = -100
-HEAD_OPTIONS = ("grad_tolerance", "unbiased", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
+HEAD_OPTIONS = (
+    "grad_tolerance",
+    "unbiased",
+    "chunk_tokens",
+    "chunk_vocab",
+    "max_extra_bytes",
+    "fixed_shape",
+    "batch_invariant",
+)
 
 
 @dataclass
@@ -69,7 +77,8 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        grad_tolerance, unbiased, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in `linear_logprobs`.
+        grad_tolerance, unbiased, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant: as in
+            `linear_logprobs`.
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
