@@ -120,6 +120,26 @@ def test_every_product_has_one_shape():
     assert shapes == {(INVARIANT_TOKENS, HIDDEN, VOCAB)}
 
 
+@NEEDS_GPU  # the interpreter multiplies with numpy, whose rows are not all treated alike
+def test_tiles_of_our_own_kernel():
+    """Where a row lies in its tile, and how many tiles there are, is nothing to it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import epilogue
+
+    device = "cuda"
+    batch = Batch(device, torch.float16, tokens=200, vocab=600)
+
+    def fold(tokens: Tensor):
+        hidden, targets = batch.hidden[tokens], batch.targets[tokens]
+        options = {"entropy": True, "extras": EXTRAS}
+        return epilogue.gemm_fold(hidden, batch.weight, batch.bias, targets, LogitTransform(), **options).finish()
+
+    whole = fold(torch.arange(200, device=device))
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).to(device)
+    for part in (order, order[:70], order[150:]):
+        assert_identical(fold(part), whole, part)
+
+
 def test_no_token():
     batch = Batch("cpu", torch.float32)
     assert batch.logprobs(slice(0)).logps.shape == (0,)
