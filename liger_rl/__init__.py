@@ -5,6 +5,7 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.low_rank import LowRank
+from liger_rl.plan import LinearPlan, plan_linear_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
 from liger_rl.policy.loss import PolicyLoss, ppo_loss_fn
@@ -50,6 +51,7 @@ __all__ = [
     "GlobalTokenMean",
     "KLCov",
     "KLPenalty",
+    "LinearPlan",
     "LogProbs",
     "LogitTransform",
     "LowRank",
@@ -71,6 +73,7 @@ __all__ = [
     "grpo_loss_from_logits",
     "linear_logprobs",
     "logits_logprobs",
+    "plan_linear_logprobs",
     "ppo_loss_fn",
     "reduce_metrics",
 ]

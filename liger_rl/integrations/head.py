@@ -77,7 +77,8 @@ def kept_hidden(head: nn.Module, stand_in: Tensor | None = None) -> Iterator[_Ke
         yield kept
     finally:
         if before is None:
-            del head.forward
+            # Not `del`: torch.compile replays that on a head that never had the attribute, and pop says what it means.
+            vars(head).pop("forward", None)
         else:
             head.forward = before
 
