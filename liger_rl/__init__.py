@@ -6,6 +6,7 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.low_rank import LowRank
+from liger_rl.plan import LinearPlan, plan_linear_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
 from liger_rl.policy.loss import PolicyLoss, ppo_loss_fn
@@ -51,6 +52,7 @@ __all__ = [
     "GlobalTokenMean",
     "KLCov",
     "KLPenalty",
+    "LinearPlan",
     "LogProbs",
     "LogitTransform",
     "LowRank",
@@ -74,6 +76,7 @@ __all__ = [
     "linear_logprobs",
     "logits_logprobs",
     "merge_over",
+    "plan_linear_logprobs",
     "ppo_loss_fn",
     "reduce_metrics",
     "sum_over",

@@ -23,7 +23,7 @@ from liger_rl.low_rank import LowRank
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 
-class HeadInputs(NamedTuple):
+class CallInputs(NamedTuple):
     """The tensors of a call, each this rank's own."""
 
     hidden: Tensor
@@ -41,15 +41,20 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def localized(inputs: HeadInputs) -> HeadInputs:
+def low_rank_tensors(low_rank: object) -> list[object]:
+    """What should be tensors, of what should be low-rank terms."""
+    terms = low_rank if isinstance(low_rank, list | tuple) else ()
+    return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
+
+
+def localized(inputs: CallInputs) -> CallInputs:
     """Inputs without DTensors. A collective for each that is gathered, and one for its gradient.
 
     Raises:
         ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
     """
     low_rank = inputs.low_rank if isinstance(inputs.low_rank, list | tuple) else ()
-    parts = [getattr(term, name, None) for term in low_rank for name in ("a", "b", "hidden")]
-    if not any(is_dtensor(value) for value in (*inputs, *parts)):
+    if not any(is_dtensor(value) for value in (*inputs, *low_rank_tensors(low_rank))):
         return inputs
     place = inputs.vocab_parallel
     if is_dtensor(inputs.weight):
@@ -60,7 +65,7 @@ def localized(inputs: HeadInputs) -> HeadInputs:
     scattered = place is not None and _is_scattered(inputs.hidden, place)
     if place is not None and scattered:
         place = replace(place, sum_hidden_grad=False)
-    return HeadInputs(
+    return CallInputs(
         hidden=_tokens(inputs.hidden, group, summed=scattered),
         weight=_rows("weight", inputs.weight),
         targets=_tokens(inputs.targets, group),

@@ -65,6 +65,7 @@ def grpo_loss_from_logits(
     clip_indicator: str = "active",
     in_place: bool = False,
     grad_buffer: Tensor | None = None,
+    fixed_shape: bool = False,
     temperature: float = 1.0,
     **options: Any,
 ) -> PerTokenLoss:
@@ -81,6 +82,8 @@ def grpo_loss_from_logits(
         clip_indicator: "active", the gradient is cut (Liger, TRL); "range", the ratio is outside the bounds (Fast-LLM);
             "helion", r A < clip(r) A (Helion's example: tokens outside on the side that is not cut).
         in_place, grad_buffer: where the gradient goes, see `logits_logprobs`.
+        fixed_shape: never wait for the device, as in `linear_logprobs`; a token whose id is outside the vocabulary is
+            masked and does not raise.
         temperature: divides the logits, > 0.
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
@@ -94,9 +97,12 @@ def grpo_loss_from_logits(
     for name, tensor in (("logits", logits), ("selected_token_ids", selected_token_ids)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    counted = _counted(selected_token_ids, mask)
+    if fixed_shape:
+        counted = counted & (selected_token_ids < logits.shape[-1])
     batch = PolicyBatch(
         advantages=advantages,
-        completion_mask=_counted(selected_token_ids, mask),
+        completion_mask=counted,
         old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps,
         importance_ratio=importance_ratio,
@@ -111,7 +117,13 @@ def grpo_loss_from_logits(
         # Masked and not sliced off: the gradient of a slice would be a second tensor of the logits' size.
         ids, counted = (torch.nn.functional.pad(column, (0, 1)) for column in (ids, counted))
     logps = logits_logprobs(
-        logits, ids, mask=counted, transform=transform, in_place=in_place, grad_buffer=grad_buffer
+        logits,
+        ids,
+        mask=counted,
+        transform=transform,
+        in_place=in_place,
+        grad_buffer=grad_buffer,
+        fixed_shape=fixed_shape,
     ).logps
     if extra_position:
         logps = logps[:, :-1]

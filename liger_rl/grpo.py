@@ -13,6 +13,8 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LogProbs,
     check_chunk,
+    check_eager,
+    check_invariant,
     check_linear,
     check_tolerance,
     check_weight_grad,
@@ -20,6 +22,7 @@ from liger_rl.logprobs import (
 )
 from liger_rl.low_rank import LowRank
 from liger_rl.one_pass_loss import PASSES, Head, Passes, loss_in_one_pass, obstacle, worthwhile
+from liger_rl.plan import check_budget
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
@@ -45,6 +48,10 @@ class FusedLinearGRPOLoss(nn.Module):
         grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`; with passes="one"
             chunk_tokens bounds the tokens whose gradients are made together, over the whole vocabulary.
+        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`.
+        fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
+            id is outside the vocabulary is then masked in the loss, too, and does not raise.
+        batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
         passes: "two" recomputes the logits in the backward; "one" makes the gradients in the forward, three products
             in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
             no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
@@ -52,7 +59,8 @@ class FusedLinearGRPOLoss(nn.Module):
             and the corrections. One pass holds up to 544 MiB of a chunk on CUDA and, with a 16-bit weight that has
             a gradient, up to 4 V H bytes more, for larger chunks or for a float32 sum over many. Not with a
             grad_tolerance, float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose
-            backward has to be a second pass.
+            backward has to be a second pass, nor with fixed_shape, batch_invariant or max_extra_bytes: it picks rows,
+            and has tiles and a workspace of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -74,6 +82,9 @@ class FusedLinearGRPOLoss(nn.Module):
         unbiased: bool = False,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
+        max_extra_bytes: int | None = None,
+        fixed_shape: bool = False,
+        batch_invariant: bool = False,
         passes: Passes = "two",
         **options: Any,
     ) -> None:
@@ -82,8 +93,11 @@ class FusedLinearGRPOLoss(nn.Module):
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
-        check_tolerance(grad_tolerance, unbiased)
-        self.grad_tolerance, self.unbiased = grad_tolerance, unbiased
+        check_tolerance(grad_tolerance, unbiased, fixed_shape)
+        self.grad_tolerance, self.unbiased, self.fixed_shape = grad_tolerance, unbiased, fixed_shape
+        check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+        check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+        self.batch_invariant, self.max_extra_bytes = batch_invariant, max_extra_bytes
         if passes not in PASSES:
             raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
         self.passes = passes
@@ -141,12 +155,20 @@ class FusedLinearGRPOLoss(nn.Module):
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need.
         """
+        check_eager(vocab_parallel, hidden, weight, selected_token_ids, mask, bias)
+        if self.fixed_shape and vocab_parallel is not None:
+            raise ValueError(
+                "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
+                "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+            )
         with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
             compute_dtype = check_linear(
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
         counted = selected_token_ids >= 0
+        if self.fixed_shape:
+            counted = counted & (selected_token_ids < weight.shape[0])
         if mask is not None:
             counted = counted & (mask != 0)
         batch = PolicyBatch(
@@ -169,6 +191,7 @@ class FusedLinearGRPOLoss(nn.Module):
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             weight_grad=weight_grad,
+            batch_invariant=self.batch_invariant,
         )
         if self._in_one_pass(head, policy_loss, options, low_rank, vocab_parallel):
             return loss_in_one_pass(head, policy_loss, options)
@@ -188,7 +211,10 @@ class FusedLinearGRPOLoss(nn.Module):
     ) -> bool:
         if self.passes == "two":
             return False
-        lacking = obstacle(head, prepared, options, low_rank, vocab_parallel, self.grad_tolerance)
+        lacking = obstacle(
+            head, prepared, options, low_rank, vocab_parallel, self.grad_tolerance,
+            fixed_shape=self.fixed_shape, max_extra_bytes=self.max_extra_bytes,
+        )  # fmt: skip
         if self.passes == "one":
             if lacking is not None:
                 raise ValueError(f'passes="one" needs {lacking}')
@@ -240,6 +266,9 @@ class FusedLinearGRPOLoss(nn.Module):
             unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
+            max_extra_bytes=self.max_extra_bytes,
+            fixed_shape=self.fixed_shape,
+            batch_invariant=self.batch_invariant,
             weight_grad=weight_grad,
             vocab_parallel=vocab_parallel,
         )

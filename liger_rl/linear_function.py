@@ -1,15 +1,19 @@
 """The autograd Function of the fused head: which tokens count, which are worth a gradient, and how it is made."""
 
+from typing import NamedTuple, TypeGuard
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_rl.block_sparse import grad_blocks, plan_blocks
+from liger_rl.invariant import fold_invariant
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
     MAX_CHUNK_TOKENS,
     ProjectionGradients,
+    ProjectionOptions,
     fold_projection,
     grad_projection,
     kind_of,
@@ -24,6 +28,7 @@ DENSE_SHARE = {"cuda": 0.6, "cpu": 0.9}
 class LinearLogProbs(torch.autograd.Function):
     """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
 
+    With a mask in place of an index of them (see `rows_of`), of all tokens, and what the others get means nothing.
     Gradients of logps and entropy, for hidden, weight and bias, and for the two factors of a low-rank term where there
     is one: the logits are hidden @ weight.T + low_inputs @ low_weight.T + bias. A sharded head must be whole around the
     forward, whose caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its
@@ -32,22 +37,17 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, live, options, low_inputs, low_weight):
-        # hidden (N, H), targets (N,), live (n,) flat index of the tokens that count, or None for all of them,
-        # low_inputs (N, r), low_weight (V, r), or None for both
+        # hidden (N, H), targets (N,), live what tokens count (see `rows_of`), low_inputs (N, r), low_weight (V, r), or
+        # None for both
         ctx.set_materialize_grads(False)
-        with torch.autocast(hidden.device.type, enabled=False):
-            rows = _gather(hidden, live, options.compute_dtype)
-            live_targets = targets if live is None else targets[live]
-            low_rank = _low_rank_rows(low_inputs, low_weight, live)
-            bounded = options.tolerance is not None and any(ctx.needs_input_grad)
-            statistics, known = fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
+        head = HeadInputs(hidden, weight, bias, targets, live, low_inputs, low_weight)
+        bounded = options.tolerance is not None and any(ctx.needs_input_grad)
+        statistics, known = fold_tokens(head, options, bounded=bounded)
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
-        kept = (*statistics[:3], *(known or ()))
-        ctx.save_for_backward(hidden, weight, bias, targets, live, low_inputs, low_weight, *kept)
         vocab = weight.shape[0] if options.shard is None else options.shard.vocab
-        mean_logits = None if statistics.sum_logits is None else statistics.sum_logits / vocab
-        extras = (statistics.log_sum_sq_probs, mean_logits, statistics.is_top1)
+        ctx.save_for_backward(*head, *statistics[:3], *(known or ()))
+        extras = (statistics.log_sum_sq_probs, statistics.mean_logits(vocab), statistics.is_top1)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
         entropy = None if statistics.entropy is None else statistics.entropy.clone()
         return statistics.logps.clone(), entropy, *extras
@@ -55,44 +55,87 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy, *_):
-        hidden, weight, bias, targets, live, low_inputs, low_weight, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        head, kept = HeadInputs(*saved[:7]), saved[7:]
         statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
         needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:]
-        if grad_logps is None and grad_entropy is None:
-            return None, None, None, None, None, None, None, None
-        with torch.autocast(hidden.device.type, enabled=False), whole_head(ctx.options.gather, weight, bias):
-            if grad_logps is None:
-                grad_logps = torch.zeros_like(grad_entropy)
-            tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-            plan = None
-            if known is None:
-                wanted = select_rows(tokens)
-            else:
-                live_targets = targets if live is None else targets[live]
-                plan = plan_blocks(
-                    known, statistics, tokens, live_targets, ctx.options.transform, ctx.options.tolerance
-                )
-                wanted = plan.rows
-            if wanted is not None:
-                tokens = tokens.take(wanted)
-                live = wanted if live is None else live[wanted]
-            rows = _gather(hidden, live, ctx.options.compute_dtype)
-            row_targets = targets if live is None else targets[live]
-            if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
-                low_rank = _low_rank_rows(low_inputs, low_weight, live)
-                gradients = grad_projection(rows, weight, bias, row_targets, tokens, ctx.options, needs, low_rank)
-                del low_rank
-            else:
-                parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, ctx.options.transform, needs[:3])
-                gradients = ProjectionGradients(*parts, None, None)
-            del rows
-            grad_hidden = grad_inputs = None
-            if gradients.hidden is not None:
-                grad_hidden = _scatter(gradients.hidden, live, hidden)
-            if gradients.low_rank_inputs is not None:
-                grad_inputs = _scatter(gradients.low_rank_inputs, live, low_inputs)
-        grads = (grad_hidden, gradients.weight, gradients.bias, None, None, None)
-        return *grads, grad_inputs, gradients.low_rank_weight
+        gradients = ProjectionGradients(None, None, None, None, None)
+        if grad_logps is not None or grad_entropy is not None:
+            gradients = token_gradients(head, statistics, known, grad_logps, grad_entropy, ctx.options, needs)
+        return *gradients[:3], None, None, None, *gradients[3:]
+
+
+class HeadInputs(NamedTuple):
+    """The tensors that logits are made of, and what is asked of them."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (N,)
+    live: Tensor | None  # what tokens count, see `rows_of`
+    low_inputs: Tensor | None  # (N, r)
+    low_weight: Tensor | None  # (V, r)
+
+
+def fold_tokens(
+    head: HeadInputs, options: ProjectionOptions, *, bounded: bool
+) -> tuple[TokenStatistics, TileBounds | None]:
+    """Statistics of the live tokens, and bounds as `fold_projection` gives them."""
+    hidden, weight, bias, targets, live, low_inputs, low_weight = head
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = _gather(hidden, live, options.compute_dtype)
+        live_targets = rows_of(targets, live)
+        if options.batch_invariant:
+            return fold_invariant(rows, weight, bias, live_targets, options), None
+        low_rank = _low_rank_rows(low_inputs, low_weight, live)
+        return fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
+
+
+def token_gradients(
+    head: HeadInputs,
+    statistics: TokenStatistics,  # (n,) each, as `fold_tokens` gave them
+    known: TileBounds | None,
+    grad_logps: Tensor | None,  # (n,)
+    grad_entropy: Tensor | None,  # (n,), one of the two at least
+    options: ProjectionOptions,
+    needs: tuple[bool, bool, bool, bool, bool],  # for hidden, weight, bias, low_inputs and low_weight
+) -> ProjectionGradients:
+    """Gradients shaped like the inputs and of their dtypes."""
+    hidden, weight, bias, targets, live, low_inputs, low_weight = head
+    with torch.autocast(hidden.device.type, enabled=False), whole_head(options.gather, weight, bias):
+        if grad_logps is None:
+            assert grad_entropy is not None
+            grad_logps = torch.zeros_like(grad_entropy)
+        tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+        plan = wanted = None
+        if keeps_shape(live):
+            live = live & has_gradient(tokens)
+            tokens = tokens.silenced(live)
+        elif known is None:
+            wanted = select_rows(tokens)
+        else:
+            assert options.tolerance is not None
+            live_targets = rows_of(targets, live)
+            plan = plan_blocks(known, statistics, tokens, live_targets, options.transform, options.tolerance)
+            wanted = plan.rows
+        if wanted is not None:
+            tokens = tokens.take(wanted)
+            live = wanted if live is None else live[wanted]
+        rows = _gather(hidden, live, options.compute_dtype)
+        row_targets = rows_of(targets, live)
+        if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+            low_rank = _low_rank_rows(low_inputs, low_weight, live)
+            gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
+            del low_rank
+        else:
+            parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, options.transform, needs[:3])
+            gradients = ProjectionGradients(*parts, None, None)
+        del rows
+        if gradients.hidden is not None:
+            gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))
+        if gradients.low_rank_inputs is not None and low_inputs is not None:
+            gradients = gradients._replace(low_rank_inputs=_scatter(gradients.low_rank_inputs, live, low_inputs))
+    return gradients
 
 
 def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | None) -> LowRankRows | None:
@@ -101,23 +144,44 @@ def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | 
     return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
 
 
+def has_gradient(tokens: TokenGradients) -> Tensor:
+    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
+    wanted = tokens.grad_logps != 0
+    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+
+
 def select_rows(tokens: TokenGradients) -> Tensor | None:
     """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
-    wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients and not be dropped
-    if tokens.grad_entropy is not None:
-        wanted = wanted | (tokens.grad_entropy != 0)
+    wanted = has_gradient(tokens)
     index = wanted.nonzero().squeeze(1)
     return None if index.numel() == wanted.numel() else index
 
 
+def keeps_shape(live: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether `live` is a mask, which leaves every token in its place, and not an index."""
+    return live is not None and live.dtype == torch.bool
+
+
+def rows_of(values: Tensor, live: Tensor | None) -> Tensor:
+    """The live rows of (N, ...): all for None; (n, ...) by an index (n,); by a mask (N,) all, those it leaves out as 0.
+
+    A mask costs products that an index saves, but no host has to know how many tokens it keeps.
+    """
+    if live is None:
+        return values
+    if keeps_shape(live):
+        # Not a product with the mask: 0 * NaN is NaN, and would stay it in a product with a gradient of 0.
+        return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0)
+    return values[live]
+
+
 def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
-    rows = hidden if live is None else hidden[live]
-    return rows.to(dtype).contiguous()
+    return rows_of(hidden, live).to(dtype).contiguous()
 
 
 def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:
     """(n, H) float32 -> (N, H) like `hidden`, zero where no row is live."""
-    if live is None:
+    if live is None or keeps_shape(live):
         return grad_rows.to(hidden.dtype)
     out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     # In pieces, so that the converted copy stays small beside the float32 rows.

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabParallel
-from liger_rl.dtensors import HeadInputs, is_dtensor, localized
+from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import LinearLogProbs
+from liger_rl.linear_function import HeadInputs, LinearLogProbs, keeps_shape, rows_of
+from liger_rl.linear_op import linear_op, low_rank_inputs_op
+from liger_rl.logit_op import logits_op
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
+from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
+from liger_rl.tokens import all_tokens, counted_tokens, live_tokens, within_vocabulary
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -55,6 +59,9 @@ def linear_logprobs(
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
+    max_extra_bytes: int | None = None,
+    fixed_shape: bool = False,
+    batch_invariant: bool = False,
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
 ) -> LogProbs:
@@ -94,7 +101,17 @@ def linear_logprobs(
             without a float32 copy of it. None takes autocast's, or the inputs' own.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
-        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them from a memory budget.
+        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
+        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
+            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
+        fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
+            through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
+            up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
+        batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
+            head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
+            version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
+            product of our own applies and of 128 elsewhere, where it rests on a library that treats the rows of a
+            product alike (MKL and cuBLAS do in the tests). For gradients nothing is promised.
         weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
             `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's rows. Each backward adds the
             weight's gradient to it, in float32 and without a (V, H) tensor of its own, and the weight itself gets none
@@ -102,8 +119,9 @@ def linear_logprobs(
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
             group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
-            Whether the ranks fit together is checked at the first call with a weight. Not with grad_tolerance. The mesh
-            of a DTensor says all this by itself: `liger_rl.dtensors` has the rules.
+            Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
+            with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
+            mesh of a DTensor says all this by itself: `liger_rl.dtensors` has the rules.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
@@ -119,31 +137,89 @@ def linear_logprobs(
     wanted = _check_extras(extras)
     if gather is not None and not callable(gather):
         raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
-    check_tolerance(grad_tolerance, unbiased)
+    check_tolerance(grad_tolerance, unbiased, fixed_shape)
+    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+    check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+    if batch_invariant and low_rank:
+        raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
     if not isinstance(vocab_parallel, VocabParallel | None):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    check_eager(vocab_parallel, hidden, weight, targets, mask, bias, *low_rank_tensors(low_rank))
     original = weight
-    inputs = localized(HeadInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
+    inputs = localized(CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
     hidden, weight, targets, mask, bias, low_rank, vocab_parallel = inputs
-    if vocab_parallel is not None and grad_tolerance != 0.0:
-        raise ValueError(
-            "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole vocabulary's "
-            f"gradient, which no rank has; got {grad_tolerance}"
-        )
+    if vocab_parallel is not None:
+        _check_sharded(grad_tolerance, batch_invariant, max_extra_bytes)
 
     def facts() -> dict[str, object]:
         check_weight_grad(weight_grad, original, grad_tolerance)
-        shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted)}
+        shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted), "fixed_shape": fixed_shape}
         return shared | _facts(*inputs[:-1], compute_dtype=compute_dtype)
 
+    compiled = torch.compiler.is_compiling()
+    if compiled and gather is not None:
+        raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
+    if compiled and weight_grad is not None:
+        raise ValueError("weight_grad must be None under torch.compile, whose graphs write to no tensor from outside")
     with whole_head(gather, weight, bias):
         shard = None if vocab_parallel is None else vocab_parallel.shard_of(weight, facts, known_by=original)
         dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
         check_weight_grad(weight_grad, original, grad_tolerance)
+        kernels_fit = False
+        if max_extra_bytes is not None:
+            plan = plan_linear_logprobs(
+                targets.numel(),
+                *weight.shape,
+                dtype=hidden.dtype,
+                weight_dtype=weight.dtype,
+                compute_dtype=dtype,
+                device=hidden.device,
+                needs=_needs(hidden, weight, bias, low_rank),
+                bias=bias is not None,
+                rank=sum(term.a.shape[0] for term in low_rank),
+                transform=transform,
+                entropy=entropy,
+                extras=wanted,
+                grad_tolerance=grad_tolerance,
+                fixed_shape=fixed_shape,
+                batch_invariant=batch_invariant,
+                max_extra_bytes=max_extra_bytes,
+            )
+            (chunk_tokens, chunk_vocab), kernels_fit = plan.tiles, plan.kernels_fit
         flat_targets = targets.reshape(-1).long()
-        live = live_tokens(flat_targets, mask, weight.shape[0] if shard is None else shard.vocab, "weight")
+        vocab = weight.shape[0] if shard is None else shard.vocab
+        live: Tensor | None  # mask, index or None, see `rows_of`
+        if fixed_shape:
+            live = within_vocabulary(flat_targets, mask, vocab)
+        elif compiled:
+            live = counted_tokens(flat_targets, mask)
+        else:
+            live = live_tokens(flat_targets, mask, vocab, "weight").selection
         if shard is not None:
             flat_targets = shard.local(flat_targets)
+        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+        low_inputs = low_weight = None
+        if low_rank:
+            product = low_rank_inputs_op if compiled else None
+            low_inputs = torch.cat([term.inputs(hidden, live, function=product) for term in low_rank], dim=1)
+            low_weight = torch.cat([term.b for term in low_rank], dim=1)
+        head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
+        if compiled:
+            outputs = linear_op(
+                head,
+                transform,
+                entropy=entropy,
+                extras=wanted,
+                compute_dtype=dtype,
+                chunk_tokens=chunk_tokens,
+                chunk_vocab=chunk_vocab,
+                tolerance=float(grad_tolerance),
+                unbiased=unbiased,
+                fixed_shape=fixed_shape,
+                batch_invariant=batch_invariant,
+                kernels_fit=kernels_fit,
+            )
+            return _spread(outputs, live if fixed_shape else None, targets.shape)
         options = ProjectionOptions(
             transform=transform,
             entropy=entropy,
@@ -154,16 +230,12 @@ def linear_logprobs(
             chunk_vocab=chunk_vocab,
             tolerance=_tolerance(grad_tolerance, unbiased),
             weight_grad=weight_grad,
+            batch_invariant=batch_invariant,
+            kernels_fit=kernels_fit,
             shard=shard,
         )
-        index = live.positions if live.dead.numel() else None
-        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-        low_inputs = low_weight = None
-        if low_rank:
-            low_inputs = torch.cat([term.inputs(hidden, index) for term in low_rank], dim=1)
-            low_weight = torch.cat([term.b for term in low_rank], dim=1)
-        outputs = LinearLogProbs.apply(flat_hidden, weight, bias, flat_targets, index, options, low_inputs, low_weight)
-    return _spread(outputs, index, targets.shape)
+        outputs = LinearLogProbs.apply(*head[:5], options, *head[5:])
+    return _spread(outputs, live, targets.shape)
 
 
 def logits_logprobs(
@@ -175,6 +247,7 @@ def logits_logprobs(
     entropy: bool = False,
     in_place: bool = False,
     grad_buffer: Tensor | None = None,
+    fixed_shape: bool = False,
 ) -> LogProbs:
     """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
 
@@ -190,6 +263,7 @@ def logits_logprobs(
             the backward, which then runs only once.
         grad_buffer: shaped like logits, any of the dtypes above: the gradient is added to it, in float32 arithmetic,
             and the logits themselves get none.
+        fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """
@@ -216,55 +290,45 @@ def logits_logprobs(
                 f"got strides {place.stride()}"
             )
     flat_targets = targets.reshape(-1).long()
-    live = live_tokens(flat_targets, mask, logits.shape[-1], "logits")
+    check_fixed_shape(fixed_shape)
+    compiled = torch.compiler.is_compiling()
+    if compiled and (in_place or grad_buffer is not None):
+        raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
+    if fixed_shape:
+        counted = within_vocabulary(flat_targets, mask, logits.shape[-1])
+        flat_targets = rows_of(flat_targets, counted)
+    if compiled:
+        live = counted if fixed_shape else counted_tokens(flat_targets, mask)
+        outputs = logits_op(logits, flat_targets, live, transform, entropy=entropy, fixed_shape=fixed_shape)
+        return _spread(outputs, live if fixed_shape else None, targets.shape)
+    tokens = all_tokens(flat_targets) if fixed_shape else live_tokens(flat_targets, mask, logits.shape[-1], "logits")
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
-    outputs = LogitRows.apply(logits, flat_targets, live.positions, live.dead, options)
-    return _spread(outputs, live.positions if live.dead.numel() else None, targets.shape)
+    outputs = LogitRows.apply(logits, flat_targets, tokens.positions, tokens.dead, options)
+    return _spread(outputs, counted if fixed_shape else tokens.selection, targets.shape)
 
 
-class LiveTokens(NamedTuple):
-    """The tokens that count."""
-
-    positions: Tensor  # (n,) flat, ascending
-    dead: Tensor  # (N - n,) the others
-    counts: list[int]  # what else was asked for
-
-
-def live_tokens(
-    flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str, counts: Tensor | None = None
-) -> LiveTokens:
-    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync.
-
-    It reads `counts`, integers (k,), too.
-    """
-    live = flat_targets >= 0
-    if mask is not None:
-        live = live & (mask.reshape(-1) != 0)
-    outside = live & (flat_targets >= vocab)
-    largest = torch.where(outside, flat_targets, -1)
-    numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
-    count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
-    if count[1]:
-        raise ValueError(
-            f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
-            f"{count[1]} of them are not, the largest is {count[2]}"
-        )
-    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
-    order = torch.argsort(live.logical_not(), stable=True)
-    return LiveTokens(order[: count[0]], order[count[0] :], count[3:])
+def _needs(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Sequence[LowRank]) -> tuple[bool, bool]:
+    """Whether gradients of the rows, and of anything of the head's, are wanted."""
+    if not torch.is_grad_enabled():
+        return False, False
+    factors = [factor for term in low_rank for factor in (term.a, term.b)]
+    head = any(part is not None and part.requires_grad for part in (weight, bias, *factors))
+    return hidden.requires_grad, head
 
 
-def spread(values: Tensor, index: Tensor | None, shape: torch.Size) -> Tensor:
-    """(n,) values of the live tokens -> `shape`, 0 elsewhere."""
-    if index is not None:
-        values = values.new_zeros(shape.numel()).index_copy(0, index, values)
+def spread(values: Tensor, live: Tensor | None, shape: torch.Size) -> Tensor:
+    """Values by mask (N,), or of the tokens of an index (n,) -> `shape`, 0 elsewhere."""
+    if keeps_shape(live):
+        values = values.masked_fill(~live, 0)
+    elif live is not None:
+        values = values.new_zeros(shape.numel()).index_copy(0, live, values)
     return values.view(shape)
 
 
-def _spread(outputs: tuple[Tensor, ...], index: Tensor | None, shape: torch.Size) -> LogProbs:
+def _spread(outputs: tuple[Tensor, ...], live: Tensor | None, shape: torch.Size) -> LogProbs:
     logps, *others = outputs
-    rest = (None if values is None else spread(values, index, shape) for values in others)
-    return LogProbs(spread(logps, index, shape), *rest)
+    rest = (None if values is None else spread(values, live, shape) for values in others)
+    return LogProbs(spread(logps, live, shape), *rest)
 
 
 def check_linear(
@@ -439,7 +503,54 @@ def check_chunk(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
+def check_eager(vocab_parallel: VocabParallel | None, *tensors: object) -> None:
+    """ValueError for a sharded head under torch.compile."""
+    if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, tensors))):
+        raise ValueError(
+            "vocab_parallel must be None under torch.compile, and no tensor a DTensor: its graphs do not hold the "
+            "collectives of a sharded head"
+        )
+
+
+def _check_sharded(grad_tolerance: float, batch_invariant: bool, max_extra_bytes: int | None) -> None:
+    """What a head whose vocabulary is sharded cannot have."""
+    if grad_tolerance != 0.0:
+        raise ValueError(
+            "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole vocabulary's "
+            f"gradient, which no rank has; got {grad_tolerance}"
+        )
+    if batch_invariant:
+        raise ValueError(
+            "batch_invariant must be False with vocab_parallel: the order of a sum over ranks is the communication "
+            "library's, and may change with the number of tokens"
+        )
+    if max_extra_bytes is not None:
+        raise ValueError(
+            "max_extra_bytes must be None with vocab_parallel: the memory of its collectives is not planned; "
+            f"got {max_extra_bytes}"
+        )
+
+
+def check_fixed_shape(fixed_shape: bool) -> None:
+    if not isinstance(fixed_shape, bool):
+        raise TypeError(f"fixed_shape must be a bool, got {type(fixed_shape).__name__}")
+
+
+def check_invariant(
+    batch_invariant: bool, chunk_tokens: int | None, chunk_vocab: int | None, grad_tolerance: float
+) -> None:
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    if not batch_invariant:
+        return
+    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        if value is not None:
+            raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
+    if grad_tolerance != 0.0:
+        raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
+
+
+def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, int | float):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
@@ -448,6 +559,12 @@ def check_tolerance(grad_tolerance: float, unbiased: bool) -> None:
         raise TypeError(f"unbiased must be a bool, got {type(unbiased).__name__}")
     if unbiased and grad_tolerance == 0.0:
         raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
+    check_fixed_shape(fixed_shape)
+    if fixed_shape and grad_tolerance != 0.0:
+        raise ValueError(
+            f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
+            f"compute; got {grad_tolerance}"
+        )
 
 
 def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:

@@ -1,5 +1,6 @@
 """A low-rank term of the head's logits, LoRA's, without the sum of the two weights."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,15 +32,18 @@ class LowRank:
     scaling: float = 1.0
     hidden: Tensor | None = None
 
-    def inputs(self, hidden: Tensor, index: Tensor | None) -> Tensor:
-        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that the index leaves out."""
+    def inputs(self, hidden: Tensor, index: Tensor | None, *, function: Callable[..., Tensor] | None = None) -> Tensor:
+        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that an index or a mask leaves out.
+
+        `function` computes the product, None for the autograd Function of eager mode.
+        """
         given = hidden if self.hidden is None else self.hidden
         kind = given.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         else:
             dtype = torch.promote_types(given.dtype, self.a.dtype)
-        return _Inputs.apply(given.reshape(-1, given.shape[-1]), self.a, index, dtype) * self.scaling
+        return (function or _Inputs.apply)(given.reshape(-1, given.shape[-1]), self.a, index, dtype) * self.scaling
 
 
 class _Inputs(torch.autograd.Function):
@@ -50,35 +54,54 @@ class _Inputs(torch.autograd.Function):
     def forward(ctx, hidden, a, index, dtype):
         ctx.dtype = dtype
         ctx.save_for_backward(hidden, a, index)
-        out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            factor = a.to(dtype)
-            for rows in _parts(hidden, index):
-                out[rows] = gemm.matmul(hidden[rows].to(dtype), factor.T)
-        return out
+        return inputs_forward(hidden, a, index, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         hidden, a, index = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        total = torch.zeros_like(a, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            factor = a.to(ctx.dtype)
-            for rows in _parts(hidden, index):
-                part = grad[rows].to(ctx.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
-                if total is not None:
-                    gemm.accumulate(total, part.T, hidden[rows].to(ctx.dtype))
-        return grad_hidden, None if total is None else total.to(a.dtype), None, None
+        return *inputs_backward(grad, hidden, a, index, ctx.dtype, ctx.needs_input_grad), None, None
+
+
+def inputs_forward(hidden: Tensor, a: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(N, H), (r, H) -> hidden @ a.T (N, r) float32, 0 for the tokens that an index or a mask leaves out."""
+    out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        factor = a.to(dtype)
+        for rows in _parts(hidden, index):
+            out[rows] = gemm.matmul(_taken(hidden, rows, index).to(dtype), factor.T)
+    return out
+
+
+def inputs_backward(
+    grad: Tensor, hidden: Tensor, a: Tensor, index: Tensor | None, dtype: torch.dtype, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `inputs_forward` for hidden and a."""
+    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+    total = torch.zeros_like(a, dtype=torch.float32) if needs[1] else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        factor = a.to(dtype)
+        for rows in _parts(hidden, index):
+            part = _taken(grad, rows, index).to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
+            if total is not None:
+                gemm.accumulate(total, part.T, _taken(hidden, rows, index).to(dtype))
+    return grad_hidden, None if total is None else total.to(a.dtype)
 
 
 def _parts(hidden: Tensor, index: Tensor | None) -> list:
-    """The rows that count, a few at a time: slices, or pieces of the index."""
+    """The rows that count, a few at a time: pieces of the index; slices of them all for None or a mask."""
     count = hidden.shape[0] if index is None else index.shape[0]
     pieces = [slice(start, min(start + ROWS_AT_ONCE, count)) for start in range(0, count, ROWS_AT_ONCE)]
-    return pieces if index is None else [index[piece] for piece in pieces]
+    return pieces if index is None or index.dtype == torch.bool else [index[piece] for piece in pieces]
+
+
+def _taken(values: Tensor, rows: slice | Tensor, index: Tensor | None) -> Tensor:
+    """Some of the rows; those that a mask leaves out as 0, whatever they hold."""
+    if index is None or index.dtype != torch.bool:
+        return values[rows]
+    return torch.where(index[rows, None], values[rows], 0)
 
 
 class LowRankRows(NamedTuple):

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import is_dtensor
-from liger_rl.logprobs import live_tokens, spread
+from liger_rl.logprobs import spread
 from liger_rl.one_pass import OnePassPlan, WithGradients, chunk_capacity, one_pass, plan_one_pass
 from liger_rl.policy.loss import Locality, PolicyLoss, PreparedLoss
 from liger_rl.projection import ProjectionOptions, kind_of
+from liger_rl.tokens import live_tokens
 
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)
@@ -58,10 +59,21 @@ def obstacle(
     low_rank: Sequence[Any],
     vocab_parallel: VocabParallel | None,
     grad_tolerance: float,
+    *,
+    fixed_shape: bool = False,
+    max_extra_bytes: int | None = None,
 ) -> str | None:
     """What one pass would need and does not have, None where nothing is missing. Shapes decide, no device is asked."""
     if grad_tolerance != 0.0:
         return f"grad_tolerance = 0.0, got {grad_tolerance}: blocks are left out of a second pass"
+    if fixed_shape:
+        return "fixed_shape = False: the host has to know which rows make a chunk"
+    if options.batch_invariant:
+        return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
+    if max_extra_bytes is not None:
+        return (
+            f"max_extra_bytes = None, got {max_extra_bytes}: a chunk holds the whole vocabulary and needs room for it"
+        )
     if options.compute_dtype == torch.float16:
         return "bfloat16 or float32 products: gradients that are made before the loss is scaled vanish in float16"
     if torch.compiler.is_compiling():
@@ -126,7 +138,7 @@ def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOpti
         counts.append(mask.sum(1))
     live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))
     n, (hopeful, *row_counts) = live.positions.numel(), live.counts
-    index = live.positions if live.dead.numel() else None
+    index = live.selection
     plan = head.plan(n, options, together=max([1, *row_counts]))
     if n <= plan.chunk_tokens:
         chunks = [slice(0, n)] if n else []

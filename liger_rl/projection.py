@@ -58,12 +58,14 @@ class ProjectionOptions:
     gather: Gather | None = None
     tolerance: Tolerance | None = None
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
+    batch_invariant: bool = False
+    kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
 
     @property
     def chunks_are_free(self) -> bool:
         """No chunk is named, so kernels that make no tile of logits may be used."""
-        return self.chunk_tokens is None and self.chunk_vocab is None
+        return self.kernels_fit or (self.chunk_tokens is None and self.chunk_vocab is None)
 
 
 class Tiles(NamedTuple):

@@ -158,6 +158,23 @@ def test_picked_rows_of_strided_logits(entropy):
         assert (out.view(12, 129)[untouched] == 77.0).all()
 
 
+@pytest.mark.parametrize("kernels", [eager, triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_picked_rows_without_gradient_may_hold_anything(kernels, entropy, add):
+    logits, targets, _ = make(4, [(0, 130)], torch.float32, False)
+    logits[1], logits[2, 5] = math.nan, math.inf
+    grad = torch.tensor([1.0, 0.0, 0.0, -2.0], device=DEVICE)
+    ones = torch.ones(4, device=DEVICE)
+    lse, entropies = (torch.tensor([5.0, math.nan, math.inf, 6.0], device=DEVICE) for _ in range(2))
+    tokens = TokenGradients(lse, grad, 0.5 * grad, entropies if entropy else None, grad if entropy else None)
+    out = ones[:, None].expand(4, 130).clone()
+    kernels.grad(logits, targets, 0, None, LogitTransform(), tokens, out, torch.arange(4, device=DEVICE), add=add)
+    assert torch.equal(out[1:3], torch.full_like(out[1:3], 1.0 if add else 0.0))
+    assert out[0].isfinite().all()
+    assert (out[0] != (1.0 if add else 0.0)).any()
+
+
 def test_fold_into_part_of_a_state():
     """The tile loop folds chunks of tokens into views of one state."""
     spans = [(0, 129)]

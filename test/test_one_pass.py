@@ -334,7 +334,7 @@ def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
         monkeypatch.setattr(module, "kept_for", lambda device: kept_triton)
     monkeypatch.setattr(projection, "for_device", lambda device: triton)
     if dtype == torch.float16:  # which the interpreter rounds to as it should, unlike bfloat16
-        monkeypatch.setattr(grpo, "obstacle", lambda *_: None)
+        monkeypatch.setattr(grpo, "obstacle", lambda *_, **__: None)
     data = batch(2, 5, dtype, device, vocab=300)
     found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
     assert_same(found, expected, 1e-6 if dtype == torch.float32 else 2e-3)
@@ -580,6 +580,9 @@ class Scaled(nn.Module):
     ("message", "loss_type", "options", "call"),
     [
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
+        ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
+        ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
+        ("max_extra_bytes = None, got 16777216", "grpo", {"max_extra_bytes": 1 << 24}, {}),
         ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),

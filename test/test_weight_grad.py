@@ -22,7 +22,17 @@ def add_to(total, inputs, **options):
     return leaves
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunk_tokens": 7, "chunk_vocab": 50}], ids=["whole", "tiles"])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        {},
+        {"chunk_tokens": 7, "chunk_vocab": 50},
+        {"fixed_shape": True},
+        {"batch_invariant": True},
+        {"max_extra_bytes": 1 << 27},
+    ],
+    ids=["whole", "tiles", "fixed shape", "batch invariant", "budget"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_is_added_and_the_weight_gets_none(dtype, chunks, device):
     inputs = problem(dtype=dtype, device=device, bias=True)

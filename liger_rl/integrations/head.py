@@ -119,7 +119,8 @@ def kept_hidden(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator
     finally:
         head._forward_hooks = hooks
         if before is None:
-            del head.forward
+            # Not `del`: torch.compile replays that on a head that never had the attribute, and pop says what it means.
+            vars(head).pop("forward", None)
         else:
             head.forward = before
 

@@ -33,7 +33,16 @@ from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
 
 IGNORE_INDEX = -100
-HEAD_OPTIONS = ("grad_tolerance", "unbiased", "chunk_tokens", "chunk_vocab", "weight_grad")
+HEAD_OPTIONS = (
+    "grad_tolerance",
+    "unbiased",
+    "chunk_tokens",
+    "chunk_vocab",
+    "max_extra_bytes",
+    "fixed_shape",
+    "batch_invariant",
+    "weight_grad",
+)
 
 
 @dataclass
@@ -77,7 +86,8 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        grad_tolerance, unbiased, chunk_tokens, chunk_vocab, weight_grad: as in `linear_logprobs`.
+        grad_tolerance, unbiased, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
+            as in `linear_logprobs`.
 
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
@@ -174,7 +184,6 @@ def _with_fused_head(model_class: Any) -> type:
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
-@torch.compiler.disable  # its head differs from call to call; compile the model's body, which it runs as it is
 def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCausalLMOutput:
     labels = kwargs.pop("labels", None)
     shift_labels = kwargs.pop("shift_labels", None)

@@ -81,6 +81,11 @@ def grad(
     log_p = z - tokens.lse[:, None]
     p = log_p.exp_() if tokens.grad_entropy is None else log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
     grad_x = grad_of(z, log_p, p, targets, first, transform, tokens)
+    if rows is not None:
+        # Rows of someone else's logits hold anything, NaN too, where there is no gradient.
+        silent = tokens.grad_logps == 0
+        silent = silent if tokens.grad_entropy is None else silent & (tokens.grad_entropy == 0)
+        grad_x.masked_fill_(silent[:, None], 0.0)
     place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
     if add:
         grad_x += out[place]

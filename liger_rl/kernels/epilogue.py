@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.limits import ALIGNMENT_BYTES, CAPABILITY, DTYPES, MIN_TOKENS, STATISTICS_BYTES
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -37,17 +38,14 @@ TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
-MIN_TOKENS = 4 * TILE_TOKENS  # under it too few tiles share a read of the weight
-STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
-ALIGNMENT_BYTES = 16
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
     """Whether this path takes (N, H) @ (V, H).T: Hopper or later, one 16-bit dtype, rows that TMA can address."""
-    if not hidden.is_cuda or torch.cuda.get_device_capability(hidden.device) < (9, 0):
+    if not hidden.is_cuda or torch.cuda.get_device_capability(hidden.device) < CAPABILITY:
         return False
-    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16):
+    if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES:
         return False
     return hidden.shape[0] >= MIN_TOKENS and _addressable(hidden) and _addressable(weight)
 

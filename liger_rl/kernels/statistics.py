@@ -21,6 +21,9 @@ class TokenStatistics(NamedTuple):
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the words with the largest z
 
+    def mean_logits(self, vocab: int) -> Tensor | None:
+        return None if self.sum_logits is None else self.sum_logits / vocab
+
 
 class Fold(NamedTuple):
     """Running sums over the vocabulary, float32; kernels update them in place, tile by tile."""
@@ -179,6 +182,13 @@ class TokenGradients(NamedTuple):
         entropy = None if self.entropy is None else self.entropy[rows]
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
         return TokenGradients(self.lse[rows], self.grad_logps[rows], self.at_target[rows], entropy, grad_entropy)
+
+    def silenced(self, live: Tensor) -> "TokenGradients":
+        """Zero gradients where the mask is False, whatever finite logits their rows have."""
+
+        parts = TokenGradients._make(None if part is None else torch.where(live, part, 0.0) for part in self)
+        # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
+        return parts._replace(lse=torch.where(live, self.lse, math.inf))
 
     def times(self, scale: Tensor) -> "TokenGradients":
         """All that is linear in the loss, times a number for each token."""

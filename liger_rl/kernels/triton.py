@@ -173,13 +173,19 @@ def _grad_kernel(
     log_p = z - tl.load(lse_of + row)
     p = tl.exp(log_p)
     hit = column == tl.load(targets + row) - first
-    grad = tl.where(hit, tl.load(at_target + row), -tl.load(grad_logps + row) * p)
+    g = tl.load(grad_logps + row)
+    silent = g == 0.0
+    grad = tl.where(hit, tl.load(at_target + row), -g * p)
     if entropies is not None:
+        e = tl.load(grad_entropies + row)
+        silent = silent & (e == 0.0)
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
-        grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+        grad -= e * p * (log_p + tl.load(entropies + row))
     grad *= slope
     if CAPPED:
         grad *= 1.0 - square
+    # Rows of someone else's logits hold anything, NaN too, where there is no gradient.
+    grad = tl.where(silent, 0.0, grad)
     if ADD:
         grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import oracles
+from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs, projection
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
@@ -32,6 +33,7 @@ class Case:
     chunk_vocab: int | None = None
     ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
+    fixed_shape: bool = False
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -49,6 +51,8 @@ CASES = [
     Case(tokens=0, masked="none"),
     Case(frozen="hidden"),
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
+    Case(fixed_shape=True, shards=1),
+    Case(fixed_shape=True, rank=2, bias=True, chunk_vocab=100),
 ]
 
 
@@ -89,6 +93,8 @@ class Problem:
             problem.targets[::5] = problem.likeliest()[::5]
         if case.tokens:
             problem.targets[1] = -100
+        if case.fixed_shape:
+            problem.targets[2] = vocab  # masked, and does not raise
         return problem
 
     def likeliest(self) -> Tensor:
@@ -119,6 +125,7 @@ class Problem:
             extras=EXTRAS,
             chunk_tokens=case.chunk_tokens,
             chunk_vocab=case.chunk_vocab,
+            fixed_shape=case.fixed_shape,
             vocab_parallel=vocab_parallel,
         )
         loss = (found.logps * self.upstream[0]).sum()
@@ -450,6 +457,58 @@ def test_a_loss_over_ranks_takes_two_passes(ranks):
         assert message.startswith('passes="one" needs vocab_parallel = None')
 
 
+def fixed_loss(rank):
+    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
+    try:
+        FusedLinearGRPOLoss("grpo", fixed_shape=True)(
+            torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_loss_of_fixed_shape_does_not_know_the_whole_vocabulary(ranks):
+    for message in ranks.run(fixed_loss):
+        assert message.startswith("fixed_shape must be False with vocab_parallel")
+
+
+def compiled_head(rank):
+    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(3).long(), VocabParallel(rank.group, 5 * rank.index)
+    loss = FusedLinearGRPOLoss("dapo")
+    heads = (
+        lambda hidden: linear_logprobs(hidden, weight, ids, vocab_parallel=place).logps,
+        lambda hidden: loss(hidden, weight, ids, torch.ones(3), vocab_parallel=place).loss,
+    )
+    messages = []
+    for head in heads:
+        try:
+            torch.compile(head, backend="eager", fullgraph=True)(torch.randn(3, HIDDEN))
+        except (ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_sharded_head_is_not_compiled(ranks):
+    for messages in ranks.run(compiled_head):
+        assert len(messages) == 2
+        assert all("vocab_parallel must be None under torch.compile" in message for message in messages), messages
+
+
+def reads_of_the_host(rank):
+    """Of a call whose weight is known, and of its backward."""
+    case = Case(fixed_shape=True)
+    problem = Problem.of(case).shard(*((0, 301) if rank.index == 0 else (301, 300)))
+    place = VocabParallel(rank.group, 301 * rank.index)
+    problem.solve(case, place)
+    with host_reads(rank.device) as reads:
+        problem.solve(case, place)
+    return reads.names
+
+
+def test_a_fixed_shape_never_waits_for_the_device(ranks):
+    assert ranks.run(reads_of_the_host) == [[], []]
+
+
 def checked_calls(rank):
     """How often ranks compare notes: once per weight and place, also after a call that failed."""
     calls, before = [], dist.all_gather_object
@@ -480,6 +539,8 @@ def refused(rank):
     messages = []
     for error, arguments in (
         (ValueError, {"grad_tolerance": 1e-3, "vocab_parallel": place}),
+        (ValueError, {"batch_invariant": True, "vocab_parallel": place}),
+        (ValueError, {"max_extra_bytes": 1 << 30, "vocab_parallel": place}),
         (TypeError, {"vocab_parallel": rank.group}),
     ):
         try:
@@ -503,6 +564,8 @@ def test_bad_arguments_are_named(ranks):
         found = " | ".join(messages)
         assert [m.split(" must ")[0] for m in messages] == [
             "grad_tolerance",
+            "batch_invariant",
+            "max_extra_bytes",
             "vocab_parallel",
             "vocab_parallel.group",
             "vocab_parallel.vocab_start",

@@ -1,0 +1,286 @@
+"""The fused head as an operator of torch's own, for torch.compile: a graph holds it whole and does not look inside.
+
+How many tokens count is known only while it runs, so its inputs and outputs all keep the shape (N,), and tokens are
+dropped and put back within. What it computes is `fold_tokens` and `token_gradients`, as `LinearLogProbs` does, by which
+eager mode enters: its dispatch costs less, and it takes what a schema cannot say (`gather`).
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.block_sparse import Tolerance
+from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients
+from liger_rl.low_rank import inputs_backward, inputs_forward
+from liger_rl.projection import ProjectionOptions
+from liger_rl.tokens import live_tokens
+
+
+class OpOptions(NamedTuple):
+    """What is not a tensor, in types that a schema has."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    entropy: bool
+    extras: str  # names with commas between
+    compute_dtype: torch.dtype
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    tolerance: float  # 0.0 for the exact backward
+    unbiased: bool
+    fixed_shape: bool
+    batch_invariant: bool
+    kernels_fit: bool
+    bounded: bool  # keep what a backward with a tolerance needs
+
+    def projection(self, seed: Tensor | None = None) -> ProjectionOptions:
+        tolerance = None
+        if self.tolerance != 0.0:
+            tolerance = Tolerance(relative=self.tolerance, seed=None if seed is None else int(seed))
+        return ProjectionOptions(
+            transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
+            entropy=self.entropy,
+            extras=frozenset(filter(None, self.extras.split(","))),
+            compute_dtype=self.compute_dtype,
+            chunk_tokens=self.chunk_tokens,
+            chunk_vocab=self.chunk_vocab,
+            tolerance=tolerance,
+            batch_invariant=self.batch_invariant,
+            kernels_fit=self.kernels_fit,
+        )
+
+
+# In the order of HeadInputs, `live` being the mask of the tokens that count, and of OpOptions.
+TENSORS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor live, Tensor? low_inputs, Tensor? low_weight"
+)
+OPTIONS = (
+    "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
+    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, "
+    "bool batch_invariant, bool kernels_fit, bool bounded"
+)
+TENSOR_COUNT = len(HeadInputs._fields)
+
+
+class Outputs(NamedTuple):
+    """(N,) each, zero or meaningless at tokens that do not count; what is None does not leave the operator."""
+
+    statistics: TokenStatistics
+    known: TileBounds | None
+    seed: Tensor | None  # (1,) int64 on the host
+
+    def flat(self) -> list[Tensor]:
+        return [part for part in (*self.statistics, *(self.known or ()), self.seed) if part is not None]
+
+    @classmethod
+    def named(cls, flat: list[Tensor] | tuple[Tensor, ...], options: OpOptions) -> "Outputs":
+        parts = iter(flat)
+
+        def wanted(*there: bool) -> list[Tensor | None]:
+            return [next(parts) if is_there else None for is_there in there]
+
+        extras = [name in options.extras.split(",") for name in EXTRAS]
+        statistics = TokenStatistics(*wanted(True, True, options.entropy, *extras))  # type: ignore[arg-type]
+        known = None
+        if options.bounded:
+            known = TileBounds(*wanted(*[True] * 4, *[options.entropy] * 3))  # type: ignore[arg-type]
+        return cls(statistics, known, *wanted(options.unbiased))
+
+    @classmethod
+    def empty(cls, tokens: int, vocab: int, device: torch.device, options: OpOptions) -> "Outputs":
+        def made(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(tokens, dtype=dtype, device=device)
+
+        extras = [
+            made(torch.bool if name == "is_top1" else torch.float32) if name in options.extras.split(",") else None
+            for name in EXTRAS
+        ]
+        statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
+        known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy) if options.bounded else None
+        return cls(statistics, known, torch.empty(1, dtype=torch.int64) if options.unbiased else None)
+
+
+@torch.library.custom_op("liger_rl::linear_logprobs", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]")
+def _forward(*args) -> list[Tensor]:
+    head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
+    tokens, vocab = head.targets.numel(), head.weight.shape[0]
+    index = None
+    if not options.fixed_shape:
+        index = live_tokens(head.targets, head.live, vocab, "weight").selection
+        head = head._replace(live=index)
+    statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
+    out = Outputs.empty(tokens, vocab, head.hidden.device, options)
+    for whole, part in zip(out.statistics, statistics, strict=True):
+        _place(whole, part, index)
+    if out.known is not None and known is None:
+        # Bounds of no use: code 0 is the largest energy there is, so that every block is kept.
+        known = TileBounds._make(None if part is None else torch.zeros_like(part) for part in out.known)
+        index = None
+    for whole, part in zip(out.known or (), known or (), strict=True):
+        _place(whole, part, index)
+    if out.seed is not None:
+        out.seed.random_(2**31)
+    return out.flat()
+
+
+def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> None:
+    """(..., n) values -> their tokens of (..., N), zero elsewhere."""
+    if whole is None or part is None:
+        return
+    if index is None:
+        whole.copy_(part)
+    else:
+        whole.zero_().index_copy_(-1, index, part)
+
+
+@_forward.register_fake
+def _(*args) -> list[Tensor]:
+    hidden, weight = args[:2]
+    return Outputs.empty(hidden.shape[0], weight.shape[0], hidden.device, OpOptions(*args[TENSOR_COUNT:])).flat()
+
+
+@torch.library.custom_op(
+    "liger_rl::linear_logprobs_backward",
+    mutates_args=(),
+    schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
+    " -> Tensor[]",
+)
+def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
+    head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
+    out = Outputs.named(outputs, options)
+    assert head.live is not None
+    # Zero where no token counts: those are then dropped with the other tokens that have no gradient, by one sync.
+    grad_logps, grad_entropy = (
+        None if grad is None else torch.where(head.live, grad, 0.0) for grad in (grad_logps, grad_entropy)
+    )
+    if not options.fixed_shape:
+        head = head._replace(targets=torch.where(head.live, head.targets, 0), live=None)
+    settings = options.projection(out.seed)
+    gradients = token_gradients(head, out.statistics, out.known, grad_logps, grad_entropy, settings, tuple(needs))
+    return [part.contiguous() for part in gradients if part is not None]
+
+
+@_backward.register_fake
+def _(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
+    head = HeadInputs(*args[:TENSOR_COUNT])
+    inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
+    return _contiguous_like(inputs, needs)
+
+
+def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    return [
+        torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        for part, needed in zip(inputs, needs, strict=True)
+        if part is not None and needed
+    ]
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[TENSOR_COUNT:]
+    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output)
+
+
+def _differentiate(ctx, grads):
+    needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 5, 6)]
+    result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
+    saved, options = ctx.saved_tensors, OpOptions(*ctx.options)
+    grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
+    if grad_logps is not None or grad_entropy is not None:
+        head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
+        found = iter(_backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
+        for place, needed in zip((0, 1, 2, 5, 6), needs, strict=True):
+            result[place] = next(found) if needed else None
+    return tuple(result)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("liger_rl::low_rank_inputs", mutates_args=())
+def _inputs(hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    return inputs_forward(hidden, a, live, dtype)
+
+
+@_inputs.register_fake
+def _(hidden, a, live, dtype):
+    return torch.empty(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
+
+
+@torch.library.custom_op("liger_rl::low_rank_inputs_backward", mutates_args=())
+def _inputs_backward(
+    grad: Tensor, hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype, needs: list[bool]
+) -> list[Tensor]:
+    found = inputs_backward(grad, hidden, a, live, dtype, needs)
+    return [part.contiguous() for part in found if part is not None]
+
+
+@_inputs_backward.register_fake
+def _(grad, hidden, a, live, dtype, needs):
+    return _contiguous_like((hidden, a), needs)
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    *tensors, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_inputs(ctx, grad):
+    needs = list(ctx.needs_input_grad[:2])
+    found = iter(_inputs_backward(grad, *ctx.saved_tensors, ctx.dtype, needs))
+    return *(next(found) if needed else None for needed in needs), None, None
+
+
+_inputs.register_autograd(_differentiate_inputs, setup_context=_keep_inputs)
+
+
+def linear_op(
+    head: HeadInputs,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    extras: Collection[str],
+    compute_dtype: torch.dtype,
+    chunk_tokens: int | None,
+    chunk_vocab: int | None,
+    tolerance: float,
+    unbiased: bool,
+    fixed_shape: bool,
+    batch_invariant: bool,
+    kernels_fit: bool,
+) -> tuple[Any, ...]:
+    """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
+
+    The others get 0, or with `fixed_shape` what means nothing.
+
+    Raises:
+        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
+    """
+    differentiable = [part for part in (*head[:3], *head[5:]) if part is not None and part.requires_grad]
+    options = OpOptions(
+        transform.temperature,
+        transform.softcap,
+        transform.scale,
+        entropy,
+        ",".join(name for name in EXTRAS if name in extras),
+        compute_dtype,
+        chunk_tokens,
+        chunk_vocab,
+        tolerance,
+        unbiased,
+        fixed_shape,
+        batch_invariant,
+        kernels_fit,
+        bounded=tolerance != 0.0 and torch.is_grad_enabled() and bool(differentiable),
+    )
+    statistics = Outputs.named(_forward(*head, *options), options).statistics
+    extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
+    return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
+
+
+low_rank_inputs_op = _inputs

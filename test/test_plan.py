@@ -1,0 +1,255 @@
+"""Plans: what they predict bounds what is measured, budgets are kept, and what does not fit is refused."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor
+
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
+from liger_rl import logprobs as room
+from liger_rl.kernels.statistics import BLOCK_VOCAB
+
+TOKENS, HIDDEN, VOCAB = 700, 160, 3003
+CASES = {
+    "plain": {},
+    "entropy": {"entropy": True},
+    "bias, transform": {"bias": True, "transform": LogitTransform(temperature=0.7, softcap=5.0)},
+    "everything": {
+        "bias": True,
+        "entropy": True,
+        "extras": ("is_top1", "mean_logits", "log_sum_sq_probs"),
+        "transform": LogitTransform(temperature=0.7, softcap=5.0, scale=2.0),
+    },
+    "frozen weight": {"frozen": "weight"},
+    "frozen hidden": {"frozen": "hidden"},
+    "fixed shape": {"fixed_shape": True},
+    "batch invariant": {"batch_invariant": True},
+    "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
+    "tolerance": {"grad_tolerance": 0.05},
+    "low rank": {"rank": 3},
+}
+
+
+class Peak:
+    bytes = 0
+
+
+@contextmanager
+def tensor_peak(device: torch.device) -> Iterator[Peak]:
+    """Peak of the bytes that tensors take above those at entry."""
+    peak = Peak()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield peak
+        torch.cuda.synchronize()
+        peak.bytes = torch.cuda.max_memory_allocated() - before
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield peak
+    assert profile.profiler is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak.bytes = max(peak.bytes, held)
+
+
+def run(case: dict, device: torch.device, dtype: torch.dtype, *, shape=(TOKENS, VOCAB, HIDDEN), masked=True, **more):
+    """-> (the plan, peak of the forward, peak of the backward), both beside results and gradients."""
+    tokens, vocab, hidden_size = shape
+    options = dict(case)
+    frozen, rank, bias = options.pop("frozen", None), options.pop("rank", 0), options.pop("bias", False)
+    leaves = {"hidden": torch.randn(tokens, hidden_size), "weight": torch.randn(vocab, hidden_size) / hidden_size**0.5}
+    if bias:
+        leaves["bias"] = torch.randn(vocab)
+    leaves = {name: t.to(device, dtype).requires_grad_(name != frozen) for name, t in leaves.items()}
+    terms = []
+    if rank:
+        a, b = torch.randn(rank, hidden_size), torch.randn(vocab, rank)
+        terms = [LowRank(a=a.to(device, dtype).requires_grad_(), b=b.to(device, dtype).requires_grad_())]
+    targets = torch.randint(vocab, (tokens,), device=device)
+    mask = torch.arange(tokens, device=device) % 9 != 0 if masked else None
+    plan = plan_linear_logprobs(
+        *shape,
+        dtype=dtype,
+        device=device,
+        needs=(frozen != "hidden", frozen != "weight"),
+        masked=masked,
+        bias=bias,
+        rank=rank,
+        **options,
+        **more,
+    )
+
+    def forward():
+        head = leaves.get("bias")
+        return linear_logprobs(
+            leaves["hidden"], leaves["weight"], targets, mask=mask, bias=head, low_rank=terms, **options, **more
+        )
+
+    def loss(out) -> Tensor:
+        return out.logps.sum() if out.entropy is None else (out.logps + out.entropy).sum()
+
+    everything = [*leaves.values(), *(factor for term in terms for factor in (term.a, term.b))]
+    if device.type == "cuda":
+        loss(forward()).backward()  # compiles what there is to compile, and lets libraries take what they keep
+        for leaf in everything:
+            leaf.grad = None
+    with tensor_peak(device) as first:
+        out = forward()
+    value = loss(out)
+    with tensor_peak(device) as second:
+        value.backward()
+    results = sum(leaf.grad.nbytes for leaf in everything if leaf.grad is not None)
+    return plan, first.bytes, second.bytes - results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)], ids=str
+)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prediction_bounds_the_peak(case, dtype, masked, device):
+    plan, forward, backward = run(case, device, dtype, masked=masked)
+    assert forward <= plan.forward.extra_bytes
+    assert backward <= plan.backward.extra_bytes
+    if device.type == "cpu":  # or the bound would say nothing
+        assert max(forward, backward) >= plan.extra_bytes / 4
+
+
+BUDGETED = {name: case for name, case in CASES.items() if name != "chunks"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", BUDGETED.values(), ids=BUDGETED)
+def test_a_budget_is_kept(case, dtype):
+    """The least that there is."""
+    device = torch.device("cpu")
+    options = {k: v for k, v in case.items() if k not in ("frozen", "bias", "rank")}
+    known = {"bias": case.get("bias", False), "rank": case.get("rank", 0)}
+    needs = (case.get("frozen") != "hidden", case.get("frozen") != "weight")
+    least = plan_linear_logprobs(
+        TOKENS, VOCAB, HIDDEN, dtype=dtype, device=device, needs=needs, **known, **options
+    ).least_bytes
+    plan, forward, backward = run(case, device, dtype, max_extra_bytes=least)
+    assert max(forward, backward) <= plan.extra_bytes <= least
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("budget", [None, 200 << 20])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prediction_at_the_size_of_a_training_step(case, budget):
+    if budget is not None and ("chunk_vocab" in case):
+        pytest.skip("chunks and a budget exclude each other")
+    more = {} if budget is None else {"max_extra_bytes": budget}
+    plan, forward, backward = run(case, torch.device("cuda"), torch.bfloat16, shape=(4096, 32000, 2048), **more)
+    assert forward <= plan.forward.extra_bytes
+    assert backward <= plan.backward.extra_bytes
+    assert budget is None or plan.extra_bytes <= budget
+
+
+def test_a_budget_changes_tiles_and_not_results():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 64, generator=generator), torch.randn(2000, 64, generator=generator) / 8
+    targets = torch.randint(2000, (300,), generator=generator)
+    sizes = []
+
+    def spied(*args, **options):
+        sizes.append(plan_linear_logprobs(*args, **options).tiles)
+        return plan_linear_logprobs(*args, **options)
+
+    results = []
+    with mock.patch.object(room, "plan_linear_logprobs", spied):
+        for budget in (None, 3 << 19, 1 << 26):
+            leaf = hidden.clone().requires_grad_()
+            out = linear_logprobs(leaf, weight, targets, entropy=True, max_extra_bytes=budget)
+            (out.logps + out.entropy).sum().backward()
+            results.append([out.logps.detach(), out.entropy.detach(), leaf.grad])
+    assert sizes[0].vocab < sizes[1].vocab == 2000
+    for other in results[1:]:
+        for mine, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+def test_too_small_a_budget_says_what_is_needed():
+    hidden, weight = torch.randn(64, 32), torch.randn(1000, 32)
+    targets = torch.zeros(64, dtype=torch.long)
+    needed = plan_linear_logprobs(64, 1000, 32, dtype=torch.float32, device="cpu", needs=(False, False)).least_bytes
+    with pytest.raises(ValueError, match=rf"max_extra_bytes must be at least {needed} .*; got {needed - 1}"):
+        linear_logprobs(hidden, weight, targets, max_extra_bytes=needed - 1)
+    linear_logprobs(hidden, weight, targets, max_extra_bytes=needed)
+    loss = FusedLinearGRPOLoss(max_extra_bytes=1000)
+    with pytest.raises(ValueError, match="max_extra_bytes must be at least"):
+        loss(hidden[None], weight, targets[None], torch.ones(1))
+
+
+def test_bad_budgets():
+    for call in (FusedLinearGRPOLoss, lambda **o: plan_linear_logprobs(64, 1000, 32, **o)):
+        with pytest.raises(TypeError, match="max_extra_bytes must be an int or None, got float"):
+            call(max_extra_bytes=1e9)
+        with pytest.raises(ValueError, match="give it or chunk_tokens and chunk_vocab, not both"):
+            call(max_extra_bytes=1 << 30, chunk_vocab=512)
+
+
+H200 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "kernels"),
+    [
+        (H200, "two passes", ("epilogue", "epilogue")),
+        (H200 | {"transform": LogitTransform(softcap=30.0)}, "two passes", ("epilogue", "epilogue")),
+        (H200 | {"entropy": True}, "two passes", ("epilogue", "epilogue")),
+        (H200 | {"chunk_vocab": 8192}, "two passes", ("tiles", "tiles")),
+        (H200 | {"dtype": torch.float32}, "two passes", ("tiles", "tiles")),
+        (H200 | {"grad_tolerance": 1e-3}, "block-sparse", ("epilogue", "blocks")),
+        (H200 | {"grad_tolerance": 1e-3, "fixed_shape": True}, "two passes", ("epilogue", "epilogue")),
+        (H200 | {"grad_tolerance": 1e-3, "dtype": torch.float32}, "two passes", ("tiles", "tiles")),
+        (H200 | {"max_extra_bytes": 300 << 20}, "two passes", ("epilogue", "epilogue")),
+        ({"device": "cpu", "dtype": torch.float32}, "two passes", ("tiles", "tiles")),
+        ({"device": "cpu", "dtype": torch.float32, "grad_tolerance": 1e-3}, "block-sparse", ("tiles", "blocks")),
+    ],
+)
+def test_the_rule(options, path, kernels):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the plan is of another GPU")
+    plan = plan_linear_logprobs(8192, 128256, 4096, masked=False, **options)
+    assert (plan.path, (plan.forward.kernel, plan.backward.kernel)) == (path, kernels)
+    assert plan.forward.flops == 2 * 8192 * 128256 * 4096
+    assert plan.backward.flops == 3 * plan.forward.flops
+    text = str(plan)
+    assert path in text
+    assert kernels[0] in text
+    assert str(plan.least_bytes) in text
+
+
+def test_what_is_not_asked_for_costs_nothing():
+    frozen = plan_linear_logprobs(8192, 128256, 4096, needs=(True, False))
+    assert frozen.backward.flops == 2 * frozen.forward.flops
+    assert plan_linear_logprobs(8192, 128256, 4096, needs=(False, False)).backward is None
+
+
+def test_tiles_are_those_of_the_run():
+    """On CPU, where every product passes the dispatcher."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    widths = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name == "aten::mm":
+                widths.add((args[0].shape[0], args[1].shape[1]))
+            return func(*args, **(kwargs or {}))
+
+    plan = plan_linear_logprobs(TOKENS, 40000, 64, dtype=torch.float32, device="cpu", needs=(False, False))
+    with Products():
+        linear_logprobs(torch.randn(TOKENS, 64), torch.randn(40000, 64), torch.zeros(TOKENS, dtype=torch.long))
+    assert max(widths) == plan.forward.tiles
+    assert plan.forward.tiles.vocab % BLOCK_VOCAB == 0
