@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.kernels.bounds import ENTROPY_OCTAVES
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients
@@ -118,8 +119,11 @@ def _forward(*args) -> list[Tensor]:
     for whole, part in zip(out.statistics, statistics, strict=True):
         _place(whole, part, index)
     if out.known is not None and known is None:
-        # Bounds of no use: code 0 is the largest energy there is, so that every block is kept.
+        # Bounds that say nothing: code 0 is the largest energy there is.
         known = TileBounds._make(None if part is None else torch.zeros_like(part) for part in out.known)
+        known.beside_target.fill_(1.0)
+        if known.entropy_beside_target is not None:
+            known.entropy_beside_target.fill_(2.0**ENTROPY_OCTAVES)
         index = None
     for whole, part in zip(out.known or (), known or (), strict=True):
         _place(whole, part, index)
