@@ -4,8 +4,8 @@ A sum of floats depends on its order, and libraries choose the order of a produc
 tokens there are. Two things are fixed here. Where the product of our own applies, every tile of it is computed in one
 way, and it is taken whatever the number of tokens is; elsewhere every product has one shape, (INVARIANT_TOKENS, H)
 times the same tiles of the weight. Tokens are made up to that with rows of zeros.
-What is left to the library is to treat all rows of one product alike, wherever they lie. MKL and cuBLAS do in the tests,
-which shuffle; not every library does (numpy's OpenBLAS is one that does not), so run them where it matters.
+What is left to the library is to treat all rows of one product alike, wherever they lie. The tests shuffle rows to see
+that it does; numpy's OpenBLAS is one that does not.
 """
 
 from dataclasses import replace
