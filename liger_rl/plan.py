@@ -103,8 +103,8 @@ def plan_linear_logprobs(
     named; in the backward also no softcap and no gradient of the entropy), else float32 tiles. Without a budget a tile
     has up to 8192 tokens (512 on CPU) and as many words as fit 320 MiB (24 MiB). With one, both directions have the
     widest tiles that fit what it leaves beside the parts that no tile changes, halving the tokens while under 256 words
-    fit, down to 128; and under 48 MiB left, or more where the bytes of 128 tokens' statistics do not fit, the epilogue
-    of the forward, which keeps that much, is not taken either.
+    fit, down to 128; and where the statistics of the forward's epilogue do not fit, 48 MiB or those of 128 tokens, no
+    epilogue is taken.
 
     The formulas, with N tokens, c the bytes of the compute dtype, s of the hidden states', T x v a tile:
 
@@ -113,7 +113,7 @@ def plan_linear_logprobs(
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of
-                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward 4 + c likewise
+                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward 4 + c likewise, c in the epilogue
 
     Counts of live tokens are not known beforehand: costs are those of all `tokens`.
 
