@@ -113,7 +113,8 @@ def plan_linear_logprobs(
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of
-                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward 4 + c likewise, c in the epilogue
+                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward likewise, 4 + c
+                        (c in the epilogue)
 
     Counts of live tokens are not known beforehand: costs are those of all `tokens`.
 
