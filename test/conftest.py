@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
+from devices import NEEDS_GPU
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before any test imports a module of kernels.

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor
 
+from devices import NEEDS_GPU
 from host_reads import host_reads
 from liger_rl import (
     PRESETS,

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor
 
+from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, logits_logprobs
 from liger_rl.invariant import INVARIANT_TOKENS
 

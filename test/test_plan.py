@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor
 
+from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
 from liger_rl import logprobs as room
 from liger_rl.kernels.statistics import BLOCK_VOCAB
