@@ -110,8 +110,8 @@ def linear_logprobs(
         batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
             head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
             version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
-            product of our own applies and of 128 elsewhere, where it rests on a library that treats the rows of a
-            product alike (MKL and cuBLAS do in the tests). For gradients nothing is promised.
+            product of our own applies and of 128 elsewhere, where it rests on the library treating all rows
+            of a product alike (see `liger_rl.invariant`). For gradients nothing is promised.
         weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
             `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's rows. Each backward adds the
             weight's gradient to it, in float32 and without a (V, H) tensor of its own, and the weight itself gets none

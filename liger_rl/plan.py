@@ -101,10 +101,9 @@ def plan_linear_logprobs(
     `linear_logprobs`), else "two passes". In each direction the product with its work in the epilogue is taken where it
     applies (compute capability 9.0 on, one 16-bit dtype, rows of multiples of 16 bytes, 512 tokens or more, no chunk
     named), else float32 tiles. Without a budget a tile has up to 8192 tokens (512 on CPU) and as many words as fit
-    320 MiB (24 MiB). With one, both directions have the
-    widest tiles that fit what it leaves beside the parts that no tile changes, halving the tokens while under 256 words
-    fit, down to 128; and under 48 MiB left, or more where the bytes of 128 tokens' statistics do not fit, the epilogue
-    of the forward, which keeps that much, is not taken either.
+    320 MiB (24 MiB). With one, both directions have the widest tiles that fit what it leaves beside the parts that no
+    tile changes, halving the tokens while under 256 words fit, down to 128; and where the statistics of the forward's
+    epilogue do not fit, 48 MiB or those of 128 tokens, no epilogue is taken.
 
     The formulas, with N tokens, c the bytes of the compute dtype, s of the hidden states', T x v a tile:
 
@@ -113,7 +112,8 @@ def plan_linear_logprobs(
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of
-                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward 4 + c likewise
+                        bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward likewise, 4 + c
+                        (c in the epilogue)
 
     Counts of live tokens are not known beforehand: costs are those of all `tokens`.
 
@@ -165,9 +165,7 @@ def plan_linear_logprobs(
     smallest = Tiles(min(SMALLEST_TOKENS, max(tokens, 1)), min(CHUNK_ALIGNMENT, vocab))
     if batch_invariant:
         smallest = shape.invariant_tiles(options)
-    least = known_bytes + max(
-        shape.forward_bytes(smallest, kernel=batch_invariant and kernel), shape.backward_bytes(smallest)
-    )
+    least = known_bytes + shape.peak(smallest, kernel=batch_invariant and kernel)
     forward_tiles, backward_tiles = shape.default_tiles(options, kernel=kernel)
     kernels_fit = True
     if max_extra_bytes is not None:
@@ -178,9 +176,9 @@ def plan_linear_logprobs(
                 f"got {max_extra_bytes}"
             )
         left = max_extra_bytes - known_bytes
-        kernels_fit = batch_invariant or not kernel or shape.forward_bytes(smallest, kernel=True) <= left
+        kernels_fit = batch_invariant or not kernel or shape.peak(smallest, kernel=True) <= left
         kernel = kernel and kernels_fit
-        forward_tiles = backward_tiles = smallest if batch_invariant else shape.widest(left, smallest)
+        forward_tiles = backward_tiles = smallest if batch_invariant else shape.widest(left, smallest, kernel=kernel)
     forward = Step(
         "epilogue" if kernel else "tiles",
         None if kernel else forward_tiles,
@@ -195,7 +193,7 @@ def plan_linear_logprobs(
             None if sparse else backward_tiles,
             2 * tokens * hidden_size * vocab * (1 + sum(needs)),
             shape.backward_traffic(backward_tiles, kernel=kernel),
-            known_bytes + shape.backward_bytes(backward_tiles),
+            known_bytes + shape.backward_bytes(backward_tiles, kernel=kernel),
         )
     path = "block-sparse" if sparse else "two passes"
     return LinearPlan(
@@ -320,17 +318,26 @@ class _Shape:
             return self.invariant_tiles(options), backward
         return plan_tiles(*sizes, bytes_per_logit=4 if self.cuda else 12), backward
 
-    def widest(self, budget: int, smallest: Tiles) -> Tiles:
+    def widest(self, budget: int, smallest: Tiles, *, kernel: bool) -> Tiles:
         """The widest tile whose memory fits, of as many tokens as leave room for CHUNK_ALIGNMENT words."""
         count = max(1, min(self.tokens, MAX_CHUNK_TOKENS["cuda" if self.cuda else "cpu"]))
-        while count > smallest.tokens and self._peak(Tiles(count, smallest.vocab)) > budget:
+        while count > smallest.tokens and self.peak(Tiles(count, smallest.vocab), kernel=kernel) > budget:
             count = max(count // 2, smallest.tokens)
-        narrow = self._peak(Tiles(count, smallest.vocab))
-        steps = (budget - narrow) // max(self._peak(Tiles(count, smallest.vocab + CHUNK_ALIGNMENT)) - narrow, 1)
-        return Tiles(count, min(smallest.vocab + steps * CHUNK_ALIGNMENT, self.vocab))
 
-    def _peak(self, tiles: Tiles) -> int:
-        return max(self.forward_bytes(tiles, kernel=False), self.backward_bytes(tiles))
+        def tiles(steps: int) -> Tiles:
+            return Tiles(count, min(smallest.vocab + steps * CHUNK_ALIGNMENT, self.vocab))
+
+        fits, most = 0, -(-(self.vocab - smallest.vocab) // CHUNK_ALIGNMENT)
+        while fits < most:
+            middle = (fits + most + 1) // 2
+            if self.peak(tiles(middle), kernel=kernel) <= budget:
+                fits = middle
+            else:
+                most = middle - 1
+        return tiles(fits)
+
+    def peak(self, tiles: Tiles, *, kernel: bool) -> int:
+        return max(self.forward_bytes(tiles, kernel=kernel), self.backward_bytes(tiles, kernel=kernel))
 
     def _steps_per_logit(self) -> int:
         """Bytes of what eager kernels make on the way to z."""
@@ -349,8 +356,9 @@ class _Shape:
     def forward_bytes(self, tiles: Tiles, *, kernel: bool) -> int:
         fixed = BYTES_PER_TOKEN * self.tokens + self.copies + LIBRARY_BYTES["cuda" if self.cuda else "cpu"]
         if kernel:
+            # Or, where few tokens count, float32 tiles after all.
             of_block = 4 * self.kinds * -(-self.vocab // BLOCK_VOCAB) * SMALLEST_TOKENS
-            return fixed + max(STATISTICS_BYTES, of_block)
+            return fixed + max(STATISTICS_BYTES, of_block, 4 * min(tiles.tokens, MIN_TOKENS) * tiles.vocab)
         per_logit = 4
         if not self.cuda:
             per_logit = 8 + self._steps_per_logit() + 8 * self.entropy + 8 * self.extras + 4
@@ -358,7 +366,7 @@ class _Shape:
                 per_logit = max(per_logit, 16 + self._steps_per_logit() + 4 * self.entropy)
         return fixed + tiles.tokens * tiles.vocab * per_logit + self._factor_bytes(tiles)
 
-    def backward_bytes(self, tiles: Tiles) -> int:
+    def backward_bytes(self, tiles: Tiles, *, kernel: bool) -> int:
         if not any(self.needs):
             return 0
         itemsize = self.compute_dtype.itemsize
@@ -366,11 +374,23 @@ class _Shape:
         if not self.cuda:
             per_logit = 8 + 2 * itemsize + self._steps_per_logit() + 12 * self.entropy
             per_logit += 4 if self.transform.softcap is not None else 0
-        sums = 4 * tiles.vocab * (self.hidden_size + self.rank) if self.needs[1] else 0
+        tile = tiles.tokens * tiles.vocab * per_logit
+        if kernel:
+            # Or, where few tokens have a gradient, float32 tiles after all.
+            few = min(tiles.tokens, MIN_TOKENS) * tiles.vocab * per_logit
+            tile = max(few, tiles.tokens * tiles.vocab * itemsize)
+        bias = 8 * tiles.vocab * -(-self.tokens // tiles.tokens) if self.bias else 0
+        return self.fixed_bytes + tile + self._factor_bytes(tiles) + self._sums_of_weight(tiles) + bias
+
+    def _sums_of_weight(self, tiles: Tiles) -> int:
+        """The float32 sum of a weight tile's gradient, unless one product makes it whole."""
+        sums = 0
+        one_part = self.cuda and self.tokens <= tiles.tokens and self.weight_dtype == self.compute_dtype
+        if self.needs[1] and not one_part and not (self.weight_dtype == torch.float32 and not self.rank):
+            sums += 4 * tiles.vocab * (self.hidden_size + self.rank)
         if self.cuda and not gemm.ADDS_TO_FLOAT32:
             sums += 4 * max(tiles.vocab, tiles.tokens) * self.hidden_size
-        bias = 8 * tiles.vocab * -(-self.tokens // tiles.tokens) if self.bias else 0
-        return self.fixed_bytes + tiles.tokens * tiles.vocab * per_logit + self._factor_bytes(tiles) + sums + bias
+        return sums
 
     def forward_traffic(self, *, kernel: bool) -> int:
         blocks = -(-self.vocab // BLOCK_VOCAB)

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""Marks for tests that need a device; not in a conftest.py, of which there are several by that name."""
 
 import pytest
 import torch
