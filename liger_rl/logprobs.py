@@ -91,10 +91,12 @@ def linear_logprobs(
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
             Blocks of 128 tokens x 256 words whose bounds are small enough together are left out of the backward's three
-            products, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to it. The
-            backward stays exact where blocks cannot be told apart: on CUDA below compute capability 9.0, in float32 or
-            mixed dtypes, with rows of hidden or weight that do not start at multiples of 16 bytes, with under 512 live
-            tokens, where a chunk is named, or beside a low-rank term.
+            products, each token's mean over a tile in their place, whatever the loss; 1e-3 is under half of what
+            rounding the gradient to bfloat16 does to it. The gradient of weight follows; that of hidden may be further
+            off where entropy is high, see docs/performance.md. The backward stays exact where blocks cannot be told
+            apart: on CUDA below compute capability 9.0, in float32 or mixed dtypes, with rows of hidden or weight that
+            do not start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a
+            low-rank term.
         unbiased: bring left-out blocks back at random, scaled so that the expected gradient is the exact one, seeded
             from torch's default generator. It adds noise, at most 3 grad_tolerance in the root mean square.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
@@ -142,8 +144,6 @@ def linear_logprobs(
     check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
     if batch_invariant and low_rank:
         raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
-    if not isinstance(vocab_parallel, VocabParallel | None):
-        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
     check_eager(vocab_parallel, hidden, weight, targets, mask, bias, *low_rank_tensors(low_rank))
     original = weight
     inputs = localized(CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
@@ -504,7 +504,9 @@ def check_chunk(name: str, value: int | None) -> None:
 
 
 def check_eager(vocab_parallel: VocabParallel | None, *tensors: object) -> None:
-    """ValueError for a sharded head under torch.compile."""
+    """TypeError for what is not a sharded head, ValueError for one under torch.compile."""
+    if not isinstance(vocab_parallel, VocabParallel | None):
+        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
     if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, tensors))):
         raise ValueError(
             "vocab_parallel must be None under torch.compile, and no tensor a DTensor: its graphs do not hold the "

@@ -407,3 +407,11 @@ def test_another_default_dtype_changes_nothing():
         finally:
             torch.set_default_dtype(torch.float32)
         assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found[:2], expected[:2], strict=True))
+
+
+def test_what_is_not_a_sharded_head_is_refused():
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    with pytest.raises(TypeError, match="vocab_parallel must be a VocabParallel or None, got str"):
+        FusedLinearGRPOLoss("grpo")(
+            hidden, weight, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2), vocab_parallel="all of it"
+        )
