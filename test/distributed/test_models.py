@@ -50,7 +50,8 @@ def batch():
 def train(model, rows=slice(None), data_ranks=1):
     """Losses of the steps; the batch's rows of this rank, of which there are as many as `data_ranks` says."""
     # Before any forward: after one, the parameters of FSDP's root are the gathered ones.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    # Not foreach, the default on CUDA, which takes no list of plain tensors and DTensors.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5, foreach=False)
     whole = {name: column.to(model.device) for name, column in batch().items()}
     part = {name: column[rows] for name, column in whole.items()}
     count = whole["completion_mask"].sum()
