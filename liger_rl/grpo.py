@@ -139,7 +139,8 @@ class FusedLinearGRPOLoss(nn.Module):
             weight: (V, H) of the lm_head.
             selected_token_ids: (B, T) or (N,) the sampled tokens; a negative id masks its token.
             advantages: (B,) or (B, T) / (N,).
-            mask: (B, T) or (N,), the completion tokens that count; None counts all.
+            mask: (B, T) or (N,), the completion tokens that count; None counts all. Of these, tokens with advantage 0
+                are not projected where neither the loss nor a metric depends on them.
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
@@ -183,7 +184,11 @@ class FusedLinearGRPOLoss(nn.Module):
             num_items_in_batch=num_items_in_batch,
         )
         policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
-        head = Head(hidden, weight, bias, selected_token_ids)
+        projected = policy_loss.tokens_with_a_say()
+        if vocab_parallel is None:
+            # So that it raises for tokens without a say too.
+            projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
+        head = Head(hidden, weight, bias, selected_token_ids, projected)
         options = ProjectionOptions(
             transform=self.transform,
             entropy=self.terms.needs_entropy,
@@ -196,7 +201,7 @@ class FusedLinearGRPOLoss(nn.Module):
         if self._in_one_pass(head, policy_loss, options, low_rank, vocab_parallel):
             return loss_in_one_pass(head, policy_loss, options)
         found = self._logprobs(
-            hidden, weight, selected_token_ids, counted, bias, low_rank, vocab_parallel,
+            hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
         )  # fmt: skip
         return policy_loss(found.logps, found.entropy)

@@ -32,6 +32,7 @@ class Head:
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (B, T) or (N,)
+    mask: Tensor  # like the targets, bool: the tokens to project
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -131,9 +132,9 @@ def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOpti
     """
     shape = head.targets.shape
     flat_hidden, flat_targets = head.hidden.reshape(-1, head.hidden.shape[-1]), head.targets.reshape(-1).long()
-    mask = prepared.batch.mask
+    mask = head.mask
     in_rows = prepared.terms.locality == "sequence" and len(shape) == 2
-    counts = [prepared.may_have_gradient().sum()[None]]
+    counts = [(mask & prepared.may_have_gradient()).sum()[None]]
     if in_rows:
         counts.append(mask.sum(1))
     live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))

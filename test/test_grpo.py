@@ -8,8 +8,20 @@ import torch
 from torch import Tensor
 
 import oracles
-from liger_rl import FusedLinearGRPOLoss, KLPenalty, PolicyBatch, TokenLoss, TokenMean, linear_logprobs, ppo_loss_fn
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    KLPenalty,
+    OffPolicySequenceMask,
+    PolicyBatch,
+    TokenLoss,
+    TokenMean,
+    linear_logprobs,
+    one_pass_loss,
+    ppo_loss_fn,
+)
+from liger_rl import grpo as grpo_module
 from liger_rl.kernels import gemm
+from liger_rl.policy.loss import PreparedLoss
 from liger_rl.policy.penalties import k3
 from liger_rl.policy.presets import build_preset
 
@@ -415,3 +427,69 @@ def test_what_is_not_a_sharded_head_is_refused():
         FusedLinearGRPOLoss("grpo")(
             hidden, weight, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2), vocab_parallel="all of it"
         )
+
+
+IDLE_CASES = [  # preset, its options, whether tokens without an advantage are left out
+    ("grpo", {}, True),
+    ("dapo", {"metrics": "none"}, True),
+    ("cispo", {}, True),
+    ("sapo", {}, True),
+    ("gpg", {}, True),
+    ("dppo", {}, True),
+    ("grpo", {"beta": 0.1}, False),
+    ("grpo", {"entropy_coef": 0.1}, False),
+    ("grpo", {"metrics": "basic"}, False),
+    ("grpo", {"corrections": (OffPolicySequenceMask(threshold=0.5),)}, False),
+    ("grpo", {"mean_advantages": True}, False),
+    ("gspo", {}, False),
+    ("vespo", {}, False),
+    ("gmpo", {}, False),
+    ("clip_cov", {}, False),
+    ("kl_cov", {}, False),
+]
+
+
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize(("preset", "options", "left_out"), IDLE_CASES)
+def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, options, left_out, passes, monkeypatch):
+    head, ids, columns = problem()
+    columns["advantages"][:2] = 0.0
+    reference = columns.pop("ref_per_token_logps")
+    if "beta" in options:
+        columns["ref_per_token_logps"] = reference
+    if "corrections" in options:
+        columns["sampling_per_token_logps"] = columns["old_per_token_logps"] + 0.1
+    if preset == "vespo":
+        columns.pop("importance_ratio")
+
+    def solve():
+        leaves = leaves_of(head)
+        found = FusedLinearGRPOLoss(preset, passes=passes, **options)(
+            leaves.hidden, leaves.weight, ids, bias=leaves.bias, num_items_in_batch=20, **columns
+        )
+        grads = torch.autograd.grad(found.loss, leaves)
+        return found, grads
+
+    seen = []
+
+    def counted(function):
+        def spy(*args, **kwargs):
+            projected = function(*args, **kwargs)
+            seen.append((projected.logps != 0).sum().item())
+            return projected
+
+        return spy
+
+    monkeypatch.setattr(grpo_module, "linear_logprobs", counted(linear_logprobs))
+    monkeypatch.setattr(one_pass_loss, "one_pass", counted(one_pass_loss.one_pass))
+    found, grads = solve()
+    expected_tokens = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
+    assert seen == [expected_tokens.sum().item()]
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedLoss, "tokens_with_a_say", lambda self: self.batch.mask)
+        expected, expected_grads = solve()
+    torch.testing.assert_close(found.loss, expected.loss)
+    for name, metric in expected.metrics.items():
+        torch.testing.assert_close(found.metrics[name].value, metric.value)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad)

@@ -751,3 +751,18 @@ def test_policies_far_apart_stay_finite(name, importance_weighted, beta):
     assert grad.isfinite().all()
     assert grad.any()
     assert all(metric.value.isfinite() for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_zero_without_an_advantage(name):
+    objective = build_preset(name, per_token=True).objective
+    logps = (-5 * torch.rand(4, 6)).requires_grad_()
+    old = logps.detach() + torch.randn(4, 6)
+    batch = PolicyBatch(advantages=torch.zeros(4), old_per_token_logps=old)
+    loss = objective(logps, batch.align(logps.shape, logps.device, logps.dtype)).loss
+    (grad,) = torch.autograd.grad(loss.sum(), logps)
+    if getattr(objective, "zero_without_advantage", False):
+        assert (loss == 0).all()
+        assert (grad == 0).all()
+    else:
+        assert not objective.token_local

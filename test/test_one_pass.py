@@ -119,6 +119,7 @@ def passes_taken(monkeypatch):
     return taken
 
 
+EVERY_TOKEN = {"metrics": "basic"}  # reads all log-probabilities, those of tokens without an advantage too
 TOKEN_LOCAL = {
     "grpo": ("grpo", {}),
     "grpo-kl": ("grpo", {"beta": 0.1, "metrics": "basic"}),
@@ -153,7 +154,10 @@ BY_BATCH = {
 def test_token_local_losses_in_any_chunks(preset, options, chunk_tokens, device, passes_taken):
     data = batch(device=device)
     assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens))
-    n = int(data.columns["mask"].sum())
+    projected = data.columns["mask"]
+    if not {"beta", "entropy_coef"} & options.keys() and options.get("metrics", "loss") in ("none", "loss"):
+        projected = projected & (data.columns["advantages"] != 0)[:, None]
+    n = int(projected.sum())
     assert passes_taken == [1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n))]
 
 
@@ -300,7 +304,7 @@ def truth(data: Batch, loss_type, **options) -> Step:
 @pytest.mark.parametrize(("chunk_tokens", "chunks"), [(None, 1), (128, 2), (48, 4)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"beta": 0.1, "entropy_coef": 0.05}, {"softcap": 4.0, "entropy_coef": 0.05, "temperature": 0.8}],
+    [EVERY_TOKEN, {"beta": 0.1, "entropy_coef": 0.05}, {"softcap": 4.0, "entropy_coef": 0.05, "temperature": 0.8}],
     ids=["plain", "kl and entropy", "softcap"],
 )
 def test_bfloat16_error(options, chunk_tokens, chunks, device, passes_taken):
@@ -433,13 +437,13 @@ def test_strided_hidden_states(device):
 @pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "weight"), ("weight", "bias")])
 def test_frozen_inputs_get_none_and_cost_no_product(frozen):
     data = batch()
-    found, expected = both("grpo", {}, data, chunk_tokens=20, frozen=frozen)
+    found, expected = both("grpo", EVERY_TOKEN, data, chunk_tokens=20, frozen=frozen)
     assert_same(found, expected)
     hidden, weight, bias = leaves_of(data, frozen)
     n = int(data.columns["mask"].sum())
     rows = found_rows(data)
     with Products() as products:
-        FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=20)(
+        FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=20, **EVERY_TOKEN)(
             hidden, weight, data.ids, bias=bias, **data.columns
         ).loss.backward()
     wanted = ("hidden" not in frozen) + ("weight" not in frozen)
@@ -472,7 +476,7 @@ def test_rows_are_picked_once_a_chunk_and_only_where_that_pays(advantages, expec
     if advantages == "all":
         data.columns["advantages"] = torch.rand(6) + 0.1
     hidden, weight, bias = leaves_of(data)
-    module = FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=18)
+    module = FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=18, **EVERY_TOKEN)
     with Picks() as picks:
         module(hidden, weight, data.ids, bias=bias, **data.columns).loss.backward()
     assert picks.count == expected
@@ -485,7 +489,8 @@ def test_no_gradient_asked_for_runs_the_forward_alone(gradients, passes_taken):
     hidden, weight, bias = leaves_of(data, frozen)
     n = int(data.columns["mask"].sum())
     with Products() as products, torch.set_grad_enabled(gradients == "none wanted"):
-        loss = FusedLinearGRPOLoss("grpo", passes="one")(hidden, weight, data.ids, bias=bias, **data.columns).loss
+        module = FusedLinearGRPOLoss("grpo", passes="one", **EVERY_TOKEN)
+        loss = module(hidden, weight, data.ids, bias=bias, **data.columns).loss
     assert products.flops == 2 * n * HIDDEN * VOCAB
     assert not loss.requires_grad
     assert not passes_taken
@@ -642,7 +647,7 @@ def test_what_auto_takes(passes_taken, monkeypatch):
     step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
     assert passes_taken == [1]
     monkeypatch.setitem(one_pass_loss.MIN_CHUNK_TOKENS, "cpu", 20)
-    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
+    step(FusedLinearGRPOLoss("grpo", passes="auto", **EVERY_TOKEN), data)
     assert len(passes_taken) == 2
     assert passes_taken[1] > 1
 

@@ -138,6 +138,21 @@ class PreparedLoss(NamedTuple):
         terms = replace(self.terms, metrics="none")
         return PreparedLoss(terms, self.batch.take(positions), weights, self.batch.mask.sum())
 
+    def tokens_with_a_say(self) -> Tensor:
+        """bool, shaped like the log-probabilities: the tokens whose log-probabilities the result depends on.
+
+        In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
+        """
+        terms = self.terms
+        idle = (
+            getattr(terms.objective, "zero_without_advantage", False)
+            and terms.locality == "token"
+            and terms.kl.beta == 0.0
+            and not terms.needs_entropy
+            and terms.metrics in ("none", "loss")
+        )
+        return self.batch.mask & (self.batch.advantages != 0) if idle else self.batch.mask
+
     def may_have_gradient(self) -> Tensor:
         """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
         if self.terms.entropy_bonus.entropy_coef != 0.0:

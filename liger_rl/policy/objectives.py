@@ -6,6 +6,8 @@ masked tokens, and its values there are dropped. An objective may have these att
     token_local: bool, whether a token's gradient depends on that token alone; for callers who split sequences.
     sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches. An objective
         with `token_local`, true or not, is a function of its arguments alone, through which all its gradient flows.
+    zero_without_advantage: bool, whether loss and gradient of a token are 0 where its advantage is, whatever the
+        log-probabilities; such tokens may then not be projected at all.
     needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
@@ -85,6 +87,10 @@ class PPOClip:
         return self.importance_sampling_level == "token"
 
     @property
+    def zero_without_advantage(self) -> bool:
+        return self.token_local and not self.mean_advantages
+
+    @property
     def needs_sequences(self) -> bool:
         return not self.token_local or self.mean_advantages
 
@@ -110,6 +116,7 @@ class CISPO:
 
     epsilon_high: float = 0.2
     token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         above_zero(self, "epsilon_high")
@@ -132,6 +139,7 @@ class SAPO:
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
@@ -227,6 +235,7 @@ class Reinforce:
     """-A logp. Williams 1992; with group advantages GPG, arXiv:2504.02546."""
 
     token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         return TokenLoss(-batch.advantages * logps, token_ratio(logps, batch))
@@ -248,6 +257,7 @@ class DPPO:
     divergence_high: float = 0.2
     ratio_cap: float = 20.0
     token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_zero(self, "divergence_low", "divergence_high")
