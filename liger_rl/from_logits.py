@@ -1,29 +1,21 @@
 """GRPO and its relatives from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import logits_logprobs
+from liger_rl.logit_loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
+from liger_rl.logit_rows import LogitRowsOptions
+from liger_rl.logprobs import check_fixed_shape, check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.objectives import TokenLoss
 from liger_rl.policy.presets import build_preset
 from liger_rl.policy.segments import Segments
-
-
-class PerTokenLoss(NamedTuple):
-    """(B, T) or (N,) each, 0 at masked tokens."""
-
-    loss: Tensor
-    """float32, differentiable."""
-    kl: Tensor | None
-    """float32 in nats, without gradient; None without a KL penalty."""
-    is_clipped: Tensor | None
-    """bool, by the chosen indicator; None where the objective does not clip."""
+from liger_rl.tokens import ask_vocabulary
 
 
 def _active(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
@@ -44,7 +36,7 @@ def _helion(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
     return token_loss.outside & ~active & (batch.advantages != 0)
 
 
-CLIP_INDICATORS: dict[str, Callable[[TokenLoss, AlignedBatch], Tensor | None]] = {
+CLIP_INDICATORS: dict[str, ClipIndicator] = {
     "active": _active,
     "range": _range,
     "helion": _helion,
@@ -66,6 +58,7 @@ def grpo_loss_from_logits(
     in_place: bool = False,
     grad_buffer: Tensor | None = None,
     fixed_shape: bool = False,
+    compiled: bool = True,
     temperature: float = 1.0,
     **options: Any,
 ) -> PerTokenLoss:
@@ -84,6 +77,9 @@ def grpo_loss_from_logits(
         in_place, grad_buffer: where the gradient goes, see `logits_logprobs`.
         fixed_shape: never wait for the device, as in `linear_logprobs`; a token whose id is outside the vocabulary is
             masked and does not raise.
+        compiled: on CUDA, have torch.compile make one kernel of the objective's formulas and their derivative, where
+            tokens do not depend on each other; the first call with such a loss takes some seconds. False runs the
+            formulas step by step, as sequence-level losses and other devices always do.
         temperature: divides the logits, > 0.
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
@@ -93,53 +89,55 @@ def grpo_loss_from_logits(
     if clip_indicator not in CLIP_INDICATORS:
         raise ValueError(f"clip_indicator must be one of {sorted(CLIP_INDICATORS)}, got {clip_indicator!r}")
     objective, _, kl, _ = build_preset(loss_type, per_token=True, **options)
-    transform = LogitTransform(temperature=temperature)
-    for name, tensor in (("logits", logits), ("selected_token_ids", selected_token_ids)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    counted = _counted(selected_token_ids, mask)
-    if fixed_shape:
-        counted = counted & (selected_token_ids < logits.shape[-1])
+    terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
+    check_logits(
+        logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,
+        targets_name="selected_token_ids", spare_position=True,
+    )  # fmt: skip
+    check_fixed_shape(fixed_shape)
+    where = LogitRowsOptions(
+        transform=LogitTransform(temperature=temperature), in_place=in_place, grad_buffer=grad_buffer
+    )
     batch = PolicyBatch(
         advantages=advantages,
-        completion_mask=counted,
+        completion_mask=mask,
         old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps,
         importance_ratio=importance_ratio,
         segments=segments,
     )
-    terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
-    prepared = terms.prepare(batch, selected_token_ids.shape, selected_token_ids.device, torch.float32)
+    indicator = CLIP_INDICATORS[clip_indicator]
+    if compiled and generates(logits.device, terms):
+        columns = _columns(selected_token_ids, batch, terms)
+        raise_if_outside = None
+        if not fixed_shape:
+            raise_if_outside = ask_vocabulary(columns.ids, columns.mask, logits.shape[-1], "logits")
+        found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where))
+        if raise_if_outside is not None:
+            raise_if_outside()
+        return found
 
-    ids, counted = selected_token_ids, prepared.batch.mask
-    extra_position = logits.dim() == 3 and ids.dim() == 2 and logits.shape[1] == ids.shape[1] + 1
-    if extra_position:
-        # Masked and not sliced off: the gradient of a slice would be a second tensor of the logits' size.
-        ids, counted = (torch.nn.functional.pad(column, (0, 1)) for column in (ids, counted))
-    logps = logits_logprobs(
-        logits,
+    counted = selected_token_ids >= 0
+    if fixed_shape:
+        counted = counted & (selected_token_ids < logits.shape[-1])
+    if mask is not None:
+        counted = counted & (mask != 0)
+    batch = replace(batch, completion_mask=counted)
+    prepared = terms.prepare(batch, counted.shape, counted.device, torch.float32)
+    logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
+    return per_token_loss(prepared, logps, indicator)
+
+
+def _columns(ids: Tensor, batch: PolicyBatch, terms: PolicyTerms) -> Columns:
+    terms.kl.check(batch)
+    checked = batch.checked(ids.shape, ids.device)
+    if hasattr(terms.objective, "check"):
+        terms.objective.check(checked)
+    return Columns(
         ids,
-        mask=counted,
-        transform=transform,
-        in_place=in_place,
-        grad_buffer=grad_buffer,
-        fixed_shape=fixed_shape,
-    ).logps
-    if extra_position:
-        logps = logps[:, :-1]
-    result = prepared.per_token(logps)
-    with torch.no_grad():
-        mask = prepared.batch.mask
-        clipped = CLIP_INDICATORS[clip_indicator](result.token_loss, prepared.batch)
-        kl_values = None if result.kl is None else torch.where(mask, result.kl.detach(), 0.0)
-        return PerTokenLoss(result.loss, kl_values, None if clipped is None else clipped & mask)
-
-
-def _counted(ids: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return ids >= 0
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
-    if mask.shape != ids.shape:
-        raise ValueError(f"mask must be {tuple(ids.shape)} from selected_token_ids, got {tuple(mask.shape)}")
-    return (ids >= 0) & (mask != 0)
+        checked.mask if checked.mask.dtype == torch.bool else checked.mask != 0,
+        checked.advantages,
+        checked.old_per_token_logps,
+        checked.ref_per_token_logps,
+        checked.importance_ratio,
+    )

@@ -1,38 +1,36 @@
 """Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.linear_op`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRowsOptions, fold_rows, grad_rows
-from liger_rl.tokens import LiveTokens, all_tokens, live_tokens
+from liger_rl.tokens import ask_vocabulary
 
 
 @torch.library.custom_op("liger_rl::logits_logprobs", mutates_args=())
 def _forward(
-    logits: Tensor,  # (B, T, V) or (N, V)
-    targets: Tensor,  # (N,)
-    live: Tensor,  # (N,) bool, the tokens that count
+    logits: Tensor,  # (B, P, V) or (N, V)
+    targets: Tensor,  # (B, T) or (N,)
+    mask: Tensor | None,  # like targets
     temperature: float,
     softcap: float | None,
     scale: float,
     entropy: bool,
     fixed_shape: bool,
 ) -> list[Tensor]:
-    rows = _rows(logits, targets, live, fixed_shape)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    statistics = fold_rows(logits, targets, rows.positions, _options(temperature, softcap, scale, entropy))
-    parts = [part for part in statistics[:3] if part is not None]
-    return [part.new_zeros(targets.shape).index_copy_(0, rows.positions, part) for part in parts]
+    raise_if_outside = None if fixed_shape else ask_vocabulary(targets, mask, logits.shape[-1], "logits")
+    _, statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
+    if raise_if_outside is not None:
+        raise_if_outside()
+    return [part.clone() for part in statistics[:3] if part is not None]
 
 
 @_forward.register_fake
-def _(logits, targets, live, temperature, softcap, scale, entropy, fixed_shape):
+def _(logits, targets, mask, temperature, softcap, scale, entropy, fixed_shape):
     def values() -> Tensor:
-        return torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        return torch.empty(targets.numel(), dtype=torch.float32, device=logits.device)
 
     return [values() for _ in range(3 if entropy else 2)]
 
@@ -46,21 +44,19 @@ def _backward(
     entropies: Tensor | None,
     logits: Tensor,
     targets: Tensor,
-    live: Tensor,
+    mask: Tensor | None,
     temperature: float,
     softcap: float | None,
     scale: float,
     entropy: bool,
     fixed_shape: bool,
 ) -> Tensor:
-    rows = _rows(logits, targets, live, fixed_shape)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    live_entropies, grad_logps, grad_entropy = (
-        None if column is None else column[rows.positions] for column in (entropies, grad_logps, grad_entropy)
-    )
-    known = TokenStatistics(logps[rows.positions], lse[rows.positions], live_entropies)
+    known = TokenStatistics(logps, lse, entropies)
     options = _options(temperature, softcap, scale, entropy)
-    return grad_rows(logits, targets, rows.positions, rows.dead, known, grad_logps, grad_entropy, options)
+    grad = grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, options)
+    assert grad is not None
+    return grad
 
 
 @_backward.register_fake
@@ -73,10 +69,6 @@ def _options(temperature: float, softcap: float | None, scale: float, entropy: b
     return LogitRowsOptions(transform=transform, entropy=entropy)
 
 
-def _rows(logits: Tensor, targets: Tensor, live: Tensor, fixed_shape: bool) -> LiveTokens:
-    return all_tokens(targets) if fixed_shape else live_tokens(targets, live, logits.shape[-1], "logits")
-
-
 def _keep(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[3:]
@@ -84,26 +76,32 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grads):
-    logits, targets, live, logps, lse, *entropies = ctx.saved_tensors
+    logits, targets, mask, logps, lse, *entropies = ctx.saved_tensors
     nothing = [None] * (2 + len(ctx.options))
     grad_logps, grad_entropy = grads[0], grads[2] if entropies else None
     if grad_logps is None and grad_entropy is None:
         return None, *nothing
     kept = (logps, lse, entropies[0] if entropies else None)
-    return _backward(grad_logps, grad_entropy, *kept, logits, targets, live, *ctx.options), *nothing
+    return _backward(grad_logps, grad_entropy, *kept, logits, targets, mask, *ctx.options), *nothing
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def logits_op(
-    logits: Tensor, targets: Tensor, live: Tensor, transform: LogitTransform, *, entropy: bool, fixed_shape: bool
-) -> tuple[Any, ...]:
-    """(N,) logps and entropy, differentiable; zero, or with `fixed_shape` meaningless, where the mask is False.
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    fixed_shape: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(tokens,) logps and entropy, differentiable; 0 for tokens that do not count.
 
     Raises:
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     constants = (transform.temperature, transform.softcap, transform.scale)
-    logps, _, *entropies = _forward(logits, targets, live, *constants, entropy, fixed_shape)
+    logps, _, *entropies = _forward(logits, targets, mask, *constants, entropy, fixed_shape)
     return logps, entropies[0] if entropies else None

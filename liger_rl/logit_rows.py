@@ -6,100 +6,77 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import for_device
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels import rows_for
+from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-
-EAGER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRowsOptions:
-    """Everything the autograd Function takes that is not differentiated or an index."""
+    """Everything the autograd Functions take that is not differentiated or an index."""
 
     transform: LogitTransform
-    entropy: bool
+    entropy: bool = False
     in_place: bool = False
     grad_buffer: Tensor | None = None
 
 
 class LogitRows(torch.autograd.Function):
-    """(logits, targets, live, dead) -> (logps, entropy) of the live rows; a gradient for the logits."""
+    """(logits, targets, mask) -> (logps, entropy), (tokens,) each, 0 where none counts; a gradient for the logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, live, dead, options):
-        # logits (B, T, V) or (N, V), targets flat, live and dead flat indices of the rows that count and of the others
+    def forward(ctx, logits, targets, mask, options):
+        # See `liger_rl.kernels.rows` for the shapes, and for which tokens count.
         ctx.set_materialize_grads(False)
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        statistics = fold_rows(logits, targets, live, options)
+        logits, statistics = fold_rows(logits, targets, mask, options)
         ctx.options = options
-        ctx.save_for_backward(logits, targets, live, dead, *statistics)
+        ctx.save_for_backward(logits, targets, mask, *statistics[:3])
         return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
-        logits, targets, live, dead, *statistics = ctx.saved_tensors
+        logits, targets, mask, *statistics = ctx.saved_tensors
         if grad_logps is None and grad_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None
         known = TokenStatistics(*statistics)
-        out = grad_rows(logits, targets, live, dead, known, grad_logps, grad_entropy, ctx.options)
-        if ctx.options.in_place:
-            # Counted as a write, so that a second backward, or anyone else who saved the logits, is told.
-            torch.autograd.graph.increment_version(logits)
-        return None if ctx.options.grad_buffer is not None else out, None, None, None, None
+        return grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), None, None, None
 
 
-def fold_rows(logits: Tensor, targets: Tensor, live: Tensor, options: LogitRowsOptions) -> TokenStatistics:
-    """Statistics of the live rows, (n,) each."""
-    state = Fold.start(live.numel(), logits.device, entropy=options.entropy)
-    fold = for_device(logits.device).fold
-    for part in _parts(live.numel(), logits):
-        fold(logits, targets[live[part]], 0, None, options.transform, state.take(part), live[part])
-    return state.finish()
+def fold_rows(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions
+) -> tuple[Tensor, TokenStatistics]:
+    """-> the logits with contiguous rows, and their statistics, (tokens,) each."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    kernels = rows_for(logits.device)
+    return logits, kernels.fold_rows(logits, targets, mask, options.transform, entropy=options.entropy)
 
 
 def grad_rows(
     logits: Tensor,
     targets: Tensor,
-    live: Tensor,
-    dead: Tensor,
-    statistics: TokenStatistics,  # (n,) each
-    grad_logps: Tensor | None,  # (n,)
-    grad_entropy: Tensor | None,  # (n,), one of the two at least
+    mask: Tensor | None,
+    statistics: TokenStatistics,
+    grad_logps: Tensor | None,  # (tokens,)
+    grad_entropy: Tensor | None,  # (tokens,), one of the two at least
     options: LogitRowsOptions,
-) -> Tensor:
-    """The gradient of the logits, in the place that the options name, or a new one."""
+) -> Tensor | None:
+    """The gradient of the logits, in their place or a new one; None where a buffer took it."""
     if grad_logps is None:
         assert grad_entropy is not None
         grad_logps = torch.zeros_like(grad_entropy)
-    tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+    add = options.grad_buffer is not None
     if options.in_place:
         out = logits
     elif options.grad_buffer is not None:
         out = options.grad_buffer
     else:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    add = options.grad_buffer is not None
-    grad = for_device(logits.device).grad
-    for part in _parts(live.numel(), logits):
-        rows = live[part]
-        grad(logits, targets[rows], 0, None, options.transform, tokens.take(part), out, rows, add=add)
-    if not add and dead.numel():
-        _clear_rows(out, dead)
-    return out
-
-
-def _parts(rows: int, logits: Tensor) -> list[slice]:
-    """Triton reads rows where they lie; eager kernels copy them to float32, so few at a time."""
-    step = rows if logits.is_cuda else EAGER_BYTES // (4 * logits.shape[-1])
-    step = max(step, 1)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _clear_rows(out: Tensor, rows: Tensor) -> None:
-    """Zero rows by their flat index, whatever the strides; without the host sync of torch.unravel_index."""
-    if out.dim() == 2:
-        out.index_fill_(0, rows, 0)
-    else:
-        out[rows // out.shape[1], rows % out.shape[1]] = 0
+    kernels = rows_for(logits.device)
+    kernels.grad_rows(
+        logits, targets, mask, options.transform, statistics, grad_logps.float(), grad_entropy, out, add=add
+    )
+    if options.in_place:
+        # Counted as a write, so that a second backward, or anyone else who saved the logits, is told.
+        torch.autograd.graph.increment_version(logits)
+    return None if add else out

@@ -12,14 +12,14 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import HeadInputs, LinearLogProbs, keeps_shape, rows_of
+from liger_rl.linear_function import HeadInputs, LinearLogProbs, keeps_shape
 from liger_rl.linear_op import linear_op, low_rank_inputs_op
 from liger_rl.logit_op import logits_op
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
 from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
-from liger_rl.tokens import all_tokens, counted_tokens, live_tokens, within_vocabulary
+from liger_rl.tokens import ask_vocabulary, counted_tokens, live_tokens, within_vocabulary
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -267,44 +267,30 @@ def logits_logprobs(
 
     Returns, raises: as `linear_logprobs`.
     """
-    _check_floating("logits", logits)
-    if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
-        raise ValueError(f"logits must be (B, T, V) or (N, V), got {tuple(logits.shape)}")
-    _check_tokens(targets, mask, logits.shape[:-1], logits, "logits")
+    check_logits(logits, targets, mask, in_place=in_place, grad_buffer=grad_buffer)
     if not isinstance(transform, LogitTransform):
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
-    if grad_buffer is not None:
-        _check_floating("grad_buffer", grad_buffer)
-        if grad_buffer.shape != logits.shape:
-            raise ValueError(f"grad_buffer must be {tuple(logits.shape)} from logits, got {tuple(grad_buffer.shape)}")
-        _check_device("grad_buffer", grad_buffer, logits, "logits")
-        if in_place:
-            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
-    for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
-        if place is None:
-            continue
-        overlapping = any(step == 0 and size > 1 for size, step in zip(place.shape, place.stride(), strict=True))
-        if place.stride(-1) != 1 or overlapping:
-            raise ValueError(
-                f"{name} must have rows of its own and a contiguous last dimension for the gradient, "
-                f"got strides {place.stride()}"
-            )
-    flat_targets = targets.reshape(-1).long()
     check_fixed_shape(fixed_shape)
-    compiled = torch.compiler.is_compiling()
-    if compiled and (in_place or grad_buffer is not None):
-        raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
-    if fixed_shape:
-        counted = within_vocabulary(flat_targets, mask, logits.shape[-1])
-        flat_targets = rows_of(flat_targets, counted)
-    if compiled:
-        live = counted if fixed_shape else counted_tokens(flat_targets, mask)
-        outputs = logits_op(logits, flat_targets, live, transform, entropy=entropy, fixed_shape=fixed_shape)
-        return _spread(outputs, live if fixed_shape else None, targets.shape)
-    tokens = all_tokens(flat_targets) if fixed_shape else live_tokens(flat_targets, mask, logits.shape[-1], "logits")
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
-    outputs = LogitRows.apply(logits, flat_targets, tokens.positions, tokens.dead, options)
-    return _spread(outputs, counted if fixed_shape else tokens.selection, targets.shape)
+    return row_logprobs(logits, targets, mask, options, fixed_shape=fixed_shape)
+
+
+def row_logprobs(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions, *, fixed_shape: bool
+) -> LogProbs:
+    """`logits_logprobs` of what is already checked; logits may be (B, P, V) with P > T, further positions unused."""
+    if torch.compiler.is_compiling():
+        if options.in_place or options.grad_buffer is not None:
+            raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
+        logps, entropies = logits_op(
+            logits, targets, mask, options.transform, entropy=options.entropy, fixed_shape=fixed_shape
+        )
+    else:
+        raise_if_outside = None if fixed_shape else ask_vocabulary(targets, mask, logits.shape[-1], "logits")
+        logps, entropies = LogitRows.apply(logits, targets, mask, options)
+        if raise_if_outside is not None:
+            raise_if_outside()
+    return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
 
 
 def _needs(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Sequence[LowRank]) -> tuple[bool, bool]:
@@ -458,6 +444,42 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance
 def _check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
+
+
+def check_logits(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    *,
+    in_place: bool,
+    grad_buffer: Tensor | None,
+    targets_name: str = "targets",
+    spare_position: bool = False,
+) -> None:
+    """Raise for what can be seen without reading values; `spare_position` allows (B, T + 1, V) beside (B, T)."""
+    _check_floating("logits", logits)
+    if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be (B, T, V) or (N, V), got {tuple(logits.shape)}")
+    shape: torch.Size = logits.shape[:-1]
+    if spare_position and len(shape) == 2 and isinstance(targets, Tensor) and targets.shape == (shape[0], shape[1] - 1):
+        shape = torch.Size(targets.shape)
+    _check_tokens(targets, mask, shape, logits, "logits", targets_name)
+    if grad_buffer is not None:
+        _check_floating("grad_buffer", grad_buffer)
+        if grad_buffer.shape != logits.shape:
+            raise ValueError(f"grad_buffer must be {tuple(logits.shape)} from logits, got {tuple(grad_buffer.shape)}")
+        _check_device("grad_buffer", grad_buffer, logits, "logits")
+        if in_place:
+            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
+    for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
+        if place is None:
+            continue
+        overlapping = any(step == 0 and size > 1 for size, step in zip(place.shape, place.stride(), strict=True))
+        if place.stride(-1) != 1 or overlapping:
+            raise ValueError(
+                f"{name} must have rows of its own and a contiguous last dimension for the gradient, "
+                f"got strides {place.stride()}"
+            )
 
 
 def _check_tokens(

@@ -1,5 +1,6 @@
 """Which tokens count: neither masked nor negative, and inside the vocabulary."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,6 @@ class LiveTokens(NamedTuple):
     def selection(self) -> Tensor | None:
         """Their positions, or None where all tokens count."""
         return self.positions if self.dead.numel() else None
-
-
-def all_tokens(flat_targets: Tensor) -> LiveTokens:
-    positions = torch.arange(flat_targets.numel(), device=flat_targets.device)
-    return LiveTokens(positions, positions[:0], [])
 
 
 def counted_tokens(flat_targets: Tensor, mask: Tensor | None) -> Tensor:
@@ -48,10 +44,34 @@ def live_tokens(
     numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
     count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
     if count[1]:
-        raise ValueError(
-            f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
-            f"{count[1]} of them are not, the largest is {count[2]}"
-        )
+        raise _outside(vocab, source, count[1], count[2])
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
     order = torch.argsort(live.logical_not(), stable=True)
     return LiveTokens(order[: count[0]], order[count[0] :], count[3:])
+
+
+def ask_vocabulary(targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> Callable[[], None]:
+    """Ask the device whether the targets that count are ids of the vocabulary; the call of what is returned waits for
+    the answer, and raises if they are not. What the device is given to do in between hides the wait."""
+    ids = targets.long()
+    largest = (ids if mask is None else torch.where(mask != 0, ids, -1)).amax() if ids.numel() else ids.sum()
+    answer, ready = largest, None
+    if largest.is_cuda:
+        answer, ready = largest.to("cpu", non_blocking=True), torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(largest.device))
+
+    def wait() -> None:
+        if ready is not None:
+            ready.synchronize()
+        if answer.item() >= vocab:
+            outside = counted_tokens(ids.reshape(-1), mask) & (ids.reshape(-1) >= vocab)
+            raise _outside(vocab, source, int(outside.sum()), int(answer))
+
+    return wait
+
+
+def _outside(vocab: int, source: str, count: int, largest: int) -> ValueError:
+    return ValueError(
+        f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
+        f"{count} of them are not, the largest is {largest}"
+    )

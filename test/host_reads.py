@@ -56,7 +56,16 @@ def host_reads(device: torch.device) -> Iterator[HostReads]:
             yield reads
         return
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    wait = torch.cuda.Event.synchronize  # which the debug mode does not see
+
+    def waited(event: torch.cuda.Event) -> None:
+        reads.names.append("Event.synchronize")
+        wait(event)
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(torch.cuda.Event, "synchronize", waited),
+    ):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:

@@ -299,8 +299,8 @@ def test_operators_keep_torchs_rules(fixed):
     # A sampled seed differs from run to run, which the check of the schema alone would not mind.
     checks = CHECKED if fixed else CHECKED[:3]
     torch.library.opcheck(linear_op._forward, (*head, *options), test_utils=checks)
-    logits = x["logits"]
-    torch.library.opcheck(logit_op._forward, (logits, targets, live, 1.0, None, 1.0, True, fixed), test_utils=CHECKED)
+    rows = (x["logits"], x["targets"], x["mask"])
+    torch.library.opcheck(logit_op._forward, (*rows, 1.0, None, 1.0, True, fixed), test_utils=CHECKED)
     low_rank = (hidden, x["a"], live, torch.float32)
     torch.library.opcheck(linear_op.low_rank_inputs_op, low_rank, test_utils=CHECKED)
 

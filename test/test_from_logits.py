@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_rl import PolicyBatch, SequenceMean, grpo_loss_from_logits, logits_logprobs, ppo_loss_fn
+from liger_rl import PolicyBatch, SequenceMean, grpo_loss_from_logits, logit_loss, logits_logprobs, ppo_loss_fn
 from liger_rl.policy.presets import build_preset
 
 B, T, V = 4, 9, 131
@@ -28,7 +28,7 @@ def problem(dtype=torch.float32, device="cpu"):
 def solve(logits, ids, columns, **options):
     leaf = logits.detach().clone().requires_grad_()
     # A node between the leaf and the loss, as a model's head is, so that an in-place gradient is not the leaf itself.
-    result = grpo_loss_from_logits(leaf * 1, ids, **columns, beta=0.1, **options)
+    result = grpo_loss_from_logits(leaf * 1, ids, **columns, **({"beta": 0.1} | options))
     (result.loss * torch.linspace(0.5, 2, result.loss.numel(), device=ids.device).view_as(result.loss)).sum().backward()
     return result, leaf.grad
 
@@ -37,7 +37,7 @@ def solve(logits, ids, columns, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_log_probs_and_policy_loss(loss_type, dtype, device):
     logits, ids, columns = problem(dtype, device)
-    found, grad = solve(logits, ids, columns, loss_type=loss_type)
+    found, grad = solve(logits, ids, columns, loss_type=loss_type, compiled=False)
     leaf = logits.detach().requires_grad_()
     parts = build_preset(loss_type, beta=0.1)
     batch = PolicyBatch(completion_mask=columns["mask"], **{k: v for k, v in columns.items() if k != "mask"})
@@ -147,3 +147,89 @@ def test_reduced_by_hand_is_the_preset():
     expected = ppo_loss_fn(logps, batch, build_preset("grpo").objective, SequenceMean()).loss
     lengths = columns["mask"].sum(1)
     torch.testing.assert_close((per_token.sum(1) / lengths).mean(), expected)
+
+
+GENERATED = {
+    "grpo": {"beta": 0.1, "epsilon_high": 0.3},
+    "bnpo": {"delta": 1.2, "dual_clip": 2.0},
+    "cispo": {"beta": 0.1, "importance_weighted": True},
+    "sapo": {},
+    "gpg": {"beta": 0.1, "kl_estimator": "k2"},
+    "dppo": {},
+}
+
+
+@pytest.fixture
+def generated_here(monkeypatch, device):
+    """Formulas as one graph, on CPU too: what is traced and differentiated, without a compiler at work."""
+    if device.type == "cpu":
+        monkeypatch.setattr(logit_loss, "DEVICES", ("cpu",))
+        monkeypatch.setattr(logit_loss, "BACKEND", "aot_eager")
+    logit_loss.generated.cache_clear()
+    yield
+    logit_loss.generated.cache_clear()
+
+
+@pytest.mark.parametrize(("loss_type", "options"), GENERATED.items(), ids=GENERATED)
+def test_formulas_in_one_kernel(loss_type, options, device, generated_here):
+    logits, ids, columns = problem(device=device)
+    columns["importance_ratio"] = torch.rand(B, T, device=device) + 0.5
+    ids[1, 2] = -100
+    found, step_by_step = (
+        solve(logits, ids, columns, loss_type=loss_type, compiled=compiled, **({"beta": 0.0} | options))
+        for compiled in (True, False)
+    )
+    assert logit_loss.generated.cache_info().misses == 1
+    for mine, theirs in zip(found[0], step_by_step[0], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], step_by_step[1], rtol=1e-6, atol=1e-7)
+    assert found[1].any()
+
+
+def test_one_kernel_takes_columns_of_any_layout(device, generated_here):
+    logits, ids, columns = problem(device=device)
+    columns.pop("ref_per_token_logps")
+    given = [
+        columns,
+        {k: v for k, v in columns.items() if k != "old_per_token_logps"},
+        {k: v for k, v in columns.items() if k != "mask"},
+        columns | {"mask": columns["mask"].float(), "advantages": torch.randn(B, T, device=device)},
+        columns | {"old_per_token_logps": columns["old_per_token_logps"].T.contiguous().T.bfloat16()},
+    ]
+    for batch in (*given, {k: v[:1] for k, v in columns.items()}):
+        size = len(batch["advantages"])
+        part, part_ids = logits[:size], ids[:size]
+        found = solve(part, part_ids, batch, beta=0.0, clip_indicator="range")
+        expected = solve(part, part_ids, batch, beta=0.0, clip_indicator="range", compiled=False)
+        for mine, theirs in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert logit_loss.generated.cache_info().misses == 1
+
+
+def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
+    logits, ids, columns = problem(device=device)
+    outside = ids.clone()
+    outside[0, 0] = V
+    with pytest.raises(ValueError, match=r"1 of them are not, the largest is 131"):
+        solve(logits, outside, columns)
+    masked = solve(logits, outside, columns, fixed_shape=True)
+    assert masked[0].loss[0, 0] == 0
+    assert (masked[1][0, 0] == 0).all()
+    with pytest.raises(ValueError, match="ref_per_token_logps must be given"):
+        solve(logits, ids, columns | {"ref_per_token_logps": None})
+    with pytest.raises(ValueError, match="old_per_token_logps must be"):
+        solve(logits, ids, columns | {"old_per_token_logps": torch.zeros(B, T + 1, device=device)})
+
+
+def test_losses_do_not_share_a_limit_of_compilations(device, generated_here, monkeypatch):
+    """torch.compile gives a function up after a few; as many losses as there are get a graph each."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    logits, ids, columns = problem(device=device)
+    for step in range(3):
+        options = {"epsilon_high": 0.05 * step}
+        found = solve(logits, ids, columns, **options)[0].loss
+        torch.testing.assert_close(found, solve(logits, ids, columns, compiled=False, **options)[0].loss)
+    assert logit_loss.generated.cache_info().misses == 3

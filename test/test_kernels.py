@@ -49,11 +49,11 @@ def make(rows, spans, dtype, bias):
     return logits, torch.randint(vocab, (rows,)).to(DEVICE), biases
 
 
-def folded(kernels, logits, targets, spans, biases, transform, *, entropy, rows=None, extras=EXTRAS):
+def folded(kernels, logits, targets, spans, biases, transform, *, entropy, extras=EXTRAS):
     state = Fold.start(targets.shape[0], DEVICE, entropy=entropy, extras=extras)
     for first, last in spans:
         tile = logits[..., first:last]
-        kernels.fold(tile, targets, first, None if biases is None else biases[first:last], transform, state, rows)
+        kernels.fold(tile, targets, first, None if biases is None else biases[first:last], transform, state)
     return state
 
 
@@ -132,47 +132,6 @@ def test_grad(rows, spans, dtype, transform, bias, entropy):
                 outs.append(out.float())
             tolerance = 1e-5 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps
             torch.testing.assert_close(*outs, rtol=tolerance, atol=1e-5)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-def test_picked_rows_of_strided_logits(entropy):
-    """`rows` picks from (B, T) rows that are not contiguous, and writes only the rows it picks."""
-    logits = (3 * torch.randn(3, 6, 150)).to(DEVICE)[:, 1:-1, :129]
-    rows = torch.tensor([7, 0, 11, 2, 5], device=DEVICE)
-    targets = torch.randint(129, (5,)).to(DEVICE)
-    transform = LogitTransform(temperature=0.8)
-    spans = [(0, 100), (100, 129)]
-    states = [folded(k, logits, targets, spans, None, transform, entropy=True, rows=rows) for k in (triton, eager)]
-    plain = folded(eager, logits.reshape(12, 129)[rows], targets, spans, None, transform, entropy=True)
-    for mine, other, expected in zip(*states, plain, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-5)
-    tokens = token_gradients(plain.finish(), entropy)
-    reference = torch.zeros(5, 129, device=DEVICE)
-    eager.grad(logits.reshape(12, 129)[rows], targets, 0, None, transform, tokens, reference)
-    for kernels in (triton, eager):
-        out = torch.full((3, 4, 129), 77.0, device=DEVICE)
-        kernels.grad(logits, targets, 0, None, transform, tokens, out.view(12, 129), rows)
-        torch.testing.assert_close(out.view(12, 129)[rows], reference, rtol=1e-5, atol=1e-5)
-        untouched = torch.ones(12, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
-        assert (out.view(12, 129)[untouched] == 77.0).all()
-
-
-@pytest.mark.parametrize("kernels", [eager, triton], ids=["eager", "triton"])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("add", [False, True])
-def test_picked_rows_without_gradient_may_hold_anything(kernels, entropy, add):
-    logits, targets, _ = make(4, [(0, 130)], torch.float32, False)
-    logits[1], logits[2, 5] = math.nan, math.inf
-    grad = torch.tensor([1.0, 0.0, 0.0, -2.0], device=DEVICE)
-    ones = torch.ones(4, device=DEVICE)
-    lse, entropies = (torch.tensor([5.0, math.nan, math.inf, 6.0], device=DEVICE) for _ in range(2))
-    tokens = TokenGradients(lse, grad, 0.5 * grad, entropies if entropy else None, grad if entropy else None)
-    out = ones[:, None].expand(4, 130).clone()
-    kernels.grad(logits, targets, 0, None, LogitTransform(), tokens, out, torch.arange(4, device=DEVICE), add=add)
-    assert torch.equal(out[1:3], torch.full_like(out[1:3], 1.0 if add else 0.0))
-    assert out[0].isfinite().all()
-    assert (out[0] != (1.0 if add else 0.0)).any()
 
 
 def test_fold_into_part_of_a_state():

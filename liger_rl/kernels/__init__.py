@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, eager, kept
+from liger_rl.kernels import bounds, eager, kept, rows
 from liger_rl.kernels.statistics import Fold
 
 
@@ -20,6 +20,15 @@ def for_device(device: torch.device) -> ModuleType:
     from liger_rl.kernels import triton
 
     return triton
+
+
+def rows_for(device: torch.device) -> ModuleType:
+    """The module whose `fold_rows` and `grad_rows` run on `device`."""
+    if device.type != "cuda":
+        return rows
+    from liger_rl.kernels import rows_triton
+
+    return rows_triton
 
 
 def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:

@@ -137,7 +137,8 @@ def _blocks_kernel(
     hidden_size,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     slope,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -157,7 +158,7 @@ def _blocks_kernel(
         )
         grad = tile_gradient(
             logits, token, live, column, targets, 0, lse_of, grad_logps, at_target, entropies, grad_entropies,
-            gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+            gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
         )  # fmt: skip
         grad = tl.where(live[:, None] & (column < vocab)[None, :], grad * tl.load(block_scale + block), 0.0)
         out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))

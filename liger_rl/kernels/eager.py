@@ -19,15 +19,14 @@ LOWEST_LOG_PROBABILITY = -200.0
 
 
 def fold(
-    logits: Tensor,  # (n, v) any float dtype, or more rows when `rows` picks n of them
+    logits: Tensor,  # (n, v) any float dtype
     targets: Tensor,  # (n,) token ids of the whole vocabulary
     first: int,  # vocabulary id of the tile's first column
     bias: Tensor | None,  # (v,)
     transform: LogitTransform,
     state: Fold,  # (n,) each, updated in place
-    rows: Tensor | None = None,  # (n,) flat index into logits.shape[:-1]
 ) -> None:
-    z = transformed(_take(logits, rows), bias, transform)
+    z = transformed(logits, bias, transform)
     peak = torch.maximum(state.peak, z.amax(-1))
     kept = (state.peak - peak).exp_()
     shifted = z - peak[:, None]
@@ -72,24 +71,12 @@ def grad(
     bias: Tensor | None,
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
-    out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves; rows not picked stay as they are
-    rows: Tensor | None = None,
-    *,
-    add: bool = False,  # add to what `out` holds
+    out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves
 ) -> None:
-    z = transformed(_take(logits, rows), bias, transform)
+    z = transformed(logits, bias, transform)
     log_p = z - tokens.lse[:, None]
     p = log_p.exp_() if tokens.grad_entropy is None else log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
-    grad_x = grad_of(z, log_p, p, targets, first, transform, tokens)
-    if rows is not None:
-        # Rows of someone else's logits hold anything, NaN too, where there is no gradient.
-        silent = tokens.grad_logps == 0
-        silent = silent if tokens.grad_entropy is None else silent & (tokens.grad_entropy == 0)
-        grad_x.masked_fill_(silent[:, None], 0.0)
-    place = ... if rows is None else torch.unravel_index(rows, out.shape[:-1])
-    if add:
-        grad_x += out[place]
-    out[place] = grad_x.to(out.dtype)
+    out.copy_(grad_of(z, log_p, p, targets, first, transform, tokens))
 
 
 def grad_of(
@@ -115,10 +102,6 @@ def grad_of(
     elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
     grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
     return _times_derivative(grad_z, z, transform)
-
-
-def _take(logits: Tensor, rows: Tensor | None) -> Tensor:
-    return logits if rows is None else logits[torch.unravel_index(rows, logits.shape[:-1])]
 
 
 def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:

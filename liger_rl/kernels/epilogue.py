@@ -83,10 +83,10 @@ def tile_logits(
 @triton.jit
 def tile_gradient(
     logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-    gain, cap, temperature, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
+    gain, cap, inverse, inverse_rest, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
 ):  # fmt: skip
     """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise."""
-    z, square = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+    z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
     log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
     p = tl.exp(log_p)
     target = tl.load(targets + token, mask=live, other=-1) - first
@@ -128,7 +128,8 @@ def _gemm_fold_kernel(
     hidden_size,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
@@ -148,7 +149,7 @@ def _gemm_fold_kernel(
             hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
-        z, _ = transformed(logits, gain, cap, temperature, SCALED, CAPPED, HEATED)
+        z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         place = vocab_tile.to(tl.int64) * tokens + token
         if logit_sums is not None:
             tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
@@ -193,7 +194,8 @@ def _gemm_grad_kernel(
     hidden_size,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     slope,  # scale / temperature
     HALVED: tl.constexpr,  # one half of the tile after the other
     SCALED: tl.constexpr,
@@ -220,18 +222,18 @@ def _gemm_grad_kernel(
             column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB // 2)
             grad = tile_gradient(
                 left, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-                gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+                gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
             grad = tile_gradient(
                 right, token, live, column + TILE_VOCAB // 2, targets, first, lse_of, grad_logps, at_target, entropies,
-                grad_entropies, gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+                grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + TILE_VOCAB // 2], grad.to(out.dtype))
         else:
             grad = tile_gradient(
                 logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-                gain, cap, temperature, slope, SCALED, CAPPED, HEATED,
+                gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
 

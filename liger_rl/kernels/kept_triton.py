@@ -30,7 +30,8 @@ def _keep_kernel(
     columns,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
@@ -44,7 +45,7 @@ def _keep_kernel(
     x = tl.load(logits + row * stride + column, mask=inside, other=0.0)
     if bias is not None:
         x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    z, _ = transformed(x, gain, cap, temperature, SCALED, CAPPED, HEATED)
+    z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
     z = tl.where(inside, z, float("-inf"))
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     exp = tl.exp(z - peak[:, None])

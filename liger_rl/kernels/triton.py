@@ -4,7 +4,9 @@ The signatures and formulas are those of `liger_rl.kernels.eager`. Rows go on gr
 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
 """
 
+import struct
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 import triton
@@ -36,7 +38,7 @@ def _loaded(logits, bias, columns, inside):
 
 
 @triton.jit
-def transformed(x, gain, cap, temperature, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr):
+def transformed(x, gain, cap, inverse, inverse_rest, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr):
     """-> z and tanh^2 of float32 logits x; the numbers and flags are those of `transform_constants`."""
     z = x
     square = 0.0
@@ -47,16 +49,15 @@ def transformed(x, gain, cap, temperature, SCALED: tl.constexpr, CAPPED: tl.cons
         square = tanh * tanh
         z = tanh * cap
     if HEATED:
-        # A rounded reciprocal would be a slightly different temperature for every logit, which adds up to more than
-        # the rounding of a quotient.
-        z = tl.div_rn(z, temperature)
+        # As good as a quotient, for two instructions. The rounded reciprocal alone would be a slightly different
+        # temperature for every logit, which adds up to more.
+        z = tl.fma(z, inverse, z * inverse_rest)
     return z, square
 
 
 @triton.jit(do_not_specialize=["first"])
 def _fold_kernel(
-    logits,  # (rows, columns) with `offsets` in elements, or `stride` between rows
-    offsets,
+    logits,  # (rows, columns)
     stride,
     targets,
     bias,
@@ -71,17 +72,15 @@ def _fold_kernel(
     first,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if offsets is not None:
-        logits += tl.load(offsets + row)
-    else:
-        logits += row * stride
+    logits += row * stride
     column_of_target = tl.load(targets + row) - first
     peak = tl.load(peaks + row)
     total = tl.load(sums + row)
@@ -101,7 +100,9 @@ def _fold_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z, _ = transformed(_loaded(logits, bias, column, inside), gain, cap, temperature, SCALED, CAPPED, HEATED)
+        z, _ = transformed(
+            _loaded(logits, bias, column, inside), gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED
+        )
         target += tl.sum(tl.where(column == column_of_target, z, 0.0))
         if logit_sums is not None:
             logit_sum += tl.sum(tl.where(inside, z, 0.0))
@@ -136,10 +137,8 @@ def _fold_kernel(
 @triton.jit(do_not_specialize=["first"])
 def _grad_kernel(
     logits,
-    offsets,
     stride,
     out,
-    out_offsets,
     out_stride,
     targets,
     bias,
@@ -152,42 +151,34 @@ def _grad_kernel(
     first,
     gain,
     cap,
-    temperature,
+    inverse,
+    inverse_rest,
     slope,  # scale / temperature
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if offsets is not None:
-        logits += tl.load(offsets + row)
-        out += tl.load(out_offsets + row)
-    else:
-        logits += row * stride
-        out += row * out_stride
+    logits += row * stride
+    out += row * out_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, square = transformed(_loaded(logits, bias, column, inside), gain, cap, temperature, SCALED, CAPPED, HEATED)
+    z, square = transformed(
+        _loaded(logits, bias, column, inside), gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED
+    )
     log_p = z - tl.load(lse_of + row)
     p = tl.exp(log_p)
     hit = column == tl.load(targets + row) - first
     g = tl.load(grad_logps + row)
-    silent = g == 0.0
     grad = tl.where(hit, tl.load(at_target + row), -g * p)
     if entropies is not None:
         e = tl.load(grad_entropies + row)
-        silent = silent & (e == 0.0)
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
         grad -= e * p * (log_p + tl.load(entropies + row))
     grad *= slope
     if CAPPED:
         grad *= 1.0 - square
-    # Rows of someone else's logits hold anything, NaN too, where there is no gradient.
-    grad = tl.where(silent, 0.0, grad)
-    if ADD:
-        grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
@@ -198,7 +189,6 @@ def fold(
     bias: Tensor | None,
     transform: LogitTransform,
     state: Fold,
-    rows: Tensor | None = None,
 ) -> None:
     """As `eager.fold`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
@@ -209,7 +199,6 @@ def fold(
     with on(logits.device):
         _fold_kernel[(n,)](
             logits,
-            None if rows is None else _offsets(logits, rows),
             logits.stride(0),
             targets.contiguous(),
             None if bias is None else bias.contiguous(),
@@ -230,9 +219,6 @@ def grad(
     transform: LogitTransform,
     tokens: TokenGradients,
     out: Tensor,
-    rows: Tensor | None = None,
-    *,
-    add: bool = False,
 ) -> None:
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
@@ -244,10 +230,8 @@ def grad(
     with on(logits.device):
         _grad_kernel[(n, triton.cdiv(columns, block))](
             logits,
-            None if rows is None else _offsets(logits, rows),
             logits.stride(0),
             out,
-            None if rows is None else _offsets(out, rows),
             out.stride(0),
             targets.contiguous(),
             None if bias is None else bias.contiguous(),
@@ -256,21 +240,27 @@ def grad(
             first,
             slope=transform.scale / transform.temperature,
             **transform_constants(transform),
-            ADD=add,
             BLOCK=block,
             num_warps=_warps(block),
         )
 
 
+@lru_cache
 def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
-    """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off."""
+    """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off.
+
+    1 / temperature is in two parts of float32, the second what the first was rounded by.
+    """
     capped = transform.softcap is not None
+    inverse = 1.0 / transform.temperature
+    rounded = struct.unpack("f", struct.pack("f", inverse))[0]
     gain = transform.scale / transform.softcap if capped else transform.scale
     return {
         # float(), because an int would be an integer in the kernel, which its division refuses.
         "gain": float(gain),
         "cap": float(transform.softcap) if transform.softcap is not None else 1.0,
-        "temperature": float(transform.temperature),
+        "inverse": rounded,
+        "inverse_rest": inverse - rounded,
         "SCALED": gain != 1.0,
         "CAPPED": capped,
         "HEATED": transform.temperature != 1.0,
@@ -283,15 +273,6 @@ def _block(columns: int) -> int:
 
 def _warps(block: int) -> int:
     return max(1, min(8, block // 512))
-
-
-def _offsets(logits: Tensor, rows: Tensor) -> Tensor:
-    """Offset in elements of each picked row, whatever the strides of the leading dimensions."""
-    # By hand: torch.unravel_index copies the shape to the device, and waits for it.
-    if logits.dim() == 2:
-        return rows * logits.stride(0)
-    width = logits.shape[1]
-    return rows // width * logits.stride(0) + rows % width * logits.stride(1)
 
 
 def on(device: torch.device):

@@ -39,6 +39,15 @@ class AlignedBatch:
     entropy: Tensor | None = None
     """Detached, where the caller has it."""
 
+    def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
+        """Columns of one's own making in `dtype`, 0 where the mask is 0; the mask as bool."""
+        mask = self.mask != 0
+        given = {name: getattr(self, name) for name in TOKEN_COLUMNS if name != "mask"}
+        clean: dict[str, Any] = {
+            name: torch.where(mask, c.detach().to(dtype), 0.0) for name, c in given.items() if c is not None
+        }
+        return replace(self, **clean, mask=mask)
+
     def take(self, positions: Tensor) -> "AlignedBatch":
         """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and
         the rows of a padded batch become segments."""
@@ -97,30 +106,26 @@ class PolicyBatch:
             TypeError: a column is not a tensor of numbers.
             ValueError: a column's shape or device does not fit.
         """
+        return self.checked(shape, device).cleaned(dtype)
+
+    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """The same before it is cleaned: every column in `shape`, with the values that the caller left there."""
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
-        if self.completion_mask is None:
-            mask = torch.ones(shape, dtype=torch.bool, device=device)
-        else:
-            mask = self._column("completion_mask", shape, device) != 0
 
-        def clean(name: str, *, per_sequence: bool = False) -> Tensor | None:
-            if getattr(self, name) is None:
-                return None
-            column = self._column(name, shape, device, per_sequence=per_sequence)
-            return torch.where(mask, column.detach().to(dtype), 0.0)
+        def column(name: str, *, per_sequence: bool = False) -> Tensor | None:
+            given = getattr(self, name) is not None
+            return self._column(name, shape, device, per_sequence=per_sequence) if given else None
 
-        advantages = clean("advantages", per_sequence=True)
-        if advantages is None:
-            raise TypeError("advantages must be a real tensor, got NoneType")
+        mask = column("completion_mask")
         ratio = self.importance_ratio
         return AlignedBatch(
-            advantages=advantages,
-            mask=mask,
-            old_per_token_logps=clean("old_per_token_logps"),
-            ref_per_token_logps=clean("ref_per_token_logps"),
-            sampling_per_token_logps=clean("sampling_per_token_logps"),
-            importance_ratio=clean("importance_ratio", per_sequence=True),
+            mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
+            advantages=self._column("advantages", shape, device, per_sequence=True),
+            old_per_token_logps=column("old_per_token_logps"),
+            ref_per_token_logps=column("ref_per_token_logps"),
+            sampling_per_token_logps=column("sampling_per_token_logps"),
+            importance_ratio=column("importance_ratio", per_sequence=True),
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self._checked_segments(shape, device),
             num_sequences=self._divisor(shape),
