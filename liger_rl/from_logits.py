@@ -84,7 +84,9 @@ def grpo_loss_from_logits(
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
     Raises:
-        TypeError, ValueError: as `logits_logprobs` and `build_preset`, and for an unknown clip_indicator.
+        TypeError, ValueError: as `logits_logprobs` and `build_preset`, and for an unknown clip_indicator. Of a loss
+            that is one kernel and has a gradient, a live id outside [0, V) raises in the backward, so that the host
+            need not wait for the device between the two; until then its token is masked.
     """
     if clip_indicator not in CLIP_INDICATORS:
         raise ValueError(f"clip_indicator must be one of {sorted(CLIP_INDICATORS)}, got {clip_indicator!r}")
@@ -109,11 +111,12 @@ def grpo_loss_from_logits(
     indicator = CLIP_INDICATORS[clip_indicator]
     if compiled and generates(logits.device, terms):
         columns = _columns(selected_token_ids, batch, terms)
-        raise_if_outside = None
-        if not fixed_shape:
+        if fixed_shape:
+            raise_if_outside = _nothing_to_raise
+        else:
             raise_if_outside = ask_vocabulary(columns.ids, columns.mask, logits.shape[-1], "logits")
-        found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where))
-        if raise_if_outside is not None:
+        found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where, raise_if_outside))
+        if not found.loss.requires_grad:
             raise_if_outside()
         return found
 
@@ -126,6 +129,10 @@ def grpo_loss_from_logits(
     prepared = terms.prepare(batch, counted.shape, counted.device, torch.float32)
     logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
     return per_token_loss(prepared, logps, indicator)
+
+
+def _nothing_to_raise() -> None:
+    pass
 
 
 def _columns(ids: Tensor, batch: PolicyBatch, terms: PolicyTerms) -> Columns:

@@ -66,8 +66,9 @@ class LogitLoss(torch.autograd.Function):
     """(logits, columns) -> PerTokenLoss; a gradient for the logits."""
 
     @staticmethod
-    def forward(ctx, logits, columns, terms, indicator, options):
+    def forward(ctx, logits, columns, terms, indicator, options, raise_if_outside):
         ctx.set_materialize_grads(False)
+        ctx.raise_if_outside = raise_if_outside
         logits, statistics = fold_rows(logits, columns.ids, columns.mask, options)
         found, slope = generated(terms, indicator)(statistics.logps, columns, logits.shape[-1])
         ctx.options = options
@@ -78,12 +79,16 @@ class LogitLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
+        nothing = (None, None, None, None, None)
         if grad_loss is None:
-            return None, None, None, None, None
+            return None, *nothing
         logits, ids, mask, logps, lse, slope = ctx.saved_tensors
         known = TokenStatistics(logps, lse, None)
         grad_logps = (grad_loss * slope).flatten()
-        return grad_rows(logits, ids, mask, known, grad_logps, None, ctx.options), None, None, None, None
+        grad = grad_rows(logits, ids, mask, known, grad_logps, None, ctx.options)
+        # Last: by now the device has long answered, and has enough to do while the host comes back from waiting.
+        ctx.raise_if_outside()
+        return grad, *nothing
 
 
 @lru_cache(maxsize=64)

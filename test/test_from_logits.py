@@ -212,8 +212,12 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
     logits, ids, columns = problem(device=device)
     outside = ids.clone()
     outside[0, 0] = V
-    with pytest.raises(ValueError, match=r"1 of them are not, the largest is 131"):
-        solve(logits, outside, columns)
+    for gradient in (True, False):
+        with (
+            torch.set_grad_enabled(gradient),
+            pytest.raises(ValueError, match=r"1 of them are not, the largest is 131"),
+        ):
+            solve(logits, outside, columns)
     masked = solve(logits, outside, columns, fixed_shape=True)
     assert masked[0].loss[0, 0] == 0
     assert (masked[1][0, 0] == 0).all()
