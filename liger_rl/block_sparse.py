@@ -131,7 +131,7 @@ def grad_blocks(
     start = MeanGradients(
         gemm.matmul(means, _tile_sums(weight, hidden.dtype)) if needs[0] else None,
         gemm.matmul(means.T, hidden) if needs[1] else None,
-        means.sum(0, dtype=torch.float32) if bias is not None and needs[2] else None,
+        gemm.column_sums(means) if bias is not None and needs[2] else None,
     )
     del means
     by_block = blocks_for(hidden.device) or _add_blocks
@@ -177,5 +177,5 @@ def _add_blocks(
         if grad_weight is not None and start.weight is not None:
             grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + start.weight[tile]
         if grad_bias is not None and start.bias is not None:
-            grad_bias[span] = block.sum(0, dtype=torch.float32) + start.bias[tile]
+            grad_bias[span] = gemm.column_sums(block) + start.bias[tile]
     return start.hidden, grad_weight, grad_bias

@@ -265,7 +265,7 @@ class _Totals:
 
     def add_bias(self, first: int, last: int, tile: Tensor) -> None:
         if self.bias is not None:
-            self.bias[first:last] += tile.sum(0, dtype=torch.float32)
+            self.bias[first:last] += gemm.column_sums(tile)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         weight, bias = self.weight, self.bias

@@ -379,7 +379,7 @@ class _Shape:
             # Or, where few tokens have a gradient, float32 tiles after all.
             few = min(tiles.tokens, MIN_TOKENS) * tiles.vocab * per_logit
             tile = max(few, tiles.tokens * tiles.vocab * itemsize)
-        bias = 8 * tiles.vocab * -(-self.tokens // tiles.tokens) if self.bias else 0
+        bias = 4 * tiles.vocab * (4 + tiles.tokens // gemm.SUMMED_ROWS) if self.bias else 0
         return self.fixed_bytes + tile + self._factor_bytes(tiles) + self._sums_of_weight(tiles) + bias
 
     def _sums_of_weight(self, tiles: Tiles) -> int:

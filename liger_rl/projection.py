@@ -220,7 +220,9 @@ def grad_projection(
         if low_rank is not None:
             low_tile = low_rank.weight[first:last].to(options.compute_dtype)
             factor_tile = low_rank.beside_tile(weight_tile, first)
-        bias_parts = []
+        bias_total = None
+        if grad_bias is not None:
+            bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
             tile = tile_gradient(factor_tile, first, start, stop)
             if grad_hidden is not None:
@@ -232,13 +234,13 @@ def grad_projection(
             weight_total.add(tile, hidden[start:stop])
             if low_rank is not None:
                 low_total.add(tile, low_inputs[start:stop])
-            if grad_bias is not None:
-                bias_parts.append(tile.sum(0, dtype=torch.float32))
+            if bias_total is not None:
+                bias_total += gemm.column_sums(tile)
             del tile
         weight_total.store()
         low_total.store()
-        if grad_bias is not None:
-            grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
+        if grad_bias is not None and bias_total is not None:
+            grad_bias[first:last] = bias_total
     if pending is not None:
         pending.wait()
     return ProjectionGradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)

@@ -12,6 +12,7 @@ from torch import Tensor
 from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
 from liger_rl import logprobs as room
+from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 TOKENS, HIDDEN, VOCAB = 700, 160, 3003
@@ -253,3 +254,18 @@ def test_tiles_are_those_of_the_run():
         linear_logprobs(torch.randn(TOKENS, 64), torch.randn(40000, 64), torch.zeros(TOKENS, dtype=torch.long))
     assert max(widths) == plan.forward.tiles
     assert plan.forward.tiles.vocab % BLOCK_VOCAB == 0
+
+
+@pytest.mark.parametrize("rows", [0, 7, 256, 1100])
+def test_column_sums(rows, device):
+    matrix = torch.randn(rows, 30, device=device).to(torch.bfloat16)[:, 3:]
+    torch.testing.assert_close(gemm.column_sums(matrix), matrix.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_GPU
+def test_column_sums_take_little_memory():
+    matrix = torch.ones(4096, 20480, device="cuda", dtype=torch.bfloat16)
+    with tensor_peak(matrix.device) as peak:
+        sums = gemm.column_sums(matrix)
+    assert torch.equal(sums, torch.full_like(sums, 4096.0))
+    assert peak.bytes < matrix.nbytes / 50
