@@ -125,6 +125,7 @@ def grad_blocks(
     plan: BlockPlan,
     transform: LogitTransform,
     needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan alone."""
     means = plan.tile_means(weight.shape[0], hidden.dtype)
@@ -134,8 +135,9 @@ def grad_blocks(
         gemm.column_sums(means) if bias is not None and needs[2] else None,
     )
     del means
-    by_block = blocks_for(hidden.device) or _add_blocks
-    return by_block(hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
+    given = (hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
+    by_block = blocks_for(hidden.device)
+    return _add_blocks(*given) if by_block is None else by_block(*given, workspace)
 
 
 def _tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:

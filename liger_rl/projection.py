@@ -17,6 +17,7 @@ from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -66,6 +67,13 @@ class ProjectionOptions:
     def chunks_are_free(self) -> bool:
         """No chunk is named, so kernels that make no tile of logits may be used."""
         return self.kernels_fit or (self.chunk_tokens is None and self.chunk_vocab is None)
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
+        if self.chunk_tokens is None or self.chunk_vocab is None:
+            return BLOCKS_BYTES
+        return min(BLOCKS_BYTES, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
 
 
 class Tiles(NamedTuple):
