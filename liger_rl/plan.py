@@ -171,6 +171,8 @@ def plan_linear_logprobs(
     """
     check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
     check_passes(passes)
+    if together < 1:
+        raise ValueError(f"together must be at least 1, got {together}")
     options = ProjectionOptions(
         transform=transform,
         entropy=entropy,

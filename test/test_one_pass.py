@@ -693,4 +693,4 @@ def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extr
     held = plan.chunk_tokens * (Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size)
     held += 4 * vocab * hidden_size * (sum_dtype == torch.float32)
     assert held <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
-    assert held < plan.extra_bytes < 1.25 * held + 200 * MIB
+    assert held < plan.extra_bytes < 1.25 * held + 350 * MIB

@@ -205,7 +205,9 @@ def test_what_is_added_in_place_is_added_in_the_backward():
     assert plan.forward.flops == 2 * plan.backward.flops
 
 
-def test_passes_is_one_of_three():
+def test_bad_options():
+    with pytest.raises(ValueError, match="together must be at least 1, got 0"):
+        plan_linear_logprobs(10, 10, 10, together=0)
     with pytest.raises(ValueError, match=r"passes must be one of \['auto', 'one', 'two'\], got 'three'"):
         plan_linear_logprobs(10, 10, 10, passes="three")
 
