@@ -58,19 +58,20 @@ def plan_one_pass(
     tokens = shape.tokens if tokens is None else tokens
     together = tokens if shape.in_place else min(together, tokens)
     sum_dtype = torch.float32 if shape.needs[1] else None
-    room = _room(shape, beside_sum=True, max_extra_bytes=max_extra_bytes)
-    if _sum_bytes(shape):
-        large = _room(shape, beside_sum=False, max_extra_bytes=max_extra_bytes)
-        if large >= _tokens_of_rounded_chunks(tokens, together):
-            sum_dtype, room = shape.weight_dtype, large
+    room, large = (_room(shape, beside_sum=beside, max_extra_bytes=max_extra_bytes) for beside in (True, False))
+    if _sum_bytes(shape) and large >= _tokens_of_rounded_chunks(tokens, together):
+        sum_dtype, room = shape.weight_dtype, large
     if room < max(together, 0 if max_extra_bytes is None else _enough(shape, tokens)):
         return None
     even = math.ceil(tokens / max(1, math.ceil(tokens / max(room, 1))))
     even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     chunk_tokens = max(1, min(room, even + together - 1, tokens))
-    memory = _Memory.of(shape)
-    extra = memory.fixed + chunk_tokens * memory.per_token + (_sum_bytes(shape) if sum_dtype == torch.float32 else 0)
-    return OnePassPlan(chunk_tokens=chunk_tokens, room=room, sum_dtype=sum_dtype, extra_bytes=extra)
+    # Where fewer tokens count than is known here, chunks may be fewer and fuller, and do without a sum.
+    memory, sums = _Memory.of(shape), _sum_bytes(shape) if sum_dtype == torch.float32 else 0
+    extra = sums + memory.per_token * (min(room, tokens) if shape.masked else chunk_tokens)
+    if shape.masked and sums:
+        extra = max(extra, memory.per_token * min(large, tokens))
+    return OnePassPlan(chunk_tokens=chunk_tokens, room=room, sum_dtype=sum_dtype, extra_bytes=memory.fixed + extra)
 
 
 def least_one_pass_bytes(shape: HeadShape, *, together: int = 1) -> int:
@@ -219,8 +220,9 @@ class _Memory(NamedTuple):
     @classmethod
     def of(cls, shape: HeadShape) -> "_Memory":
         options, itemsize, size = shape.options, shape.itemsize, shape.hidden_size
-        width = min(tile_vocab(shape.vocab, options), shape.vocab)
-        kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_words(options)) + 16
+        words = tile_words(options)
+        width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // words) * words)
+        kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, words) + 16
         # The chunk's hidden states, those of them with a gradient, and the gradient, which is rounded at the end.
         rounds, copied = shape.dtype != torch.float32, shape.masked or shape.converts_rows
         rows = size * (itemsize * (copied + shape.masked) + 4 + rounds * shape.dtype.itemsize + 4 * shape.widens)

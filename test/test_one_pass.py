@@ -690,7 +690,11 @@ def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extr
     plan = one_pass_plan.plan_one_pass(shape)
     assert plan.sum_dtype == sum_dtype
     assert math.ceil(tokens / plan.chunk_tokens) == chunks
-    held = plan.chunk_tokens * (Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size)
-    held += 4 * vocab * hidden_size * (sum_dtype == torch.float32)
+    per_token = Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size
+    sums = 4 * vocab * hidden_size * (sum_dtype == torch.float32)
+    held, most = (sums + per_token * chunk for chunk in (plan.chunk_tokens, min(plan.room, tokens)))
     assert held <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
-    assert held < plan.extra_bytes < 1.25 * held + 350 * MIB
+    assert most < plan.extra_bytes < 1.25 * most + 350 * MIB
+    for live in (1, tokens // 9, tokens // 3, tokens - 1000):
+        fewer = one_pass_plan.plan_one_pass(shape, tokens=live)
+        assert fewer.extra_bytes <= plan.extra_bytes
