@@ -66,7 +66,7 @@ def plan_one_pass(
     even = math.ceil(tokens / max(1, math.ceil(tokens / max(room, 1))))
     even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     chunk_tokens = max(1, min(room, even + together - 1, tokens))
-    # Where fewer tokens count than is known here, chunks may be fewer and fuller, and do without a sum.
+    # Where fewer tokens count than these, chunks may be fewer and fuller, and do without a sum.
     memory, sums = _Memory.of(shape), _sum_bytes(shape) if sum_dtype == torch.float32 else 0
     extra = sums + memory.per_token * (min(room, tokens) if shape.masked else chunk_tokens)
     if shape.masked and sums:

@@ -117,10 +117,11 @@ def plan_linear_logprobs(
     - no chunk is named: a named one bounds a tile, where a chunk of one pass holds the whole vocabulary;
     - a chunk has room for 512 tokens (256 on CPU), or all, and for all that one token's gradient depends on.
 
-    "one" insists on it. A chunk has room for as many tokens as fit the budget beside the parts that no chunk changes;
-    without a budget, 544 MiB (64 MiB on CPU) of what it keeps and of the float32 gradient of its hidden states, and
-    beside that the sum: where a 16-bit weight has a gradient, its float32 sum takes 4VH bytes, but where two chunks or
-    one hold all tokens with that memory for themselves, they do, and the gradient is rounded after each of them.
+    "one" insists on it, but with a budget not under that room. A chunk has room for as many tokens as fit the budget
+    beside the parts that no chunk changes; without one, as fit 544 MiB (64 MiB on CPU) with what is kept of them and
+    the float32 gradient of their hidden states. The gradient of a 16-bit weight is summed in 4VH bytes of float32;
+    where one or two chunks would hold all tokens if they had that memory, they get it (without a budget beside the
+    544 MiB), and the gradient is rounded after each of them.
 
     Else the path is "block-sparse" where a `grad_tolerance` is given and blocks can be told apart (see
     `linear_logprobs`), else "two passes". In each direction the product with its work in the epilogue is taken where it
@@ -136,7 +137,8 @@ def plan_linear_logprobs(
 
         FLOPs           2NHV forward; 2NHV (1 + hidden + weight) backward, of those that want a gradient;
                         one pass 2NHV (1 + hidden + weight)
-        extra bytes     256 N  +  copies of the hidden states (sNH where tokens may be masked, cNH in another dtype)
+        extra bytes     64 MiB of cuBLAS's on CUDA  +  256 N
+                        + copies of the hidden states (sNH where tokens may be masked, cNH in another dtype)
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of
@@ -144,11 +146,12 @@ def plan_linear_logprobs(
                         (c in the epilogue)
         block-sparse    also 3 bytes (6 with the entropy) of each token and 256 words, and in place of Tv (bytes per
                         logit) cTv of kept blocks, at most 160 MiB, at least those of 256 words
-        one pass        256 N  +  m (cV + V / 64 + H (2c + 4 + s))  +  m cV / 16 where tokens may have no gradient
-                        + the sum, 4VH or none  +  the epilogue's statistics, or mV / 16 (bytes per logit; 28 on CPU, 4
-                        more for a softcap, 8 for the entropy)
+        one pass        64 MiB, 256 N  +  m (cV + V / 64 + H (2c + 4 + s))  +  m cV / 16 where tokens may have no
+                        gradient  +  the sum, 4VH or none  +  the epilogue's statistics, or mV / 16 (bytes per logit; 28
+                        on CPU, 4 more for a softcap, 8 for the entropy)
 
-    Counts of live tokens are not known beforehand: costs are those of all `tokens`.
+    Counts of live tokens are not known beforehand: costs are those of all `tokens`, and where some may be masked, m is
+    all that a chunk has room for.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
