@@ -125,17 +125,19 @@ def grad_blocks(
     plan: BlockPlan,
     transform: LogitTransform,
     needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan alone."""
     means = plan.tile_means(weight.shape[0], hidden.dtype)
     start = MeanGradients(
         gemm.matmul(means, _tile_sums(weight, hidden.dtype)) if needs[0] else None,
         gemm.matmul(means.T, hidden) if needs[1] else None,
-        means.sum(0, dtype=torch.float32) if bias is not None and needs[2] else None,
+        gemm.column_sums(means) if bias is not None and needs[2] else None,
     )
     del means
-    by_block = blocks_for(hidden.device) or _add_blocks
-    return by_block(hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
+    given = (hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
+    by_block = blocks_for(hidden.device)
+    return _add_blocks(*given) if by_block is None else by_block(*given, workspace)
 
 
 def _tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,5 +179,5 @@ def _add_blocks(
         if grad_weight is not None and start.weight is not None:
             grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + start.weight[tile]
         if grad_bias is not None and start.bias is not None:
-            grad_bias[span] = block.sum(0, dtype=torch.float32) + start.bias[tile]
+            grad_bias[span] = gemm.column_sums(block) + start.bias[tile]
     return start.hidden, grad_weight, grad_bias

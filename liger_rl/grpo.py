@@ -21,8 +21,9 @@ from liger_rl.logprobs import (
     linear_logprobs,
 )
 from liger_rl.low_rank import LowRank
-from liger_rl.one_pass_loss import PASSES, Head, Passes, loss_in_one_pass, obstacle, worthwhile
-from liger_rl.plan import check_budget
+from liger_rl.one_pass_loss import Head, loss_in_one_pass, loss_obstacle
+from liger_rl.one_pass_plan import Passes, one_pass_obstacle, takes_one_pass
+from liger_rl.plan import check_budget, check_passes
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
@@ -48,7 +49,8 @@ class FusedLinearGRPOLoss(nn.Module):
         grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`; with passes="one"
             chunk_tokens bounds the tokens whose gradients are made together, over the whole vocabulary.
-        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`.
+        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`; it also decides how
+            many passes "auto" takes, and how large a chunk of one pass is.
         fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
             id is outside the vocabulary is then masked in the loss, too, and does not raise.
         batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
@@ -56,11 +58,11 @@ class FusedLinearGRPOLoss(nn.Module):
             in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
             no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
             all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
-            and the corrections. One pass holds up to 544 MiB of a chunk on CUDA and, with a 16-bit weight that has
-            a gradient, up to 4 V H bytes more, for larger chunks or for a float32 sum over many. Not with a
-            grad_tolerance, float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose
-            backward has to be a second pass, nor with fixed_shape, batch_invariant or max_extra_bytes: it picks rows,
-            and has tiles and a workspace of its own.
+            and the corrections. A chunk keeps up to 544 MiB on CUDA and, with a 16-bit weight that has a gradient, up
+            to 4 V H bytes more, for larger chunks or for a float32 sum over many; or what max_extra_bytes leaves for
+            it. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance,
+            float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose backward has to be a
+            second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -98,8 +100,7 @@ class FusedLinearGRPOLoss(nn.Module):
         check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
         check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
         self.batch_invariant, self.max_extra_bytes = batch_invariant, max_extra_bytes
-        if passes not in PASSES:
-            raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
+        check_passes(passes)
         self.passes = passes
         parts = _parts(loss_type, reduction, options)
         self.terms = PolicyTerms(
@@ -199,7 +200,7 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=self.batch_invariant,
         )
         if self._in_one_pass(head, policy_loss, options, low_rank, vocab_parallel):
-            return loss_in_one_pass(head, policy_loss, options)
+            return loss_in_one_pass(head, policy_loss, options, self.max_extra_bytes)
         found = self._logprobs(
             hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
@@ -216,15 +217,16 @@ class FusedLinearGRPOLoss(nn.Module):
     ) -> bool:
         if self.passes == "two":
             return False
-        lacking = obstacle(
-            head, prepared, options, low_rank, vocab_parallel, self.grad_tolerance,
-            fixed_shape=self.fixed_shape, max_extra_bytes=self.max_extra_bytes,
+        lacking = loss_obstacle(head, prepared, vocab_parallel)
+        if self.passes == "auto" and lacking is not None:
+            return False
+        shape, together = head.shape(options, low_rank), head.together(prepared.terms.locality)
+        lacking = lacking or one_pass_obstacle(
+            shape, together=together, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape,
+            max_extra_bytes=self.max_extra_bytes,
         )  # fmt: skip
-        if self.passes == "one":
-            if lacking is not None:
-                raise ValueError(f'passes="one" needs {lacking}')
-            return any(head.needs)
-        return lacking is None and worthwhile(head, options)
+        taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=self.max_extra_bytes)
+        return taken and any(head.needs)
 
     @torch.no_grad()
     def reference_logps(

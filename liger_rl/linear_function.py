@@ -128,7 +128,9 @@ def token_gradients(
             gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
             del low_rank
         else:
-            parts = grad_blocks(rows, weight, bias, row_targets, tokens, plan, options.transform, needs[:3])
+            parts = grad_blocks(
+                rows, weight, bias, row_targets, tokens, plan, options.transform, needs[:3], options.blocks_bytes
+            )
             gradients = ProjectionGradients(*parts, None, None)
         del rows
         if gradients.hidden is not None:

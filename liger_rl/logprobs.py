@@ -177,6 +177,7 @@ def linear_logprobs(
                 needs=_needs(hidden, weight, bias, low_rank),
                 bias=bias is not None,
                 rank=sum(term.a.shape[0] for term in low_rank),
+                weight_grad=weight_grad is not None,
                 transform=transform,
                 entropy=entropy,
                 extras=wanted,

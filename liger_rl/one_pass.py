@@ -6,9 +6,8 @@ into dL/dlogits in their own memory. What the loss is multiplied by afterwards m
 backward.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,89 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for
 from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
+from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
-from liger_rl.projection import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, kind_of, spans
-
-# Of a chunk where the caller names none: its exponentials and the float32 gradient of its hidden states. On CUDA, with
-# H = 4096 and V = 128256, that is 2075 tokens, whose products run at full speed.
-CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
-# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
-VOCAB_TILES = 16
-# Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. One rounding to bfloat16 has a relative
-# error of u = 1.7e-3, the gradient of a logit too; K independent chunks give sqrt(1 + sum_k k / K) u: 2.4e-3
-# for one, 2.6e-3 for two, 2.9e-3 for three.
-MAX_ROUNDINGS = 2
-CHUNK_TOKENS_ALIGNMENT = 128
+from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
+from liger_rl.projection import ProjectionOptions, fold_projection, spans
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnePassPlan:
-    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
-
-    chunk_tokens: int
-    sum_dtype: torch.dtype | None
-    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
-    extra_bytes: int
-    """Of a chunk, and of a float32 sum where the weight has another dtype."""
-
-
-def chunk_capacity(
-    vocab: int, hidden_size: int, weight_dtype: torch.dtype, device: torch.device, options: ProjectionOptions,
-    *, summed: bool,
-) -> int:  # fmt: skip
-    """Largest number of tokens that a chunk may hold.
-
-    `summed`: the weight's gradient may need a float32 sum. A chunk that does without one may use its memory.
-    """
-    if options.chunk_tokens is not None:
-        return options.chunk_tokens
-    budget = CHUNK_BYTES[kind_of(device)]
-    if summed and weight_dtype != torch.float32 and options.weight_grad is None:
-        budget += 4 * vocab * hidden_size
-    return budget // _bytes_per_token(vocab, hidden_size, options)
-
-
-def _bytes_per_token(vocab: int, hidden_size: int, options: ProjectionOptions) -> int:
-    return Kept.bytes_per_token(vocab, options.compute_dtype, tile_words(options)) + 4 * hidden_size
-
-
-def plan_one_pass(
-    tokens: int,
-    vocab: int,
-    hidden_size: int,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    options: ProjectionOptions,
-    *,
-    needs_weight: bool,
-    together: int = 1,
-) -> OnePassPlan:
-    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many.
-
-    `together`: the most tokens that may not be parted; chunks are then filled in order, each as far as it goes.
-    """
-
-    def capacity(summed: bool) -> int:
-        return max(1, chunk_capacity(vocab, hidden_size, weight_dtype, device, options, summed=summed))
-
-    sum_dtype: torch.dtype | None = torch.float32 if needs_weight else None
-    most = capacity(False)
-    if needs_weight and weight_dtype != torch.float32 and options.weight_grad is None:
-        large = capacity(True)
-        # All chunks but the last may stay short of being full by all but one of the tokens that are not parted.
-        if tokens <= large or tokens <= MAX_ROUNDINGS * large - (MAX_ROUNDINGS - 1) * (together - 1):
-            sum_dtype, most = weight_dtype, large
-    even = math.ceil(tokens / max(1, math.ceil(tokens / most)))
-    even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
-    chunk_tokens = max(1, min(most, even + together - 1, tokens))
-    extra = chunk_tokens * _bytes_per_token(vocab, hidden_size, options)
-    if sum_dtype == torch.float32 != weight_dtype and options.weight_grad is None:
-        extra += 4 * vocab * hidden_size
-    return OnePassPlan(chunk_tokens=chunk_tokens, sum_dtype=sum_dtype, extra_bytes=extra)
 
 
 class Gradients(NamedTuple):
@@ -141,15 +64,14 @@ def one_pass(
     in_place = options.weight_grad is not None and needs[1]
     assert not in_place or len(chunks) <= 1
     totals = _Totals(hidden, weight, bias, plan, needs, in_place=in_place)
-    words = tile_words(options)
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, words)
+    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_words(options))
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in chunks:
             index = _index(live, chunk)
             rows = hidden[index].to(options.compute_dtype).contiguous()
             kept = buffer.rows(slice(0, rows.shape[0]))
-            fold_options = _fold_options(rows, weight, options, words)
+            fold_options = _fold_options(rows, weight, options)
             statistics, _ = fold_projection(rows, weight, bias, targets[index], fold_options, kept=kept)
             logps[chunk] = statistics.logps
             if entropy is not None:
@@ -162,27 +84,11 @@ def one_pass(
     return OnePass(logps, entropy, Gradients(*totals.finish(), *deferred))
 
 
-def tile_words(options: ProjectionOptions) -> int:
-    """Words that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
-    if options.chunk_vocab is None:
-        return BLOCK_VOCAB
-    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
-
-
-def _tile_vocab(vocab: int, options: ProjectionOptions, words: int) -> int:
-    """Columns of a tile of logits, whole tiles of `words`."""
-    return _free_tile_vocab(vocab) if options.chunk_vocab is None else options.chunk_vocab // words * words
-
-
-def _free_tile_vocab(vocab: int) -> int:
-    return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-
-
-def _fold_options(rows: Tensor, weight: Tensor, options: ProjectionOptions, words: int) -> ProjectionOptions:
+def _fold_options(rows: Tensor, weight: Tensor, options: ProjectionOptions) -> ProjectionOptions:
     """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
     if options.chunk_vocab is None and gemm_fold_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
-    return replace(options, chunk_tokens=rows.shape[0], chunk_vocab=_tile_vocab(weight.shape[0], options, words))
+    return replace(options, chunk_tokens=rows.shape[0], chunk_vocab=tile_vocab(weight.shape[0], options))
 
 
 def _index(live: Tensor | None, chunk: slice) -> Tensor | slice:
@@ -208,7 +114,7 @@ def _add_chunk(
     vocab = weight.shape[0]
     # One tile where nothing of the vocabulary's width is made on the way.
     whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if whole else _tile_vocab(vocab, options, kept.words)
+    width = vocab if whole else tile_vocab(vocab, options)
     grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):
         if wanted is None:
@@ -265,7 +171,7 @@ class _Totals:
 
     def add_bias(self, first: int, last: int, tile: Tensor) -> None:
         if self.bias is not None:
-            self.bias[first:last] += tile.sum(0, dtype=torch.float32)
+            self.bias[first:last] += gemm.column_sums(tile)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         weight, bias = self.weight, self.bias
@@ -295,7 +201,7 @@ class WithGradients(torch.autograd.Function):
         if gradients.logits is not None and gradients.rows is not None:
             rows = (gradients.rows * factor).contiguous()
             vocab = gradients.logits.shape[1]
-            for first, last in spans(vocab, _free_tile_vocab(vocab)):
+            for first, last in spans(vocab, free_tile_vocab(vocab)):
                 gemm.accumulate(ctx.weight_grad[first:last], gradients.logits[:, first:last].T, rows)
         # A graph that is kept may be walked again; one that is not gives its tensors away.
         again = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -2,24 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import is_dtensor
+from liger_rl.head_memory import HeadShape
 from liger_rl.logprobs import spread
-from liger_rl.one_pass import OnePassPlan, WithGradients, chunk_capacity, one_pass, plan_one_pass
+from liger_rl.low_rank import LowRank
+from liger_rl.one_pass import WithGradients, one_pass
+from liger_rl.one_pass_plan import plan_one_pass
 from liger_rl.policy.loss import Locality, PolicyLoss, PreparedLoss
-from liger_rl.projection import ProjectionOptions, kind_of
+from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import live_tokens
 
-Passes = Literal["auto", "one", "two"]
-PASSES: tuple[str, ...] = get_args(Passes)
-
-# Each chunk reads and writes a sum of the weight's size: under so many tokens that costs more than the product saved.
-MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05
 
@@ -41,46 +39,33 @@ class Head:
         bias = self.bias is not None and self.bias.requires_grad
         return wanted and self.hidden.requires_grad, wanted and self.weight.requires_grad, wanted and bias
 
-    def capacity(self, options: ProjectionOptions, *, summed: bool = True) -> int:
-        """Tokens that a chunk may hold; without `summed`, beside a float32 sum of the weight's gradient."""
-        vocab, hidden_size = self.weight.shape
-        summed = summed and self.needs[1]
-        return chunk_capacity(vocab, hidden_size, self.weight.dtype, self.hidden.device, options, summed=summed)
-
-    def plan(self, tokens: int, options: ProjectionOptions, *, together: int = 1) -> OnePassPlan:
-        (vocab, hidden_size), dtype, device = self.weight.shape, self.weight.dtype, self.hidden.device
-        wanted = self.needs[1]
-        return plan_one_pass(tokens, vocab, hidden_size, dtype, device, options, needs_weight=wanted, together=together)
-
-
-def obstacle(
-    head: Head,
-    prepared: PreparedLoss,
-    options: ProjectionOptions,
-    low_rank: Sequence[Any],
-    vocab_parallel: VocabParallel | None,
-    grad_tolerance: float,
-    *,
-    fixed_shape: bool = False,
-    max_extra_bytes: int | None = None,
-) -> str | None:
-    """What one pass would need and does not have, None where nothing is missing. Shapes decide, no device is asked."""
-    if grad_tolerance != 0.0:
-        return f"grad_tolerance = 0.0, got {grad_tolerance}: blocks are left out of a second pass"
-    if fixed_shape:
-        return "fixed_shape = False: the host has to know which rows make a chunk"
-    if options.batch_invariant:
-        return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
-    if max_extra_bytes is not None:
-        return (
-            f"max_extra_bytes = None, got {max_extra_bytes}: a chunk holds the whole vocabulary and needs room for it"
+    def shape(self, options: ProjectionOptions, low_rank: Sequence[LowRank] = ()) -> HeadShape:
+        return HeadShape(
+            tokens=self.targets.numel(),
+            vocab=self.weight.shape[0],
+            hidden_size=self.weight.shape[1],
+            dtype=self.hidden.dtype,
+            weight_dtype=self.weight.dtype,
+            device=self.hidden.device,
+            needs=self.needs[:2],
+            masked=True,
+            bias=self.bias is not None,
+            rank=sum(term.a.shape[0] for term in low_rank),
+            in_place=options.weight_grad is not None,
+            options=options,
         )
-    if options.compute_dtype == torch.float16:
-        return "bfloat16 or float32 products: gradients that are made before the loss is scaled vanish in float16"
+
+    def together(self, locality: Locality) -> int:
+        """The most tokens that the gradient of one of them depends on."""
+        if locality == "token":
+            return 1
+        return self.targets.shape[1] if locality == "sequence" and self.targets.dim() == 2 else self.targets.numel()
+
+
+def loss_obstacle(head: Head, prepared: PreparedLoss, vocab_parallel: VocabParallel | None) -> str | None:
+    """What one pass would need and does not have, beside what shapes say (`one_pass_obstacle`); None if nothing."""
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
-    if low_rank:
-        return "a head without low_rank terms"
     if vocab_parallel is not None:
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
     if any(map(is_dtensor, (head.hidden, head.weight, head.bias, head.targets))):
@@ -93,39 +78,16 @@ def obstacle(
             return f"no parameters that want a gradient of their own in {_name(part)}"
     if terms.locality != "token" and segments is not None and segments.all_reduce is not None:
         return "whole sequences on each rank; segments.all_reduce says that they are split"
-    return _lack_of_room(head, terms.locality, options)
-
-
-def _lack_of_room(head: Head, locality: Locality, options: ProjectionOptions) -> str | None:
-    tokens, room = head.targets.numel(), head.capacity(options)
-    in_place = options.weight_grad is not None
-    by_rows = locality == "sequence" and head.targets.dim() == 2
-    if tokens <= room or (locality == "token" and not in_place):
-        return None
-    if by_rows and not in_place:
-        room, length = head.capacity(options, summed=False), head.targets.shape[1]
-        return None if length <= room else f"room for a sequence of {length} tokens in a chunk, which holds {room}"
-    why = "weight_grad" if in_place else "a loss whose gradient depends on more than one token or padded sequence"
-    return f"room for all {tokens} tokens in one chunk with {why}; it holds {room}, unless chunk_tokens says more"
+    return None
 
 
 def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
 
 
-def worthwhile(head: Head, options: ProjectionOptions) -> bool:
-    """Whether one pass is the better way where nothing stands against it.
-
-    A gradient is wanted, no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary), and
-    chunks of the budget are large enough.
-    """
-    if not any(head.needs) or options.chunk_tokens is not None or options.chunk_vocab is not None:
-        return False
-    enough = min(MIN_CHUNK_TOKENS[kind_of(head.hidden.device)], head.targets.numel())
-    return head.capacity(options, summed=head.targets.numel() <= head.capacity(options)) >= enough
-
-
-def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOptions) -> PolicyLoss:
+def loss_in_one_pass(
+    head: Head, prepared: PreparedLoss, options: ProjectionOptions, max_extra_bytes: int | None = None
+) -> PolicyLoss:
     """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
 
     One host sync counts the live tokens; where many of them can have no gradient, one more a chunk picks the others.
@@ -140,7 +102,9 @@ def loss_in_one_pass(head: Head, prepared: PreparedLoss, options: ProjectionOpti
     live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))
     n, (hopeful, *row_counts) = live.positions.numel(), live.counts
     index = live.selection
-    plan = head.plan(n, options, together=max([1, *row_counts]))
+    together = max([1, *row_counts]) if in_rows else min(n, head.together(prepared.terms.locality))
+    plan = plan_one_pass(head.shape(options), tokens=n, together=together, max_extra_bytes=max_extra_bytes)
+    assert plan is not None
     if n <= plan.chunk_tokens:
         chunks = [slice(0, n)] if n else []
     elif in_rows:

@@ -2,20 +2,27 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from liger_rl.invariant import INVARIANT_TOKENS
-from liger_rl.kernels import gemm
-from liger_rl.kernels.limits import CAPABILITY, MIN_TOKENS, STATISTICS_BYTES, takes
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
+from liger_rl.head_memory import HeadShape
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, ProjectionOptions, Tiles, plan_tiles
+from liger_rl.one_pass_plan import (
+    PASSES,
+    OnePassPlan,
+    Passes,
+    least_one_pass_bytes,
+    mebibytes,
+    one_pass_obstacle,
+    one_pass_traffic,
+    plan_one_pass,
+    takes_epilogue,
+    takes_one_pass,
+)
+from liger_rl.projection import ProjectionOptions, Tiles
 
-BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and what comes and goes while they are made
-SMALLEST_TOKENS = 128  # of a tile that a budget leads to
-LIBRARY_BYTES = {"cuda": 64 << 20, "cpu": 0}  # cuBLAS's own workspace, at most
 IDENTITY = LogitTransform()
 
 
@@ -25,7 +32,7 @@ class Step(NamedTuple):
     kernel: str
     """"epilogue": no float32 tile reaches memory; "tiles": float32 tiles, and kernels over them; "blocks"."""
     tiles: Tiles | None
-    """None where the kernel has its own."""
+    """None where the kernel has its own; of one pass, its chunk."""
     flops: int
     bytes: int
     """Least that products and kernels read and write."""
@@ -35,18 +42,20 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """What `linear_logprobs` would do; `str` of it says so in a few lines."""
+    """What `linear_logprobs` or `FusedLinearGRPOLoss` would do; `str` of it says so in a few lines."""
 
     path: str
-    """"two passes" or "block-sparse"."""
+    """"two passes", "block-sparse" or "one pass"."""
     reason: str
     forward: Step
     backward: Step | None
-    """None where no gradient is asked for."""
+    """None where no gradient is asked for, or the forward makes them all."""
     least_bytes: int
     """The smallest `max_extra_bytes` for this call."""
+    one_pass_bytes: int | None
+    """The smallest `max_extra_bytes` for one pass, None where it is not asked for or has something else against it."""
     tiles: Tiles
-    """Upper bounds of the tiles that either direction makes."""
+    """Upper bounds of the tiles that the directions make; with `batch_invariant`, the forward has its own."""
     kernels_fit: bool
     """Whether kernels without float32 tiles may be taken where they apply."""
 
@@ -66,9 +75,11 @@ class LinearPlan:
             tiles = "" if step.tiles is None else f" of {step.tiles.tokens} tokens x {step.tiles.vocab} words"
             lines.append(
                 f"{name}: {step.kernel}{tiles}, {step.flops / 1e12:.3g} TFLOP, {step.bytes / 1e9:.3g} GB, "
-                f"extra memory up to {_mebibytes(step.extra_bytes)}"
+                f"extra memory up to {mebibytes(step.extra_bytes)}"
             )
-        lines.append(f"max_extra_bytes may be {self.least_bytes} ({_mebibytes(self.least_bytes)}) or more")
+        lines.append(f"max_extra_bytes may be {self.least_bytes} ({mebibytes(self.least_bytes)}) or more")
+        if self.one_pass_bytes is not None:
+            lines[-1] += f", for one pass {self.one_pass_bytes} ({mebibytes(self.one_pass_bytes)})"
         return "\n".join(lines)
 
 
@@ -85,6 +96,7 @@ def plan_linear_logprobs(
     masked: bool = True,
     bias: bool = False,
     rank: int = 0,
+    weight_grad: bool = False,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     extras: Collection[str] = (),
@@ -93,29 +105,53 @@ def plan_linear_logprobs(
     chunk_vocab: int | None = None,
     fixed_shape: bool = False,
     batch_invariant: bool = False,
+    passes: Passes = "two",
+    together: int = 1,
     max_extra_bytes: int | None = None,
 ) -> LinearPlan:
-    """What `linear_logprobs` would do for these shapes, and what that costs.
+    """What `linear_logprobs`, or with `passes` the head of a loss, would do for these shapes, and what that costs.
 
-    The rule. The path is "block-sparse" where a `grad_tolerance` is given and blocks can be told apart (see
+    The rule. With passes "auto", the path is "one pass" where
+
+    - a gradient is wanted, and nothing that needs a second pass (see `FusedLinearGRPOLoss`) is asked for;
+    - no chunk is named: a named one bounds a tile, where a chunk of one pass holds the whole vocabulary;
+    - a chunk has room for 512 tokens (256 on CPU), or all, and for all that one token's gradient depends on.
+
+    "one" insists on it, but with a budget not under that room. A chunk has room for as many tokens as fit the budget
+    beside the parts that no chunk changes; without one, as fit 544 MiB (64 MiB on CPU) with what is kept of them and
+    the float32 gradient of their hidden states. The gradient of a 16-bit weight is summed in 4VH bytes of float32;
+    where one or two chunks would hold all tokens if they had that memory, they get it (without a budget beside the
+    544 MiB), and the gradient is rounded after each of them.
+
+    Else the path is "block-sparse" where a `grad_tolerance` is given and blocks can be told apart (see
     `linear_logprobs`), else "two passes". In each direction the product with its work in the epilogue is taken where it
     applies (compute capability 9.0 on, one 16-bit dtype, rows of multiples of 16 bytes, 512 tokens or more, no chunk
     named), else float32 tiles. Without a budget a tile has up to 8192 tokens (512 on CPU) and as many words as fit
     320 MiB (24 MiB). With one, both directions have the widest tiles that fit what it leaves beside the parts that no
     tile changes, halving the tokens while under 256 words fit, down to 128; and where the statistics of the forward's
-    epilogue do not fit, 48 MiB or those of 128 tokens, no epilogue is taken.
+    epilogue do not fit, 48 MiB or those of 128 tokens, no epilogue is taken. The forward of `batch_invariant` has tiles
+    of its own, whatever the budget is.
 
-    The formulas, with N tokens, c the bytes of the compute dtype, s of the hidden states', T x v a tile:
+    The formulas, with N tokens, c the bytes of the compute dtype, s of the hidden states', T x v a tile, m the tokens
+    of a chunk:
 
-        FLOPs           2NHV forward; 2NHV (1 + hidden + weight) backward, of those that want a gradient
-        extra bytes     256 N  +  copies of the hidden states (sNH where tokens may be masked, cNH in another dtype)
+        FLOPs           2NHV forward; 2NHV (1 + hidden + weight) backward, of those that want a gradient;
+                        one pass 2NHV (1 + hidden + weight)
+        extra bytes     64 MiB of cuBLAS's on CUDA  +  256 N
+                        + copies of the hidden states (sNH where tokens may be masked, cNH in another dtype)
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of
                         bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward likewise, 4 + c
                         (c in the epilogue)
+        block-sparse    also 3 bytes (6 with the entropy) of each token and 256 words, and in place of Tv (bytes per
+                        logit) cTv of kept blocks, at most 160 MiB, at least those of 256 words
+        one pass        64 MiB, 256 N  +  m (cV + V / 64 + H (2c + 4 + s))  +  m cV / 16 where tokens may have no
+                        gradient  +  the sum, 4VH or none  +  the epilogue's statistics, or mV / 16 (bytes per logit; 28
+                        on CPU, 4 more for a softcap, 8 for the entropy)
 
-    Counts of live tokens are not known beforehand: costs are those of all `tokens`.
+    Counts of live tokens are not known beforehand: costs are those of all `tokens`, and where some may be masked, m is
+    all that a chunk has room for.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
@@ -124,87 +160,63 @@ def plan_linear_logprobs(
         needs: gradients wanted of hidden and of weight.
         masked: whether some tokens may be masked, or have no gradient.
         bias, rank: whether there is a bias; columns of low-rank terms together.
+        weight_grad: whether the weight's gradient is added to a tensor of the caller's.
         transform, entropy, extras, grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant: as in
             `linear_logprobs`; a wanted entropy counts as one with a gradient.
+        passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
+        together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
+            for a sequence-local one of rows (B, T), N for any other.
         max_extra_bytes: bound of the extra memory; None takes the default workspace.
 
     Raises:
-        TypeError, ValueError: a budget beside named chunks, or too small for any plan: it says what would be needed.
+        TypeError, ValueError: a budget beside named chunks, or too small for any plan: it says what would be needed;
+            passes="one" where one pass is not possible: it says what is missing.
     """
     check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
-    shape = _Shape(
+    check_passes(passes)
+    if together < 1:
+        raise ValueError(f"together must be at least 1, got {together}")
+    options = ProjectionOptions(
+        transform=transform,
+        entropy=entropy,
+        extras=frozenset(extras),
+        compute_dtype=dtype if compute_dtype is None else compute_dtype,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab,
+        batch_invariant=batch_invariant,
+    )
+    shape = HeadShape(
         tokens=tokens,
         vocab=vocab,
         hidden_size=hidden_size,
         dtype=dtype,
         weight_dtype=dtype if weight_dtype is None else weight_dtype,
-        compute_dtype=dtype if compute_dtype is None else compute_dtype,
         device=torch.device(device),
         needs=needs,
         masked=masked or fixed_shape,
         bias=bias,
         rank=rank,
-        transform=transform,
-        entropy=entropy,
-        extras=bool(extras),
-        kinds=2 + entropy + len(extras),
-        batch_invariant=batch_invariant,
+        in_place=weight_grad,
+        options=options,
+        budgeted=max_extra_bytes is not None,
     )
-    options = ProjectionOptions(
-        transform=transform,
-        entropy=entropy,
-        compute_dtype=shape.compute_dtype,
-        chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab,
+    if passes == "two" or not any(needs):
+        return _two_passes(shape, grad_tolerance, fixed_shape, max_extra_bytes)
+    obstacle = partial(
+        one_pass_obstacle, shape, together=together, grad_tolerance=grad_tolerance, fixed_shape=fixed_shape
     )
-    free = options.chunks_are_free
-    sparse, reason = _sparse(shape, grad_tolerance, free and not fixed_shape and not batch_invariant)
-    shape = replace(shape, bounded=sparse)
-    kernel = free and shape.epilogue_applies
-    known_bytes = shape.bound_bytes if sparse else 0
-    smallest = Tiles(min(SMALLEST_TOKENS, max(tokens, 1)), min(CHUNK_ALIGNMENT, vocab))
-    if batch_invariant:
-        smallest = shape.invariant_tiles(options)
-    least = known_bytes + shape.peak(smallest, kernel=batch_invariant and kernel)
-    forward_tiles, backward_tiles = shape.default_tiles(options, kernel=kernel)
-    kernels_fit = True
-    if max_extra_bytes is not None:
-        if max_extra_bytes < least:
-            raise ValueError(
-                f"max_extra_bytes must be at least {least} ({_mebibytes(least)}) for {tokens} tokens, {vocab} words "
-                f"and hidden size {hidden_size}, {_mebibytes(shape.fixed_bytes)} of which no tile changes; "
-                f"got {max_extra_bytes}"
-            )
-        left = max_extra_bytes - known_bytes
-        kernels_fit = batch_invariant or not kernel or shape.peak(smallest, kernel=True) <= left
-        kernel = kernel and kernels_fit
-        forward_tiles = backward_tiles = smallest if batch_invariant else shape.widest(left, smallest, kernel=kernel)
-    forward = Step(
-        "epilogue" if kernel else "tiles",
-        None if kernel else forward_tiles,
-        2 * tokens * hidden_size * vocab,
-        shape.forward_traffic(kernel=kernel),
-        known_bytes + shape.forward_bytes(forward_tiles, kernel=kernel),
-    )
-    backward = None
-    if any(needs):
-        backward = Step(
-            "blocks" if sparse else "epilogue" if kernel else "tiles",
-            None if sparse else backward_tiles,
-            2 * tokens * hidden_size * vocab * (1 + sum(needs)),
-            shape.backward_traffic(backward_tiles, kernel=kernel),
-            known_bytes + shape.backward_bytes(backward_tiles, kernel=kernel),
-        )
-    path = "block-sparse" if sparse else "two passes"
-    return LinearPlan(
-        path=path,
-        reason=reason,
-        forward=forward,
-        backward=backward,
-        least_bytes=least,
-        tiles=Tiles(*map(max, forward_tiles, backward_tiles)),
-        kernels_fit=kernels_fit,
-    )
+    least = least_one_pass_bytes(shape, together=together)
+    lacking, possible = obstacle(max_extra_bytes=max_extra_bytes), obstacle(max_extra_bytes=least) is None
+    if takes_one_pass(passes, shape, lacking, together=together, max_extra_bytes=max_extra_bytes):
+        chunks = plan_one_pass(shape, together=together, max_extra_bytes=max_extra_bytes)
+        assert chunks is not None
+        of_two = shape.peak(shape.smallest_tiles, kernel=False)
+        plan = _one_pass(shape, chunks, least if passes == "one" else min(least, of_two))
+    else:
+        why = "a chunk is named, or too small for one pass to pay" if lacking is None else f"one pass needs {lacking}"
+        plan = _two_passes(shape, grad_tolerance, fixed_shape, max_extra_bytes)
+        plan = replace(plan, reason=f"{why}; {plan.reason}")
+    return replace(plan, one_pass_bytes=least if possible else None)
 
 
 def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
@@ -216,7 +228,65 @@ def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vo
         raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
 
 
-def _sparse(shape: "_Shape", grad_tolerance: float, possible: bool) -> tuple[bool, str]:
+def check_passes(passes: str) -> None:
+    if passes not in PASSES:
+        raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
+
+
+def _two_passes(shape: HeadShape, grad_tolerance: float, fixed_shape: bool, max_extra_bytes: int | None) -> LinearPlan:
+    tokens, vocab, hidden_size = shape.tokens, shape.vocab, shape.hidden_size
+    free, invariant = shape.options.chunks_are_free, shape.options.batch_invariant
+    kernel, kernels_fit = free and shape.epilogue_applies, True
+    sparse, reason = _sparse(shape, grad_tolerance, free and not fixed_shape and not invariant)
+    exact, shape = shape, replace(shape, bounded=sparse)
+    known_bytes, smallest = shape.bound_bytes if sparse else 0, shape.smallest_tiles
+    # Under what the epilogue takes there are tiles, and no blocks; but for bits that are promised.
+    optional = kernel and not invariant
+    epilogue_least = known_bytes + shape.peak(smallest, kernel=kernel)
+    least = exact.peak(smallest, kernel=False) if optional else epilogue_least
+    forward_tiles, backward_tiles = shape.default_tiles(kernel=kernel)
+    if max_extra_bytes is not None:
+        if max_extra_bytes < least:
+            raise ValueError(
+                f"max_extra_bytes must be at least {least} ({mebibytes(least)}) for {tokens} tokens, {vocab} words "
+                f"and hidden size {hidden_size}, {mebibytes(shape.fixed_bytes)} of which no tile changes; "
+                f"got {max_extra_bytes}"
+            )
+        kernels_fit = not optional or epilogue_least <= max_extra_bytes
+        if not kernels_fit:
+            if sparse:
+                reason = f"grad_tolerance {grad_tolerance}, but what tells blocks apart does not fit max_extra_bytes"
+            kernel, sparse, known_bytes, shape = False, False, 0, exact
+        forward_tiles, backward_tiles = shape.budget_tiles(max_extra_bytes - known_bytes, kernel=kernel)
+    forward = Step(
+        "epilogue" if kernel else "tiles",
+        None if kernel else forward_tiles,
+        2 * tokens * hidden_size * vocab,
+        shape.forward_traffic(kernel=kernel),
+        known_bytes + shape.forward_bytes(forward_tiles, kernel=kernel),
+    )
+    backward = None
+    if any(shape.needs):
+        backward = Step(
+            "blocks" if sparse else "epilogue" if kernel else "tiles",
+            None if sparse else backward_tiles,
+            2 * tokens * hidden_size * vocab * (1 + sum(shape.needs)),
+            shape.backward_traffic(backward_tiles, kernel=kernel),
+            known_bytes + shape.backward_bytes(backward_tiles, kernel=kernel),
+        )
+    return LinearPlan(
+        path="block-sparse" if sparse else "two passes",
+        reason=reason,
+        forward=forward,
+        backward=backward,
+        least_bytes=least,
+        one_pass_bytes=None,
+        tiles=backward_tiles if invariant else Tiles(*map(max, forward_tiles, backward_tiles)),
+        kernels_fit=kernels_fit,
+    )
+
+
+def _sparse(shape: HeadShape, grad_tolerance: float, possible: bool) -> tuple[bool, str]:
     if grad_tolerance == 0.0:
         return False, "the exact gradient, whatever the loss"
     wanted = f"grad_tolerance {grad_tolerance}"
@@ -227,190 +297,29 @@ def _sparse(shape: "_Shape", grad_tolerance: float, possible: bool) -> tuple[boo
     return True, f"{wanted} lets blocks be left out; costs are those of leaving none out"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    tokens: int
-    vocab: int
-    hidden_size: int
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    device: torch.device
-    needs: tuple[bool, bool]
-    masked: bool
-    bias: bool
-    rank: int
-    transform: LogitTransform
-    entropy: bool
-    extras: bool
-    kinds: int  # statistics that a tile of the vocabulary leaves of a token
-    batch_invariant: bool
-    bounded: bool = False  # the forward also makes bounds of the blocks
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def epilogue_applies(self) -> bool:
-        if not self.cuda or self.rank:
-            return False
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(self.device) < CAPABILITY:
-            return False
-        tokens = max(self.tokens, MIN_TOKENS) if self.batch_invariant else self.tokens
-        return takes(tokens, self.hidden_size, self.compute_dtype, self.weight_dtype)
-
-    @property
-    def columns(self) -> int:
-        """H and what a low-rank term adds to it, its factors split and aligned."""
-        return self.hidden_size + (3 * self.rank + 8 if self.rank else 0)
-
-    @property
-    def copies(self) -> int:
-        """Bytes of the hidden states' copies."""
-        sizes = self.tokens * self.hidden_size
-        selected = sizes * self.dtype.itemsize if self.masked else 0
-        converted = sizes * self.compute_dtype.itemsize if self.dtype != self.compute_dtype else 0
-        joined = self.tokens * (self.columns * self.compute_dtype.itemsize + 16 * self.rank) if self.rank else 0
-        made_up = (self.tokens + MIN_TOKENS) * self.hidden_size * self.compute_dtype.itemsize
-        return selected + converted + joined + (made_up if self.batch_invariant else 0)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Of the backward, or without one of the forward: what tiles do not change."""
-        vectors = BYTES_PER_TOKEN * (self.tokens + (MIN_TOKENS if self.batch_invariant else 0))
-        vectors += LIBRARY_BYTES["cuda" if self.cuda else "cpu"]
-        return vectors + self.copies + (self.sum_bytes if self.needs[0] else 0)
-
-    @property
-    def sum_bytes(self) -> int:
-        """The float32 sum of the gradient of the hidden states, unless it becomes the gradient itself."""
-        if self.dtype == torch.float32 and not self.masked:
-            return 0
-        rounded = min(self.tokens, MAX_CHUNK_TOKENS["cuda"]) * self.hidden_size * self.dtype.itemsize
-        return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked else 0)
-
-    @property
-    def bound_bytes(self) -> int:
-        """What a backward with a tolerance knows of the blocks, and what it makes of that."""
-        tiles = -(-self.vocab // BLOCK_VOCAB)
-        known = 3 * (1 + self.entropy) * self.tokens * tiles  # codes of a byte, masses and moments of two
-        blocks = 96 * (self.tokens // BLOCK_TOKENS + 1) * tiles
-        # Of left-out blocks: each token's means with what they are made of, and the sums of each tile of the weight.
-        means = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size
-        if self.cuda:
-            return known + blocks + means
-        # Also the sums that bounds are made of with the steps to them, words that fill up the last tile, the rows of
-        # one tile, and a weight that PyTorch converts before it sums.
-        sums = 64 * self.tokens * tiles + 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
-        converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
-        return known + blocks + means + sums + 12 * self.tokens * self.hidden_size + converted
-
-    def invariant_tiles(self, options: ProjectionOptions) -> Tiles:
-        sizes = (INVARIANT_TOKENS, self.vocab, self.hidden_size, self.device, options)
-        return plan_tiles(*sizes, bytes_per_logit=4 if self.cuda else 12)
-
-    def default_tiles(self, options: ProjectionOptions, *, kernel: bool) -> tuple[Tiles, Tiles]:
-        sizes = (self.tokens, self.vocab, self.hidden_size, self.device, options)
-        itemsize = self.compute_dtype.itemsize
-        backward = plan_tiles(*sizes, bytes_per_logit=itemsize + (0 if kernel else 4) if self.cuda else 12)
-        if self.batch_invariant:
-            return self.invariant_tiles(options), backward
-        return plan_tiles(*sizes, bytes_per_logit=4 if self.cuda else 12), backward
-
-    def widest(self, budget: int, smallest: Tiles, *, kernel: bool) -> Tiles:
-        """The widest tile whose memory fits, of as many tokens as leave room for CHUNK_ALIGNMENT words."""
-        count = max(1, min(self.tokens, MAX_CHUNK_TOKENS["cuda" if self.cuda else "cpu"]))
-        while count > smallest.tokens and self.peak(Tiles(count, smallest.vocab), kernel=kernel) > budget:
-            count = max(count // 2, smallest.tokens)
-
-        def tiles(steps: int) -> Tiles:
-            return Tiles(count, min(smallest.vocab + steps * CHUNK_ALIGNMENT, self.vocab))
-
-        fits, most = 0, -(-(self.vocab - smallest.vocab) // CHUNK_ALIGNMENT)
-        while fits < most:
-            middle = (fits + most + 1) // 2
-            if self.peak(tiles(middle), kernel=kernel) <= budget:
-                fits = middle
-            else:
-                most = middle - 1
-        return tiles(fits)
-
-    def peak(self, tiles: Tiles, *, kernel: bool) -> int:
-        return max(self.forward_bytes(tiles, kernel=kernel), self.backward_bytes(tiles, kernel=kernel))
-
-    def _steps_per_logit(self) -> int:
-        """Bytes of what eager kernels make on the way to z."""
-        plain = self.transform.softcap is None and self.transform.scale == 1.0
-        return 4 * (self.bias + (not plain) + (self.transform.temperature != 1.0))
-
-    def _factor_bytes(self, tiles: Tiles) -> int:
-        """Copies of a tile's two factors."""
-        itemsize, halves = self.compute_dtype.itemsize, self.compute_dtype != torch.float32
-        per_column = (itemsize if self.weight_dtype != self.compute_dtype else 0) + (itemsize if self.rank else 0)
-        per_row = 0
-        if halves and not self.cuda:
-            per_column, per_row = per_column + 4, 4
-        return self.columns * (tiles.vocab * per_column + tiles.tokens * per_row)
-
-    def forward_bytes(self, tiles: Tiles, *, kernel: bool) -> int:
-        fixed = BYTES_PER_TOKEN * self.tokens + self.copies + LIBRARY_BYTES["cuda" if self.cuda else "cpu"]
-        if kernel:
-            # Or, where few tokens count, float32 tiles after all.
-            of_block = 4 * self.kinds * -(-self.vocab // BLOCK_VOCAB) * SMALLEST_TOKENS
-            return fixed + max(STATISTICS_BYTES, of_block, 4 * min(tiles.tokens, MIN_TOKENS) * tiles.vocab)
-        per_logit = 4
-        if not self.cuda:
-            per_logit = 8 + self._steps_per_logit() + 8 * self.entropy + 8 * self.extras + 4
-            if self.bounded:
-                per_logit = max(per_logit, 16 + self._steps_per_logit() + 4 * self.entropy)
-        return fixed + tiles.tokens * tiles.vocab * per_logit + self._factor_bytes(tiles)
-
-    def backward_bytes(self, tiles: Tiles, *, kernel: bool) -> int:
-        if not any(self.needs):
-            return 0
-        itemsize = self.compute_dtype.itemsize
-        per_logit = 4 + itemsize
-        if not self.cuda:
-            per_logit = 8 + 2 * itemsize + self._steps_per_logit() + 12 * self.entropy
-            per_logit += 4 if self.transform.softcap is not None else 0
-        tile = tiles.tokens * tiles.vocab * per_logit
-        if kernel:
-            # Or, where few tokens have a gradient, float32 tiles after all.
-            few = min(tiles.tokens, MIN_TOKENS) * tiles.vocab * per_logit
-            tile = max(few, tiles.tokens * tiles.vocab * itemsize)
-        bias = 8 * tiles.vocab * -(-self.tokens // tiles.tokens) if self.bias else 0
-        return self.fixed_bytes + tile + self._factor_bytes(tiles) + self._sums_of_weight(tiles) + bias
-
-    def _sums_of_weight(self, tiles: Tiles) -> int:
-        """The float32 sum of a weight tile's gradient, unless one product makes it whole."""
-        sums = 0
-        one_part = self.cuda and self.tokens <= tiles.tokens and self.weight_dtype == self.compute_dtype
-        if self.needs[1] and not one_part and not (self.weight_dtype == torch.float32 and not self.rank):
-            sums += 4 * tiles.vocab * (self.hidden_size + self.rank)
-        if self.cuda and not gemm.ADDS_TO_FLOAT32:
-            sums += 4 * max(tiles.vocab, tiles.tokens) * self.hidden_size
-        return sums
-
-    def forward_traffic(self, *, kernel: bool) -> int:
-        blocks = -(-self.vocab // BLOCK_VOCAB)
-        beside = 8 * self.kinds * self.tokens * blocks if kernel else 8 * self.tokens * self.vocab
-        return self._weight_bytes() + self._rows_bytes() + beside
-
-    def backward_traffic(self, tiles: Tiles, *, kernel: bool) -> int:
-        products = sum(self.needs)
-        logit = self.compute_dtype.itemsize * (1 + products) + (0 if kernel else 8)
-        moved = self._weight_bytes() * (1 + products) + self._rows_bytes() * (1 + self.needs[1])
-        if self.needs[0]:
-            moved += 8 * self.tokens * self.hidden_size * -(-self.vocab // tiles.vocab)
-        return moved + logit * self.tokens * self.vocab
-
-    def _weight_bytes(self) -> int:
-        return self.vocab * self.hidden_size * self.weight_dtype.itemsize
-
-    def _rows_bytes(self) -> int:
-        return self.tokens * self.hidden_size * self.compute_dtype.itemsize
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def _one_pass(shape: HeadShape, chunks: OnePassPlan, least_bytes: int) -> LinearPlan:
+    product = 2 * shape.tokens * shape.hidden_size * shape.vocab
+    hidden, weight = shape.needs
+    tiles, kernel = Tiles(chunks.chunk_tokens, shape.vocab), takes_epilogue(shape, chunks)
+    deferred = weight and shape.in_place
+    backward = None
+    if deferred:
+        moved = shape.rows_bytes + shape.itemsize * shape.tokens * shape.vocab + 8 * shape.vocab * shape.hidden_size
+        backward = Step("tiles", tiles, product, moved, chunks.extra_bytes)
+    summed = "" if chunks.sum_dtype is None else f", the weight's summed in {str(chunks.sum_dtype).split('.')[1]}"
+    return LinearPlan(
+        path="one pass",
+        reason=f"gradients are made in the forward, chunk by chunk{summed}",
+        forward=Step(
+            "epilogue" if kernel else "tiles",
+            tiles,
+            product * (1 + hidden + (weight and not deferred)),
+            one_pass_traffic(shape, chunks),
+            chunks.extra_bytes,
+        ),
+        backward=backward,
+        least_bytes=least_bytes,
+        one_pass_bytes=None,
+        tiles=tiles,
+        kernels_fit=True,
+    )

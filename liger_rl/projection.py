@@ -17,6 +17,7 @@ from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -66,6 +67,13 @@ class ProjectionOptions:
     def chunks_are_free(self) -> bool:
         """No chunk is named, so kernels that make no tile of logits may be used."""
         return self.kernels_fit or (self.chunk_tokens is None and self.chunk_vocab is None)
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
+        if self.chunk_tokens is None or self.chunk_vocab is None:
+            return BLOCKS_BYTES
+        return min(BLOCKS_BYTES, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
 
 
 class Tiles(NamedTuple):
@@ -220,7 +228,9 @@ def grad_projection(
         if low_rank is not None:
             low_tile = low_rank.weight[first:last].to(options.compute_dtype)
             factor_tile = low_rank.beside_tile(weight_tile, first)
-        bias_parts = []
+        bias_total = None
+        if grad_bias is not None:
+            bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
             tile = tile_gradient(factor_tile, first, start, stop)
             if grad_hidden is not None:
@@ -232,13 +242,13 @@ def grad_projection(
             weight_total.add(tile, hidden[start:stop])
             if low_rank is not None:
                 low_total.add(tile, low_inputs[start:stop])
-            if grad_bias is not None:
-                bias_parts.append(tile.sum(0, dtype=torch.float32))
+            if bias_total is not None:
+                bias_total += gemm.column_sums(tile)
             del tile
         weight_total.store()
         low_total.store()
-        if grad_bias is not None:
-            grad_bias[first:last] = torch.stack(bias_parts).sum(0) if bias_parts else 0.0
+        if grad_bias is not None and bias_total is not None:
+            grad_bias[first:last] = bias_total
     if pending is not None:
         pending.wait()
     return ProjectionGradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)

@@ -473,7 +473,6 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import blocks
 
-    monkeypatch.setattr(blocks, "BLOCKS_BYTES", 3 * BLOCK_TOKENS * BLOCK_VOCAB * 2)
     hidden = torch.randn(tokens, hidden_size).to(DEVICE, LOW)
     weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, LOW)
     biases = torch.randn(vocab).to(DEVICE, LOW) if bias else None
@@ -494,7 +493,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     ]
     inputs = (hidden, weight, biases, targets, per_token, scales.to(DEVICE), (scales != 0).sum(0).tolist(), transform)
     expected = block_sparse._add_blocks(*inputs, starts[0])
-    found = blocks.grad_blocks(*inputs, starts[1])
+    found = blocks.grad_blocks(*inputs, starts[1], 3 * BLOCK_TOKENS * BLOCK_VOCAB * 2)
     for mine, other, needed in zip(found, expected, needs, strict=True):
         assert (mine is None) == (other is None)
         if other is not None:

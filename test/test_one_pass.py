@@ -25,9 +25,12 @@ from liger_rl import (
     linear_logprobs,
     one_pass,
     one_pass_loss,
+    one_pass_plan,
     projection,
 )
+from liger_rl.head_memory import HeadShape
 from liger_rl.kernels import kept_triton, triton
+from liger_rl.kernels.kept import Kept
 
 VOCAB, HIDDEN = 129, 16
 
@@ -262,25 +265,31 @@ def test_a_nan_reaches_the_gradients(device):
         assert torch.equal(mine.isnan(), other.isnan())
 
 
+def bfloat16_shape(tokens, vocab, hidden_size, device, *, needs=(True, True), chunk_tokens=None) -> HeadShape:
+    return HeadShape(
+        tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.bfloat16, weight_dtype=torch.bfloat16,
+        device=torch.device(device), needs=needs, masked=True, bias=False, rank=0, in_place=False,
+        options=projection.ProjectionOptions(
+            transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16,
+            chunk_tokens=chunk_tokens, chunk_vocab=None,
+        ),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 60, (12,), generator=generator).tolist()
     for chunk_tokens in (60, 100, 150, 200, 400):
-        options = projection.ProjectionOptions(
-            transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16,
-            chunk_tokens=chunk_tokens, chunk_vocab=None,
-        )  # fmt: skip
-        plan = one_pass.plan_one_pass(
-            sum(counts), 100, 8, torch.bfloat16, torch.device("cpu"), options, needs_weight=True, together=max(counts)
-        )
+        shape = bfloat16_shape(sum(counts), 100, 8, "cpu", chunk_tokens=chunk_tokens)
+        plan = one_pass_plan.plan_one_pass(shape, together=max(counts))
         assert plan.chunk_tokens <= chunk_tokens
         chunks = one_pass_loss._whole_rows(counts, plan.chunk_tokens)
         ends = {0, *torch.tensor(counts).cumsum(0).tolist()}
         assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), sum(counts)]
         assert all(c.start in ends and 0 <= c.stop - c.start <= plan.chunk_tokens for c in chunks)
         if plan.sum_dtype == torch.bfloat16:
-            assert len(chunks) <= one_pass.MAX_ROUNDINGS
+            assert len(chunks) <= one_pass_plan.MAX_ROUNDINGS
 
 
 # --- low precision ----------------------------------------------------------------------------------------------------
@@ -338,7 +347,7 @@ def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
         monkeypatch.setattr(module, "kept_for", lambda device: kept_triton)
     monkeypatch.setattr(projection, "for_device", lambda device: triton)
     if dtype == torch.float16:  # which the interpreter rounds to as it should, unlike bfloat16
-        monkeypatch.setattr(grpo, "obstacle", lambda *_, **__: None)
+        monkeypatch.setattr(grpo, "one_pass_obstacle", lambda *_, **__: None)
     data = batch(2, 5, dtype, device, vocab=300)
     found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
     assert_same(found, expected, 1e-6 if dtype == torch.float32 else 2e-3)
@@ -587,14 +596,19 @@ class Scaled(nn.Module):
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
         ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
-        ("max_extra_bytes = None, got 16777216", "grpo", {"max_extra_bytes": 1 << 24}, {}),
+        (r"max_extra_bytes of at least \d+ .* got 200000", "grpo", {"max_extra_bytes": 200000}, {}),
         ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
-        ("room for a sequence of 9 tokens in a chunk, which holds 8", "gspo", {"chunk_tokens": 8}, {}),
-        ("room for all 54 tokens in one chunk .* it holds 53", "kl_cov", {"chunk_tokens": 53}, {}),
+        ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),
         (
-            "room for all 54 tokens in one chunk with weight_grad; it holds 50",
+            "room in one chunk for 54 tokens that the gradient of one .* it holds 53,",
+            "kl_cov",
+            {"chunk_tokens": 53},
+            {},
+        ),
+        (
+            "room in one chunk for 54 tokens with weight_grad; it holds 50,",
             "grpo",
             {"chunk_tokens": 50},
             {"weight_grad": torch.zeros(129, 16)},
@@ -643,10 +657,10 @@ def test_what_auto_takes(passes_taken, monkeypatch):
     step(FusedLinearGRPOLoss("grpo"), data)
     assert passes_taken == [1]
     # 20 tokens a chunk: worth it if that counts as enough, and otherwise not.
-    monkeypatch.setitem(one_pass.CHUNK_BYTES, "cpu", 20 * 4 * (VOCAB + 1 + HIDDEN))
+    monkeypatch.setitem(one_pass_plan.CHUNK_BYTES, "cpu", 20 * 4 * (VOCAB + 1 + HIDDEN))
     step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
     assert passes_taken == [1]
-    monkeypatch.setitem(one_pass_loss.MIN_CHUNK_TOKENS, "cpu", 20)
+    monkeypatch.setitem(one_pass_plan.MIN_CHUNK_TOKENS, "cpu", 20)
     step(FusedLinearGRPOLoss("grpo", passes="auto", **EVERY_TOKEN), data)
     assert len(passes_taken) == 2
     assert passes_taken[1] > 1
@@ -677,13 +691,15 @@ MIB = 1 << 20
 )
 def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extra_mib):
     """Under 544 MiB, and 4 V H bytes with a 16-bit weight's gradient: a float32 sum, or larger chunks in its place."""
-    options = projection.ProjectionOptions(
-        transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16, chunk_tokens=None, chunk_vocab=None
-    )
-    device = torch.device("cuda")
-    plan = one_pass.plan_one_pass(
-        tokens, vocab, hidden_size, torch.bfloat16, device, options, needs_weight=needs_weight
-    )
+    shape = bfloat16_shape(tokens, vocab, hidden_size, "cuda", needs=(True, needs_weight))
+    plan = one_pass_plan.plan_one_pass(shape)
     assert plan.sum_dtype == sum_dtype
     assert math.ceil(tokens / plan.chunk_tokens) == chunks
-    assert plan.extra_bytes <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
+    per_token = Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size
+    sums = 4 * vocab * hidden_size * (sum_dtype == torch.float32)
+    held, most = (sums + per_token * chunk for chunk in (plan.chunk_tokens, min(plan.room, tokens)))
+    assert held <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
+    assert most < plan.extra_bytes < 1.25 * most + 350 * MIB
+    for live in (1, tokens // 9, tokens // 3, tokens - 1000):
+        fewer = one_pass_plan.plan_one_pass(shape, tokens=live)
+        assert fewer.extra_bytes <= plan.extra_bytes

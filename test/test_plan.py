@@ -12,9 +12,12 @@ from torch import Tensor
 from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
 from liger_rl import logprobs as room
-from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.head_memory import LIBRARY_BYTES
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
+from liger_rl.projection import ProjectionOptions
 
-TOKENS, HIDDEN, VOCAB = 700, 160, 3003
+TOKENS, HIDDEN, VOCAB = 600, 160, 1899  # with masked ones left out, enough for the epilogue
 CASES = {
     "plain": {},
     "entropy": {"entropy": True},
@@ -31,6 +34,8 @@ CASES = {
     "batch invariant": {"batch_invariant": True},
     "chunks": {"chunk_tokens": 200, "chunk_vocab": 700},
     "tolerance": {"grad_tolerance": 0.05},
+    "small tolerance": {"grad_tolerance": 0.013},  # keeps many blocks
+    "in place": {"weight_grad": True},
     "low rank": {"rank": 3},
 }
 
@@ -43,17 +48,32 @@ class Peak:
 def tensor_peak(device: torch.device) -> Iterator[Peak]:
     """Peak of the bytes that tensors take above those at entry."""
     peak = Peak()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield peak
-        torch.cuda.synchronize()
-        peak.bytes = torch.cuda.max_memory_allocated() - before
-        return
+    # On CPU many small operations would each wait for all threads, of which a host may have more than cores.
+    threads = torch.get_num_threads()
+    gc.disable()  # old garbage would be freed while new memory is counted
+    torch.set_num_threads(1)
+    try:
+        with _cuda_peak(peak) if device.type == "cuda" else _cpu_peak(peak):
+            yield peak
+    finally:
+        torch.set_num_threads(threads)
+        gc.enable()
+
+
+@contextmanager
+def _cuda_peak(peak: Peak) -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    torch.cuda.synchronize()
+    peak.bytes = torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def _cpu_peak(peak: Peak) -> Iterator[None]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield peak
+        yield
     assert profile.profiler is not None
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = 0
@@ -67,6 +87,7 @@ def run(case: dict, device: torch.device, dtype: torch.dtype, *, shape=(TOKENS, 
     tokens, vocab, hidden_size = shape
     options = dict(case)
     frozen, rank, bias = options.pop("frozen", None), options.pop("rank", 0), options.pop("bias", False)
+    in_place = options.pop("weight_grad", False)
     leaves = {"hidden": torch.randn(tokens, hidden_size), "weight": torch.randn(vocab, hidden_size) / hidden_size**0.5}
     if bias:
         leaves["bias"] = torch.randn(vocab)
@@ -76,6 +97,7 @@ def run(case: dict, device: torch.device, dtype: torch.dtype, *, shape=(TOKENS, 
         a, b = torch.randn(rank, hidden_size), torch.randn(vocab, rank)
         terms = [LowRank(a=a.to(device, dtype).requires_grad_(), b=b.to(device, dtype).requires_grad_())]
     targets = torch.randint(vocab, (tokens,), device=device)
+    total = torch.zeros(vocab, hidden_size, device=device) if in_place else None
     mask = torch.arange(tokens, device=device) % 9 != 0 if masked else None
     plan = plan_linear_logprobs(
         *shape,
@@ -85,6 +107,7 @@ def run(case: dict, device: torch.device, dtype: torch.dtype, *, shape=(TOKENS, 
         masked=masked,
         bias=bias,
         rank=rank,
+        weight_grad=in_place,
         **options,
         **more,
     )
@@ -92,8 +115,9 @@ def run(case: dict, device: torch.device, dtype: torch.dtype, *, shape=(TOKENS, 
     def forward():
         head = leaves.get("bias")
         return linear_logprobs(
-            leaves["hidden"], leaves["weight"], targets, mask=mask, bias=head, low_rank=terms, **options, **more
-        )
+            leaves["hidden"], leaves["weight"], targets, mask=mask, bias=head, low_rank=terms, weight_grad=total,
+            **options, **more,
+        )  # fmt: skip
 
     def loss(out) -> Tensor:
         return out.logps.sum() if out.entropy is None else (out.logps + out.entropy).sum()
@@ -230,6 +254,51 @@ def test_the_rule(options, path, kernels):
     assert str(plan.least_bytes) in text
 
 
+@pytest.mark.parametrize("budget", [None, 1 << 30, 300 << 20])
+def test_kept_blocks_take_no_more_than_planned(budget):
+    """Where half of the blocks are kept: in as many spans as the kernels are told to make."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import blocks
+
+    tokens, vocab, hidden_size = 8192, 128256, 2048
+    plan = plan_linear_logprobs(tokens, vocab, hidden_size, **H200, grad_tolerance=1e-3, max_extra_bytes=budget)
+    chunk_tokens, chunk_vocab = (None, None) if budget is None else plan.tiles
+    options = ProjectionOptions(
+        transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16,
+        chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, kernels_fit=True,
+    )  # fmt: skip
+    of_block = BLOCK_TOKENS * BLOCK_VOCAB * 2
+    counts = [tokens // BLOCK_TOKENS // 2] * -(-vocab // BLOCK_VOCAB)
+    held = max(sum(counts[first:last]) for first, last in blocks._spans(counts, options.blocks_bytes // of_block))
+    rows = 4 * tokens * hidden_size + 2 * tokens * hidden_size  # the sum of their gradient, and the live ones
+    assert held * of_block + rows + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
+    assert budget is None or plan.extra_bytes <= budget
+    assert plan.path == "block-sparse"
+
+
+def test_a_budget_under_the_epilogue_keeps_the_backward_exact():
+    """Blocks are told apart by the epilogue alone."""
+    options = H200 | {"grad_tolerance": 1e-3, "vocab": 128256, "hidden_size": 1024}
+    least = plan_linear_logprobs(8192, **options).least_bytes
+    plan = plan_linear_logprobs(8192, **options, max_extra_bytes=least)
+    assert (plan.path, plan.backward.kernel, plan.kernels_fit) == ("two passes", "tiles", False)
+    assert "does not fit" in plan.reason
+
+
+def test_fixed_shapes_of_the_forward_leave_the_backward_its_budget():
+    """The sum of the weight's gradient over a tile as wide as the vocabulary would be 250 MiB."""
+    plan = plan_linear_logprobs(4096, 32000, 2048, **H200, batch_invariant=True, max_extra_bytes=200 << 20)
+    assert plan.extra_bytes <= 200 << 20
+    hidden, weight, targets = torch.randn(300, 64), torch.randn(2000, 64), torch.arange(300)
+    needed = {"dtype": torch.float32, "device": "cpu", "batch_invariant": True}
+    least = plan_linear_logprobs(300, 2000, 64, **needed).least_bytes
+    found = [
+        linear_logprobs(hidden.requires_grad_(), weight, targets, batch_invariant=True, max_extra_bytes=budget).logps
+        for budget in (None, least, 2 * least)
+    ]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_what_is_not_asked_for_costs_nothing():
     frozen = plan_linear_logprobs(8192, 128256, 4096, needs=(True, False))
     assert frozen.backward.flops == 2 * frozen.forward.flops
@@ -253,3 +322,18 @@ def test_tiles_are_those_of_the_run():
         linear_logprobs(torch.randn(TOKENS, 64), torch.randn(40000, 64), torch.zeros(TOKENS, dtype=torch.long))
     assert max(widths) == plan.forward.tiles
     assert plan.forward.tiles.vocab % BLOCK_VOCAB == 0
+
+
+@pytest.mark.parametrize("rows", [0, 7, 256, 1100])
+def test_column_sums(rows, device):
+    matrix = torch.randn(rows, 30, device=device).to(torch.bfloat16)[:, 3:]
+    torch.testing.assert_close(gemm.column_sums(matrix), matrix.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_GPU
+def test_column_sums_take_little_memory():
+    matrix = torch.ones(4096, 20480, device="cuda", dtype=torch.bfloat16)
+    with tensor_peak(matrix.device) as peak:
+        sums = gemm.column_sums(matrix)
+    assert torch.equal(sums, torch.full_like(sums, 4096.0))
+    assert peak.bytes < matrix.nbytes / 25

@@ -33,7 +33,9 @@ ALLOWED = {
     "kernels": ["kernels"],
     "block_sparse": ["kernels"],
     "projection": ["block_sparse", "low_rank", "kernels", "distributed"],
-    "plan": ["invariant", "projection", "kernels"],
+    "head_memory": ["invariant", "projection", "kernels"],
+    "one_pass_plan": ["head_memory", "projection", "kernels"],
+    "plan": ["head_memory", "one_pass_plan", "projection", "kernels"],
     "invariant": ["projection", "kernels"],
     "linear_function": ["invariant", "projection", "block_sparse", "low_rank", "kernels", "distributed"],
     "tokens": [],
@@ -41,8 +43,19 @@ ALLOWED = {
     "logit_op": ["logit_rows", "tokens", "kernels"],
     "logit_loss": ["logit_rows", "policy", "kernels"],
     "policy": ["policy", "distributed"],
-    "one_pass": ["linear_function", "projection", "kernels", "distributed"],
-    "one_pass_loss": ["one_pass", "logprobs", "projection", "tokens", "policy", "distributed", "dtensors"],
+    "one_pass": ["one_pass_plan", "linear_function", "projection", "kernels", "distributed"],
+    "one_pass_loss": [
+        "one_pass",
+        "one_pass_plan",
+        "head_memory",
+        "logprobs",
+        "low_rank",
+        "projection",
+        "tokens",
+        "policy",
+        "distributed",
+        "dtensors",
+    ],
     "logit_rows": ["kernels"],
     "low_rank": ["kernels"],
     "logprobs": [
@@ -61,6 +74,7 @@ ALLOWED = {
     ],
     "grpo": [
         "one_pass_loss",
+        "one_pass_plan",
         "projection",
         "plan",
         "logprobs",
@@ -193,7 +207,10 @@ def test_importing_the_package_loads_no_other_system():
 
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
-    [(("kernels", "projection", "one_pass"), POLICY_WORDS), (("policy",), VOCABULARY_WORDS)],
+    [
+        (("kernels", "projection", "head_memory", "one_pass_plan", "one_pass"), POLICY_WORDS),
+        (("policy",), VOCABULARY_WORDS),
+    ],
     ids=["no policy word on the vocabulary side", "no vocabulary word on the policy side"],
 )
 def test_words(rooms, forbidden):

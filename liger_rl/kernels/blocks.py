@@ -23,7 +23,6 @@ from liger_rl.kernels.triton import on, transform_constants
 # of the weight rather than a row) and weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the
 # dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
 # 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle.
-BLOCKS_BYTES = 160 << 20  # of kept blocks in memory at a time; a tile of the vocabulary is never split
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 WARPS = 8
@@ -291,17 +290,18 @@ def grad_blocks(
     counts: list[int],  # blocks kept in each tile
     transform: LogitTransform,
     start: MeanGradients,
+    workspace: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(n, H) float32, in the memory of `start`, (V, H) like the weight and (V,) like the bias; None as in `start`.
 
-    Where `epilogue.applies` says so.
+    Where `epilogue.applies` says so. Blocks take `workspace` bytes at a time, or those of one tile of the vocabulary.
     """
     device = hidden.device
     grad_weight = None
     if start.weight is not None:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
-    spans = _spans(counts, BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size())
+    spans = _spans(counts, workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()))
     largest = max(sum(counts[first:last]) for first, last in spans)
     buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
     with on(device):
@@ -325,9 +325,8 @@ def grad_blocks(
     return start.hidden, grad_weight, grad_bias
 
 
-def _spans(counts: list[int], bytes_per_block: int) -> list[tuple[int, int]]:
-    """Runs of tiles whose blocks fit the buffer, at least one tile each."""
-    most = BLOCKS_BYTES // bytes_per_block
+def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
+    """Runs of tiles with at most so many blocks, at least one tile each."""
     spans, first, held = [], 0, 0
     for tile, count in enumerate(counts):
         if tile > first and held + count > most:
