@@ -126,9 +126,9 @@ def grpo_loss_from_logits(
     if mask is not None:
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)
-    prepared = terms.prepare(batch, counted.shape, counted.device, torch.float32)
+    given = terms.check(batch, counted.shape, counted.device)
     logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
-    return per_token_loss(prepared, logps, indicator)
+    return per_token_loss(terms.prepared(given, torch.float32), logps, indicator)
 
 
 def _nothing_to_raise() -> None:
@@ -136,10 +136,7 @@ def _nothing_to_raise() -> None:
 
 
 def _columns(ids: Tensor, batch: PolicyBatch, terms: PolicyTerms) -> Columns:
-    terms.kl.check(batch)
-    checked = batch.checked(ids.shape, ids.device)
-    if hasattr(terms.objective, "check"):
-        terms.objective.check(checked)
+    checked = terms.check(batch, ids.shape, ids.device)
     return Columns(
         ids,
         checked.mask if checked.mask.dtype == torch.bool else checked.mask != 0,

@@ -24,9 +24,9 @@ from liger_rl.low_rank import LowRank
 from liger_rl.one_pass_loss import Head, loss_in_one_pass, loss_obstacle
 from liger_rl.one_pass_plan import Passes, one_pass_obstacle, takes_one_pass
 from liger_rl.plan import check_budget, check_passes
-from liger_rl.policy.batch import PolicyBatch
+from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
-from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.policy.loss import PolicyLoss, PolicyTerms
 from liger_rl.policy.metrics import MetricsLevel
 from liger_rl.policy.objectives import Objective
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
@@ -184,8 +184,8 @@ class FusedLinearGRPOLoss(nn.Module):
             num_sequences=num_sequences,
             num_items_in_batch=num_items_in_batch,
         )
-        policy_loss = self.terms.prepare(batch, counted.shape, counted.device, torch.float32)
-        projected = policy_loss.tokens_with_a_say()
+        given = self.terms.check(batch, counted.shape, counted.device)
+        projected = self.terms.tokens_with_a_say(given)
         if vocab_parallel is None:
             # So that it raises for tokens without a say too.
             projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
@@ -199,28 +199,29 @@ class FusedLinearGRPOLoss(nn.Module):
             weight_grad=weight_grad,
             batch_invariant=self.batch_invariant,
         )
-        if self._in_one_pass(head, policy_loss, options, low_rank, vocab_parallel):
-            return loss_in_one_pass(head, policy_loss, options, self.max_extra_bytes)
+        if self._in_one_pass(head, given, options, low_rank, vocab_parallel):
+            return loss_in_one_pass(head, self.terms, given, options, self.max_extra_bytes)
         found = self._logprobs(
             hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
         )  # fmt: skip
-        return policy_loss(found.logps, found.entropy)
+        # Only now, so that the device has something to do while these small steps are launched.
+        return self.terms.prepared(given, torch.float32)(found.logps, found.entropy)
 
     def _in_one_pass(
         self,
         head: Head,
-        prepared: PreparedLoss,
+        given: AlignedBatch,
         options: ProjectionOptions,
         low_rank: Sequence[LowRank],
         vocab_parallel: VocabParallel | None,
     ) -> bool:
         if self.passes == "two":
             return False
-        lacking = loss_obstacle(head, prepared, vocab_parallel)
+        lacking = loss_obstacle(head, self.terms, given.segments, vocab_parallel)
         if self.passes == "auto" and lacking is not None:
             return False
-        shape, together = head.shape(options, low_rank), head.together(prepared.terms.locality)
+        shape, together = head.shape(options, low_rank), head.together(self.terms.locality)
         lacking = lacking or one_pass_obstacle(
             shape, together=together, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape,
             max_extra_bytes=self.max_extra_bytes,

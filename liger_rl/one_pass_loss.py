@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from liger_rl.logprobs import spread
 from liger_rl.low_rank import LowRank
 from liger_rl.one_pass import WithGradients, one_pass
 from liger_rl.one_pass_plan import plan_one_pass
-from liger_rl.policy.loss import Locality, PolicyLoss, PreparedLoss
+from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.policy.segments import Segments
 from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import live_tokens
 
@@ -62,7 +65,9 @@ class Head:
         return self.targets.shape[1] if locality == "sequence" and self.targets.dim() == 2 else self.targets.numel()
 
 
-def loss_obstacle(head: Head, prepared: PreparedLoss, vocab_parallel: VocabParallel | None) -> str | None:
+def loss_obstacle(
+    head: Head, terms: PolicyTerms, segments: Segments | None, vocab_parallel: VocabParallel | None
+) -> str | None:
     """What one pass would need and does not have, beside what shapes say (`one_pass_obstacle`); None if nothing."""
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
@@ -70,7 +75,6 @@ def loss_obstacle(head: Head, prepared: PreparedLoss, vocab_parallel: VocabParal
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
     if any(map(is_dtensor, (head.hidden, head.weight, head.bias, head.targets))):
         return "tensors that are whole on this rank, got a DTensor"
-    terms, segments = prepared.terms, prepared.batch.segments
     for part in (terms.objective, *terms.corrections):
         if not hasattr(part, "token_local"):
             return f"a token_local attribute that says what the gradient of {_name(part)} depends on"
@@ -86,7 +90,11 @@ def _name(part: Any) -> str:
 
 
 def loss_in_one_pass(
-    head: Head, prepared: PreparedLoss, options: ProjectionOptions, max_extra_bytes: int | None = None
+    head: Head,
+    terms: PolicyTerms,
+    given: AlignedBatch,  # as `terms.check` returned it
+    options: ProjectionOptions,
+    max_extra_bytes: int | None = None,
 ) -> PolicyLoss:
     """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
 
@@ -95,14 +103,14 @@ def loss_in_one_pass(
     shape = head.targets.shape
     flat_hidden, flat_targets = head.hidden.reshape(-1, head.hidden.shape[-1]), head.targets.reshape(-1).long()
     mask = head.mask
-    in_rows = prepared.terms.locality == "sequence" and len(shape) == 2
-    counts = [(mask & prepared.may_have_gradient()).sum()[None]]
+    in_rows = terms.locality == "sequence" and len(shape) == 2
+    counts = [(mask & terms.may_have_gradient(given)).sum()[None]]
     if in_rows:
         counts.append(mask.sum(1))
     live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))
     n, (hopeful, *row_counts) = live.positions.numel(), live.counts
     index = live.selection
-    together = max([1, *row_counts]) if in_rows else min(n, head.together(prepared.terms.locality))
+    together = max([1, *row_counts]) if in_rows else min(n, head.together(terms.locality))
     plan = plan_one_pass(head.shape(options), tokens=n, together=together, max_extra_bytes=max_extra_bytes)
     assert plan is not None
     if n <= plan.chunk_tokens:
@@ -111,8 +119,10 @@ def loss_in_one_pass(
         chunks = _whole_rows(row_counts, plan.chunk_tokens)
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
-    whole = _Whole(prepared, index, shape)
-    parts = _Parts(prepared, live.positions)
+    # Not before the first product is launched, which gives the device something to do meanwhile.
+    prepare = cache(partial(terms.prepared, given, torch.float32))
+    whole = _Whole(prepare, index, shape)
+    parts = _Parts(prepare, live.positions)
     found = one_pass(
         flat_hidden, head.weight, head.bias, flat_targets, index, chunks, whole if len(chunks) == 1 else parts,
         options, plan, head.needs, select=hopeful < (1 - SELECTED_SHARE) * n,
@@ -136,13 +146,13 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
 class _Whole:
     """The loss of all tokens: its gradients where one chunk holds them all, and its value in any case."""
 
-    def __init__(self, prepared: PreparedLoss, index: Tensor | None, shape: torch.Size) -> None:
-        self.prepared, self.index, self.shape = prepared, index, shape
+    def __init__(self, prepare: Callable[[], PreparedLoss], index: Tensor | None, shape: torch.Size) -> None:
+        self.prepare, self.index, self.shape = prepare, index, shape
         self.result: PolicyLoss | None = None
 
     def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
         entropy = None if entropy is None else spread(entropy, self.index, self.shape)
-        return self.prepared(spread(logps, self.index, self.shape), entropy)
+        return self.prepare()(spread(logps, self.index, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
@@ -155,11 +165,11 @@ class _Whole:
 class _Parts:
     """The gradients of a loss that is the sum of its chunks' parts."""
 
-    def __init__(self, prepared: PreparedLoss, positions: Tensor) -> None:
-        self.prepared, self.positions = prepared, positions
+    def __init__(self, prepare: Callable[[], PreparedLoss], positions: Tensor) -> None:
+        self.prepare, self.positions = prepare, positions
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        part = self.prepared.take(self.positions[chunk])
+        part = self.prepare().take(self.positions[chunk])
         return _gradients(lambda *values: part(*values).loss, logps, entropy)
 
 

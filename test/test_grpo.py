@@ -21,7 +21,7 @@ from liger_rl import (
 )
 from liger_rl import grpo as grpo_module
 from liger_rl.kernels import gemm
-from liger_rl.policy.loss import PreparedLoss
+from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.penalties import k3
 from liger_rl.policy.presets import build_preset
 
@@ -486,7 +486,7 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
     expected_tokens = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
     assert seen == [expected_tokens.sum().item()]
     with monkeypatch.context() as patch:
-        patch.setattr(PreparedLoss, "tokens_with_a_say", lambda self: self.batch.mask)
+        patch.setattr(PolicyTerms, "tokens_with_a_say", lambda self, given: given.mask)
         expected, expected_grads = solve()
     torch.testing.assert_close(found.loss, expected.loss)
     for name, metric in expected.metrics.items():

@@ -302,9 +302,9 @@ def truth(data: Batch, loss_type, **options) -> Step:
     logps, entropy = oracles.logprobs(doubles[0], doubles[1], data.ids, doubles[2], **transform)
     module = FusedLinearGRPOLoss(loss_type, **options)
     columns = dict(data.columns)
-    prepared = module.terms.prepare(
-        PolicyBatch(completion_mask=columns.pop("mask"), **columns), data.ids.shape, data.ids.device, torch.float64
-    )
+    given = PolicyBatch(completion_mask=columns.pop("mask"), **columns)
+    given = module.terms.check(given, data.ids.shape, data.ids.device)
+    prepared = module.terms.prepared(given, torch.float64)
     loss = prepared(logps, entropy).loss
     loss.backward()
     return Step(loss.detach(), {}, [leaf.grad for leaf in doubles])

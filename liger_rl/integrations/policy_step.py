@@ -76,11 +76,12 @@ def policy_step(
         columns |= {name: columns[name].reshape(-1) for name in PER_TOKEN if isinstance(columns[name], Tensor)}
     columns["completion_mask"] = mask.reshape(-1) if packed else mask
     shape = columns["completion_mask"].shape
-    prepared = loss.terms.prepare(PolicyBatch(**columns), shape, ids.device, torch.float32)
+    given = loss.terms.check(PolicyBatch(**columns), shape, ids.device)
 
     output = _fused(model, ids, mask, loss, inputs, entropy=loss.terms.needs_entropy)
     logps = _aligned(output.per_token_logps, ids)
     entropy = None if output.entropy is None else _aligned(output.entropy, ids)
+    prepared = loss.terms.prepared(given, torch.float32)
     total, metrics = prepared(logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
     if output.aux_loss is not None:
         total = total + router_loss(swapped, output.aux_loss).to(total.device)

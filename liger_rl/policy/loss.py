@@ -79,25 +79,52 @@ class PolicyTerms:
             return "token"
         return "sequence" if all(_sequence_local(part) for part in parts) else "batch"
 
-    def prepare(
-        self, batch: PolicyBatch, shape: torch.Size, device: torch.device, dtype: torch.dtype
-    ) -> "PreparedLoss":
-        """All that does not depend on the log-probabilities, so that mistakes show before those are computed."""
+    def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """Raise for what can be seen without reading values, so that mistakes show before anything is computed.
+
+        Returns:
+            The batch's columns in `shape`, with the values that the caller left there.
+        """
         self.kl.check(batch)
-        aligned = batch.align(shape, device, dtype)
+        given = batch.checked(shape, device)
         if self.sampler_correction is not None:
-            self.sampler_correction.check(aligned)
-            per_sequence = self.sampler_correction.level == "sequence"
-            ratio = self.sampler_correction.ratio(aligned)
-            aligned = replace(aligned, importance_ratio=ratio, importance_ratio_per_sequence=per_sequence)
+            self.sampler_correction.check(given)
+            given = replace(given, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
         by_sequence = self.metrics in ("basic", "with_entropy")
-        for part in (self.objective, *self.corrections):
+        parts: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
+        for part in parts:
             by_sequence = by_sequence or getattr(part, "needs_sequences", False)
             if hasattr(part, "check"):
-                part.check(aligned)
+                part.check(given)
         if by_sequence:
-            check_sequences(aligned)
+            check_sequences(given)
+        return given
+
+    def prepared(self, given: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":
+        """All that does not depend on the log-probabilities, of what `check` returned."""
+        aligned = given.cleaned(dtype)
+        if self.sampler_correction is not None:
+            aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
         return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
+
+    def tokens_with_a_say(self, given: AlignedBatch) -> Tensor:
+        """bool, shaped like the log-probabilities: the tokens whose log-probabilities the result depends on.
+
+        In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
+        """
+        idle = (
+            getattr(self.objective, "zero_without_advantage", False)
+            and self.locality == "token"
+            and self.kl.beta == 0.0
+            and not self.needs_entropy
+            and self.metrics in ("none", "loss")
+        )
+        return given.mask & (given.advantages != 0) if idle else given.mask
+
+    def may_have_gradient(self, given: AlignedBatch) -> Tensor:
+        """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
+        penalised = self.entropy_bonus.entropy_coef != 0.0 or self.kl.beta != 0.0
+        return given.mask if penalised else given.mask & (given.advantages != 0)
 
 
 def _token_local(part: Any) -> bool:
@@ -137,28 +164,6 @@ class PreparedLoss(NamedTuple):
         weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
         terms = replace(self.terms, metrics="none")
         return PreparedLoss(terms, self.batch.take(positions), weights, self.batch.mask.sum())
-
-    def tokens_with_a_say(self) -> Tensor:
-        """bool, shaped like the log-probabilities: the tokens whose log-probabilities the result depends on.
-
-        In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
-        """
-        terms = self.terms
-        idle = (
-            getattr(terms.objective, "zero_without_advantage", False)
-            and terms.locality == "token"
-            and terms.kl.beta == 0.0
-            and not terms.needs_entropy
-            and terms.metrics in ("none", "loss")
-        )
-        return self.batch.mask & (self.batch.advantages != 0) if idle else self.batch.mask
-
-    def may_have_gradient(self) -> Tensor:
-        """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
-        if self.terms.entropy_bonus.entropy_coef != 0.0:
-            return self.batch.mask
-        live = self.batch.mask if self.weights is None else self.batch.mask & (self.weights != 0)
-        return live if self.terms.kl.beta != 0.0 else live & (self.batch.advantages != 0)
 
     def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
         terms, batch = self.terms, self.batch
@@ -247,5 +252,5 @@ def ppo_loss_fn(
     if terms.needs_entropy and entropy is None:
         raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
-    prepared = terms.prepare(batch, per_token_logps.shape, per_token_logps.device, dtype)
-    return prepared(per_token_logps.to(dtype), entropy)
+    given = terms.check(batch, per_token_logps.shape, per_token_logps.device)
+    return terms.prepared(given, dtype)(per_token_logps.to(dtype), entropy)

@@ -1,7 +1,8 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
 A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights at masked tokens are 0. Because they
-are weights, micro-batches that share their global counts add up to the whole batch.
+are weights, micro-batches that share their global counts add up to the whole batch. It may have a method check(batch)
+that raises ValueError where the batch lacks what it needs, before anything is computed.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.options import above_zero
-from liger_rl.policy.sequences import sequence_length
+from liger_rl.policy.sequences import check_sequences, sequence_length
 
 Reduction = Callable[[AlignedBatch], Tensor]
 
@@ -20,6 +21,10 @@ Reduction = Callable[[AlignedBatch], Tensor]
 class SequenceMean:
     """m / (len_b num_sequences): the mean over sequences of their token means. arXiv:2402.03300."""
 
+    def check(self, batch: AlignedBatch) -> None:
+        check_sequences(batch)
+        _check_count(batch)
+
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / (sequence_length(batch) * _sequences(batch))
 
@@ -27,6 +32,9 @@ class SequenceMean:
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum:
     """m / num_sequences: the mean over sequences of their token sums; longer sequences weigh more. arXiv:2602.05261."""
+
+    def check(self, batch: AlignedBatch) -> None:
+        _check_count(batch)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / _sequences(batch)
@@ -77,6 +85,9 @@ class FixedLengthMean:
     def __post_init__(self) -> None:
         above_zero(self, "max_completion_length")
 
+    def check(self, batch: AlignedBatch) -> None:
+        _check_count(batch)
+
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / (_sequences(batch) * self.max_completion_length)
 
@@ -100,9 +111,14 @@ def divisor(count: int | float | Tensor) -> float | Tensor:
 
 
 def _sequences(batch: AlignedBatch) -> float | Tensor:
+    _check_count(batch)
+    assert batch.num_sequences is not None
+    return divisor(batch.num_sequences)
+
+
+def _check_count(batch: AlignedBatch) -> None:
     if batch.num_sequences is None:
         raise ValueError(
             "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by the "
             "number of sequences; got neither"
         )
-    return divisor(batch.num_sequences)
