@@ -43,7 +43,7 @@ def is_dtensor(value: object) -> bool:
 
 def low_rank_tensors(low_rank: object) -> list[object]:
     """What should be tensors, of what should be low-rank terms."""
-    terms = low_rank if isinstance(low_rank, list | tuple) else ()
+    terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
     return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
 
 
@@ -53,7 +53,7 @@ def localized(inputs: CallInputs) -> CallInputs:
     Raises:
         ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
     """
-    low_rank = inputs.low_rank if isinstance(inputs.low_rank, list | tuple) else ()
+    low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     if not any(is_dtensor(value) for value in (*inputs, *low_rank_tensors(low_rank))):
         return inputs
     place = inputs.vocab_parallel

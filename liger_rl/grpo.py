@@ -199,7 +199,7 @@ class FusedLinearGRPOLoss(nn.Module):
             hidden, weight, selected_token_ids, counted, bias, low_rank, vocab_parallel,
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
         )  # fmt: skip
-        return policy_loss(found.logps, found.entropy)
+        return policy_loss.evaluate(found.logps, found.entropy)
 
     def _in_one_pass(
         self,

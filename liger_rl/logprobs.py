@@ -390,13 +390,13 @@ def _facts(
 
 
 def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
-    if not isinstance(low_rank, list | tuple):
+    if not isinstance(low_rank, (list, tuple)):
         raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
     for place, term in enumerate(low_rank):
         name = f"low_rank[{place}]"
         if not isinstance(term, LowRank):
             raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
-        if isinstance(term.scaling, bool) or not isinstance(term.scaling, int | float):
+        if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
             raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
         if not math.isfinite(term.scaling):
             raise ValueError(f"{name}.scaling must be finite, got {term.scaling}")
@@ -505,7 +505,7 @@ def check_chunk(name: str, value: int | None) -> None:
 
 def check_eager(vocab_parallel: VocabParallel | None, *tensors: object) -> None:
     """TypeError for what is not a sharded head, ValueError for one under torch.compile."""
-    if not isinstance(vocab_parallel, VocabParallel | None):
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
     if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, tensors))):
         raise ValueError(
@@ -553,7 +553,7 @@ def check_invariant(
 
 
 def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:
-    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, int | float):
+    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")

@@ -177,7 +177,7 @@ class _Whole:
 
     def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
         entropy = None if entropy is None else spread(entropy, self.index, self.shape)
-        return self.prepared(spread(logps, self.index, self.shape), entropy)
+        return self.prepared.evaluate(spread(logps, self.index, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
@@ -195,7 +195,7 @@ class _Parts:
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         part = self.prepared.take(self.positions[chunk])
-        return _gradients(lambda *values: part(*values).loss, logps, entropy)
+        return _gradients(lambda *values: part.evaluate(*values).loss, logps, entropy)
 
 
 @torch.enable_grad()

@@ -47,7 +47,7 @@ def live_tokens(
     largest = torch.where(outside, flat_targets, -1)
     numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
     count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
-    if count[1]:
+    if count[1] > 0:
         raise ValueError(
             f"targets must be token ids in [0, {vocab}) from {source}, or negative, or masked; "
             f"{count[1]} of them are not, the largest is {count[2]}"

@@ -292,7 +292,7 @@ def truth(data: Batch, loss_type, **options) -> Step:
     prepared = module.terms.prepare(
         PolicyBatch(completion_mask=columns.pop("mask"), **columns), data.ids.shape, data.ids.device, torch.float64
     )
-    loss = prepared(logps, entropy).loss
+    loss = prepared.evaluate(logps, entropy).loss
     loss.backward()
     return Step(loss.detach(), {}, [leaf.grad for leaf in doubles])
 

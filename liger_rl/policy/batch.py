@@ -104,28 +104,28 @@ class PolicyBatch:
         else:
             mask = self._column("completion_mask", shape, device) != 0
 
-        def clean(name: str, *, per_sequence: bool = False) -> Tensor | None:
-            if getattr(self, name) is None:
-                return None
-            column = self._column(name, shape, device, per_sequence=per_sequence)
-            return torch.where(mask, column.detach().to(dtype), 0.0)
-
-        advantages = clean("advantages", per_sequence=True)
+        advantages = self._clean("advantages", mask, dtype, per_sequence=True)
         if advantages is None:
             raise TypeError("advantages must be a real tensor, got NoneType")
         ratio = self.importance_ratio
         return AlignedBatch(
             advantages=advantages,
             mask=mask,
-            old_per_token_logps=clean("old_per_token_logps"),
-            ref_per_token_logps=clean("ref_per_token_logps"),
-            sampling_per_token_logps=clean("sampling_per_token_logps"),
-            importance_ratio=clean("importance_ratio", per_sequence=True),
+            old_per_token_logps=self._clean("old_per_token_logps", mask, dtype),
+            ref_per_token_logps=self._clean("ref_per_token_logps", mask, dtype),
+            sampling_per_token_logps=self._clean("sampling_per_token_logps", mask, dtype),
+            importance_ratio=self._clean("importance_ratio", mask, dtype, per_sequence=True),
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self._checked_segments(shape, device),
             num_sequences=self._divisor(shape),
             num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch),
         )
+
+    def _clean(self, name: str, mask: Tensor, dtype: torch.dtype, *, per_sequence: bool = False) -> Tensor | None:
+        if getattr(self, name) is None:
+            return None
+        column = self._column(name, mask.shape, mask.device, per_sequence=per_sequence)
+        return torch.where(mask, column.detach().to(dtype), 0.0)
 
     def _checked_segments(self, shape: torch.Size, device: torch.device) -> Segments | None:
         if self.segments is None:
@@ -175,7 +175,7 @@ def _count(name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
         return value.reshape(())
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(value).__name__}")
     if not value >= 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
