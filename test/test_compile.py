@@ -341,6 +341,7 @@ def test_a_swapped_model(make, device):
     model = swap_lm_head(make().to(device))
     ids = torch.randint(160, (2, 9), device=device)
     labels = ids.masked_fill(torch.arange(9, device=device) < 3, -100)
+    before = {name: type(value) for name, value in vars(model.lm_head).items()}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     results = []
     for call in (model, compiled, compiled):
@@ -357,7 +358,12 @@ def test_a_swapped_model(make, device):
         torch.testing.assert_close(mine, other)
     # The head answers for itself again.
     assert model(input_ids=ids).logits.shape == (2, 9, 160)
-    assert "forward" not in vars(model.lm_head)
+    assert {name: type(value) for name, value in vars(model.lm_head).items()} == before
+    seen = []
+    for register in (model.lm_head.register_forward_hook, model.lm_head.register_forward_pre_hook):
+        register(lambda *_: seen.append(1), prepend=True)
+    model(input_ids=ids)
+    assert len(seen) == 2
 
 
 def test_a_swapped_model_whose_body_breaks_the_graph():

@@ -120,7 +120,9 @@ class _Kept:
 def kept_hidden(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[_Kept]:
     """The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives."""
     kept, compiled = _Kept(answer), torch.compiler.is_compiling()
-    own, pre_hooks, hooks = head.__dict__.get("forward"), head._forward_pre_hooks, head._forward_hooks
+    own = head.__dict__.get("forward")
+    # A graph puts an empty dict back as a plain one, on which torch registers no hook.
+    pre_hooks, hooks = head._forward_pre_hooks or OrderedDict(), head._forward_hooks or OrderedDict()
     run = {key: hook for key, hook in hooks.items() if not _comes_from(hook, TENSOR_PARALLEL_OUTPUT)}
     if compiled:
         # A graph cannot delete an attribute that the class has too, so the head's own forward runs, on no tokens.
