@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
@@ -43,7 +44,7 @@ def is_dtensor(value: object) -> bool:
 
 def low_rank_tensors(low_rank: object) -> list[object]:
     """What should be tensors, of what should be low-rank terms."""
-    terms = low_rank if isinstance(low_rank, list | tuple) else ()
+    terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
     return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
 
 
@@ -53,7 +54,7 @@ def localized(inputs: CallInputs) -> CallInputs:
     Raises:
         ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
     """
-    low_rank = inputs.low_rank if isinstance(inputs.low_rank, list | tuple) else ()
+    low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     if not any(is_dtensor(value) for value in (*inputs, *low_rank_tensors(low_rank))):
         return inputs
     place = inputs.vocab_parallel
@@ -119,9 +120,36 @@ def _rows(name: str, value: Any) -> Any:
         if _is_data(mesh, dimension):
             placements[dimension], grad_placements[dimension] = Replicate(), Partial()
             ranks *= mesh.size(dimension)
-    local = _local(value, placements, grad_placements)
+    cut = [d for d, p in enumerate(value.placements) if _is_data(mesh, d) and _cuts_rows(p)]
+    if len(cut) == 1 and hasattr(value.placements[cut[0]], "split_factor"):
+        local = _unstrided(value, cut[0])
+    else:
+        local = _local(value, placements, grad_placements)
     if ranks > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism; not every backend has one
+    return local
+
+
+def _unstrided(value: Any, strided: int) -> Tensor:
+    """[_StridedShard(0) over data, Shard(0)] -> this rank's part, whole over data; the gradient is summed.
+
+    That is how fully_shard leaves a tensor-parallel parameter: cut by the second dimension first. One dimension of the
+    mesh at a time, because torch 2.8 reduces a gradient to other rows than a _StridedShard's.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh, rows, local = value.device_mesh, value.shape[0], value.to_local()
+    for dimension, placement in enumerate(value.placements):
+        if dimension != strided and _cuts_rows(placement):
+            rows_at_most = -(-rows // mesh.size(dimension))
+            rows = min(max(rows - mesh.get_local_rank(dimension) * rows_at_most, 0), rows_at_most)
+    shape = torch.Size((rows, *local.shape[1:]))
+    for dimension in filter(lambda d: _is_data(mesh, d), range(mesh.ndim)):
+        ranks = DeviceMesh.from_group(mesh.get_group(dimension), mesh.device_type)
+        placement = Shard(0) if dimension == strided else Replicate()
+        part = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
+        local = _local(part, [Replicate()], [Partial()])
     return local
 
 

@@ -206,7 +206,7 @@ class FusedLinearGRPOLoss(nn.Module):
             entropy=self.terms.needs_entropy, weight_grad=weight_grad,
         )  # fmt: skip
         # Only now, so that the device has something to do while these small steps are launched.
-        return self.terms.prepared(given, torch.float32)(found.logps, found.entropy)
+        return self.terms.prepared(given, torch.float32).evaluate(found.logps, found.entropy)
 
     def _in_one_pass(
         self,

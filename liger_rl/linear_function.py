@@ -46,7 +46,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
         vocab = weight.shape[0] if options.shard is None else options.shard.vocab
-        ctx.save_for_backward(*head, *statistics[:3], *(known or ()))
+        ctx.save_for_backward(*head, statistics.logps, statistics.lse, statistics.entropy, *(known or ()))
         extras = (statistics.log_sum_sq_probs, statistics.mean_logits(vocab), statistics.is_top1)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
         entropy = None if statistics.entropy is None else statistics.entropy.clone()

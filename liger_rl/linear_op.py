@@ -3,9 +3,12 @@
 How many tokens count is known only while it runs, so its inputs and outputs all keep the shape (N,), and tokens are
 dropped and put back within. What it computes is `fold_tokens` and `token_gradients`, as `LinearLogProbs` does, by which
 eager mode enters: its dispatch costs less, and it takes what a schema cannot say (`gather`).
+
+torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinstance` or in the annotations of a nested
+function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,16 +84,12 @@ class Outputs(NamedTuple):
     @classmethod
     def named(cls, flat: list[Tensor] | tuple[Tensor, ...], options: OpOptions) -> "Outputs":
         parts = iter(flat)
-
-        def wanted(*there: bool) -> list[Tensor | None]:
-            return [next(parts) if is_there else None for is_there in there]
-
         extras = [name in options.extras.split(",") for name in EXTRAS]
-        statistics = TokenStatistics(*wanted(True, True, options.entropy, *extras))  # type: ignore[arg-type]
+        statistics = TokenStatistics(*_wanted(parts, True, True, options.entropy, *extras))  # type: ignore[arg-type]
         known = None
         if options.bounded:
-            known = TileBounds(*wanted(*[True] * 4, *[options.entropy] * 3))  # type: ignore[arg-type]
-        return cls(statistics, known, *wanted(options.unbiased))
+            known = TileBounds(*_wanted(parts, *[True] * 4, *[options.entropy] * 3))  # type: ignore[arg-type]
+        return cls(statistics, known, *_wanted(parts, options.unbiased))
 
     @classmethod
     def empty(cls, tokens: int, vocab: int, device: torch.device, options: OpOptions) -> "Outputs":
@@ -104,6 +103,10 @@ class Outputs(NamedTuple):
         statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
         known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy) if options.bounded else None
         return cls(statistics, known, torch.empty(1, dtype=torch.int64) if options.unbiased else None)
+
+
+def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
+    return [next(parts) if is_there else None for is_there in there]
 
 
 @torch.library.custom_op("liger_rl::linear_logprobs", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]")
@@ -265,7 +268,8 @@ def linear_op(
     Raises:
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
-    differentiable = [part for part in (*head[:3], *head[5:]) if part is not None and part.requires_grad]
+    inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
+    differentiable = any(part is not None and part.requires_grad for part in inputs)
     options = OpOptions(
         transform.temperature,
         transform.softcap,
@@ -280,7 +284,7 @@ def linear_op(
         fixed_shape,
         batch_invariant,
         kernels_fit,
-        bounded=tolerance != 0.0 and torch.is_grad_enabled() and bool(differentiable),
+        bounded=tolerance != 0.0 and torch.is_grad_enabled() and differentiable,
     )
     statistics = Outputs.named(_forward(*head, *options), options).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)

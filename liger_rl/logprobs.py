@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabParallel
@@ -117,7 +118,9 @@ def linear_logprobs(
         weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
             `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's rows. Each backward adds the
             weight's gradient to it, in float32 and without a (V, H) tensor of its own, and the weight itself gets none
-            from this call. Not with a grad_tolerance, nor with a DTensor weight.
+            from this call. Not with a grad_tolerance, nor with a DTensor weight. Its reduction over data-parallel ranks
+            is yours, but for `weight.grad` under DistributedDataParallel; within that one's forward, unless in
+            `no_sync()`, any other tensor is refused.
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
             group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
@@ -377,13 +380,13 @@ def _facts(
 
 
 def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
-    if not isinstance(low_rank, list | tuple):
+    if not isinstance(low_rank, (list, tuple)):
         raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
     for place, term in enumerate(low_rank):
         name = f"low_rank[{place}]"
         if not isinstance(term, LowRank):
             raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
-        if isinstance(term.scaling, bool) or not isinstance(term.scaling, int | float):
+        if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
             raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
         if not math.isfinite(term.scaling):
             raise ValueError(f"{name}.scaling must be finite, got {term.scaling}")
@@ -439,6 +442,19 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance
         raise ValueError(
             f"grad_tolerance must be 0.0 with weight_grad, got {grad_tolerance}: the block-sparse backward makes a "
             "(V, H) gradient of its own"
+        )
+    _check_reduced(weight_grad, weight)
+
+
+def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
+    """ValueError where a DistributedDataParallel in its forward would reduce `weight.grad` and not weight_grad."""
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or not wrapper.require_backward_grad_sync or weight_grad is weight.grad:
+        return
+    if any(weight is parameter for parameter in wrapper.parameters()):
+        raise ValueError(
+            "weight_grad must be weight.grad within DistributedDataParallel, which reduces no other tensor over its "
+            "ranks, got another; where you reduce it, call the model in no_sync()"
         )
 
 
@@ -528,7 +544,7 @@ def check_chunk(name: str, value: int | None) -> None:
 
 def check_eager(vocab_parallel: VocabParallel | None, *tensors: object) -> None:
     """TypeError for what is not a sharded head, ValueError for one under torch.compile."""
-    if not isinstance(vocab_parallel, VocabParallel | None):
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
     if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, tensors))):
         raise ValueError(
@@ -576,7 +592,7 @@ def check_invariant(
 
 
 def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:
-    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, int | float):
+    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")

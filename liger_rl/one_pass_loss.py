@@ -152,7 +152,7 @@ class _Whole:
 
     def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
         entropy = None if entropy is None else spread(entropy, self.index, self.shape)
-        return self.prepare()(spread(logps, self.index, self.shape), entropy)
+        return self.prepare().evaluate(spread(logps, self.index, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ class _Parts:
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         part = self.prepare().take(self.positions[chunk])
-        return _gradients(lambda *values: part(*values).loss, logps, entropy)
+        return _gradients(lambda *values: part.evaluate(*values).loss, logps, entropy)
 
 
 @torch.enable_grad()

@@ -43,7 +43,7 @@ def live_tokens(
     largest = torch.where(outside, flat_targets, -1)
     numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
     count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
-    if count[1]:
+    if count[1] > 0:
         raise _outside(vocab, source, count[1], count[2])
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
     order = torch.argsort(live.logical_not(), stable=True)

@@ -227,10 +227,9 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
         solve(logits, ids, columns | {"old_per_token_logps": torch.zeros(B, T + 1, device=device)})
 
 
-def test_losses_do_not_share_a_limit_of_compilations(device, generated_here, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_losses_do_not_share_a_limit_of_compilations(device, generated_here):
     """torch.compile gives a function up after a few; as many losses as there are get a graph each."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     logits, ids, columns = problem(device=device)
     for step in range(3):
         options = {"epsilon_high": 0.05 * step}

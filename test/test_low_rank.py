@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import oracles
+from devices import skip_where_misread
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, projection
 
 CPU = torch.device("cpu")
@@ -262,6 +263,7 @@ def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(projection, "for_device", lambda device: triton)
     if dtype == torch.float16:
+        skip_where_misread(40)
         monkeypatch.setattr(projection, "gemm_grad_for", lambda *_: gemm_grad)
     inputs = problem((40,), 24, 300, 5, dtype, device=device)
     found, expected, other = ours(inputs), truth(inputs), eager(inputs)

@@ -305,7 +305,7 @@ def truth(data: Batch, loss_type, **options) -> Step:
     given = PolicyBatch(completion_mask=columns.pop("mask"), **columns)
     given = module.terms.check(given, data.ids.shape, data.ids.device)
     prepared = module.terms.prepared(given, torch.float64)
-    loss = prepared(logps, entropy).loss
+    loss = prepared.evaluate(logps, entropy).loss
     loss.backward()
     return Step(loss.detach(), {}, [leaf.grad for leaf in doubles])
 

@@ -19,7 +19,7 @@ def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
         Whether a call of the module now reaches the forward of `after`: False where the instance has a forward of its
         own that does not lead to its class's, and then nothing is changed.
     """
-    attributes = vars(module)
+    attributes = module.__dict__
     if "forward" not in attributes:
         return True
     own = [name for name in KEPT if getattr(attributes.get(name), "__func__", None) is before.forward]
@@ -35,7 +35,7 @@ def runs_own_forward(module: nn.Module) -> bool:
 
     Not so with another function set on the instance, or with a hook that does more (offload, a user's own).
     """
-    attributes = vars(module)
+    attributes = module.__dict__
     if "forward" not in attributes:
         return True
     own: Any = type(module).forward

@@ -30,6 +30,8 @@ PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
+KEPT_KEY = -1  # that of no other hook: torch counts them from 0
+
 
 def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(modules)
@@ -82,7 +84,7 @@ def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> N
     """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart, and
     does not come from the modules `but`."""
     for part in head.bypassed():
-        if not runs_own_forward(part) and not _comes_from(vars(part)["forward"], but):
+        if not runs_own_forward(part) and not _comes_from(part.__dict__["forward"], but):
             raise ValueError(
                 f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
@@ -104,25 +106,40 @@ class _Kept:
         self.output = self.answer(hidden)
         return self.output
 
+    def before(self, _head: nn.Module, args: tuple[Tensor]) -> Tensor:
+        """The forward pre-hook of `kept_hidden`."""
+        self(*args)
+        return args[0][..., :0, :]
+
+    def after(self, *_: Any) -> Tensor | None:
+        """The forward hook of `kept_hidden`."""
+        return self.output
+
 
 @contextmanager
 def kept_hidden(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[_Kept]:
     """The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives."""
-    kept = _Kept(answer)
-    before, hooks = vars(head).get("forward"), head._forward_hooks
-    head.forward = kept
-    head._forward_hooks = OrderedDict(
-        (key, hook) for key, hook in hooks.items() if not _comes_from(hook, TENSOR_PARALLEL_OUTPUT)
-    )
+    kept, compiled = _Kept(answer), torch.compiler.is_compiling()
+    own = head.__dict__.get("forward")
+    # A graph puts an empty dict back as a plain one, on which torch registers no hook.
+    pre_hooks, hooks = head._forward_pre_hooks or OrderedDict(), head._forward_hooks or OrderedDict()
+    run = {key: hook for key, hook in hooks.items() if not _comes_from(hook, TENSOR_PARALLEL_OUTPUT)}
+    if compiled:
+        # A graph cannot delete an attribute that the class has too, so the head's own forward runs, on no tokens.
+        head._forward_pre_hooks = OrderedDict([*pre_hooks.items(), (KEPT_KEY, kept.before)])
+        head._forward_hooks = OrderedDict([(KEPT_KEY, kept.after), *run.items()])
+    else:
+        # DTensors have no rule for no tokens.
+        head.forward = kept
+        head._forward_hooks = OrderedDict(run)
     try:
         yield kept
     finally:
-        head._forward_hooks = hooks
-        if before is None:
-            # Not `del`: torch.compile replays that on a head that never had the attribute, and pop says what it means.
-            vars(head).pop("forward", None)
-        else:
-            head.forward = before
+        head._forward_pre_hooks, head._forward_hooks = pre_hooks, hooks
+        if own is not None:
+            head.forward = own
+        elif not compiled:
+            del head.forward
 
 
 @torch.no_grad()
@@ -214,7 +231,7 @@ def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
 
     def named(names: tuple[str, ...]) -> list[float]:
         values = (getattr(holder, name, None) for name in names for holder in holders)
-        return list(dict.fromkeys(float(v) for v in values if isinstance(v, int | float) and v > 0))
+        return list(dict.fromkeys(float(v) for v in values if isinstance(v, (int, float)) and v > 0))
 
     scales = named(SCALE_NAMES)
     for scale in dict.fromkeys([1.0, *scales, *(1.0 / scale for scale in scales)]):

@@ -91,7 +91,7 @@ def read_head(module: nn.Module, owner: str) -> Head:
     inner = module
     if isinstance(module, ModulesToSaveWrapper):
         inner = _saved_module(module)
-    if isinstance(inner, AuxiliaryTrainingWrapper | BaseTunerLayer) and type(inner) is not LoraLinear:
+    if isinstance(inner, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and type(inner) is not LoraLinear:
         raise TypeError(
             f"the head of {owner} carries a PEFT layer that the fused head does not know: "
             f"{type(inner).__module__}.{type(inner).__name__}; only LoRA on an nn.Linear and modules_to_save are known"
@@ -130,7 +130,7 @@ def _adapter(layer: Any, name: str, owner: str) -> Adapter:
             "term of the logits; the fused head knows plain LoRA alone"
         )
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    expected = ((a, nn.Linear), (b, nn.Linear), (dropout, nn.Dropout | nn.Identity))
+    expected = ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity)))
     for part, kind in expected:
         if not isinstance(part, kind):
             raise TypeError(f"adapter {name!r} on the head of {owner} holds a {type(part).__name__}, not known here")

@@ -82,7 +82,7 @@ def policy_step(
     logps = _aligned(output.per_token_logps, ids)
     entropy = None if output.entropy is None else _aligned(output.entropy, ids)
     prepared = loss.terms.prepared(given, torch.float32)
-    total, metrics = prepared(logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
+    total, metrics = prepared.evaluate(logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
     if output.aux_loss is not None:
         total = total + router_loss(swapped, output.aux_loss).to(total.device)
     return PolicyStep(total, metrics, logps.detach(), None if entropy is None else entropy.detach())

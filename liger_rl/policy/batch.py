@@ -113,24 +113,25 @@ class PolicyBatch:
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
 
-        def column(name: str, *, per_sequence: bool = False) -> Tensor | None:
-            given = getattr(self, name) is not None
-            return self._column(name, shape, device, per_sequence=per_sequence) if given else None
-
-        mask = column("completion_mask")
+        mask = self._given("completion_mask", shape, device)
         ratio = self.importance_ratio
         return AlignedBatch(
             mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
             advantages=self._column("advantages", shape, device, per_sequence=True),
-            old_per_token_logps=column("old_per_token_logps"),
-            ref_per_token_logps=column("ref_per_token_logps"),
-            sampling_per_token_logps=column("sampling_per_token_logps"),
-            importance_ratio=column("importance_ratio", per_sequence=True),
+            old_per_token_logps=self._given("old_per_token_logps", shape, device),
+            ref_per_token_logps=self._given("ref_per_token_logps", shape, device),
+            sampling_per_token_logps=self._given("sampling_per_token_logps", shape, device),
+            importance_ratio=self._given("importance_ratio", shape, device, per_sequence=True),
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self._checked_segments(shape, device),
             num_sequences=self._divisor(shape),
             num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch),
         )
+
+    def _given(
+        self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False
+    ) -> Tensor | None:
+        return None if getattr(self, name) is None else self._column(name, shape, device, per_sequence=per_sequence)
 
     def _checked_segments(self, shape: torch.Size, device: torch.device) -> Segments | None:
         if self.segments is None:
@@ -180,7 +181,7 @@ def _count(name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
         return value.reshape(())
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(value).__name__}")
     if not value >= 0:
         raise ValueError(f"{name} must be at least 0, got {value}")

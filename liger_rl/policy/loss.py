@@ -187,7 +187,7 @@ class PreparedLoss(NamedTuple):
             loss = loss + terms.kl.beta * kl
         return TokenTerms(torch.where(batch.mask, loss, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
 
-    def __call__(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+    def evaluate(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
         parts = self.per_token(per_token_logps, entropy)
         loss = parts.loss if self.weights is None else (parts.loss * self.weights).sum()
         bonus = self.terms.entropy_bonus
@@ -253,4 +253,4 @@ def ppo_loss_fn(
         raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     given = terms.check(batch, per_token_logps.shape, per_token_logps.device)
-    return terms.prepared(given, dtype)(per_token_logps.to(dtype), entropy)
+    return terms.prepared(given, dtype).evaluate(per_token_logps.to(dtype), entropy)

@@ -310,7 +310,8 @@ class ClipCov:
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
         lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
-        return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
+        loss = torch.where(cut, 0.0, plain.loss)
+        return TokenLoss(loss, plain.ratio, plain.clip_low, plain.clip_high, plain.outside)
 
 
 @dataclass(frozen=True, kw_only=True)

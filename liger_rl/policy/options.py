@@ -5,7 +5,7 @@ import math
 
 def number(name: str, value: object) -> None:
     """Raises TypeError where it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 

@@ -1,5 +1,7 @@
 """DTensor weights and hidden states: what the whole tensors give, whatever the meshes."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,14 +93,14 @@ def fully_sharded(rank, shape, names):
         ours, parts = ours * shape[d] + mesh.get_local_rank(d), parts * shape[d]
     tokens = slice(ours * BATCH // parts, (ours + 1) * BATCH // parts)
     placements = [Replicate() if name == "replicate" else Shard(0) for name in names]
-    if "tp" in names and len(names) == 2:
+    if "tp" in names:
         # As parameters of a tensor-parallel model lie after fully_shard: cut over tp first.
         tp = mesh["tp"]
         cut = [distribute_tensor(value, tp, [Shard(0)]).to_local() for value in (weight, bias)]
         from torch.distributed.tensor.placement_types import _StridedShard
 
-        placements = [_StridedShard(0, split_factor=shape[1]), Shard(0)]
-        locals_ = [distribute_tensor(value, mesh[names[0]], [Shard(0)]).to_local() for value in cut]
+        placements[-2] = _StridedShard(0, split_factor=shape[-1])
+        locals_ = [distribute_tensor(value, mesh[names[-2]], [Shard(0)]).to_local() for value in cut]
         weight, bias = (
             DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
             for value, whole in zip(locals_, (weight, bias), strict=True)
@@ -111,11 +113,16 @@ def fully_sharded(rank, shape, names):
 
 @pytest.mark.parametrize(
     ("shape", "names"),
-    [((2,), ("dp",)), ((2, 2), ("replicate", "fsdp_shard")), ((2, 2), ("dp", "tp"))],
-    ids=["fsdp", "hsdp", "fsdp and tp"],
+    [
+        ((2,), ("dp",)),
+        ((2, 2), ("replicate", "fsdp_shard")),
+        ((2, 2), ("dp", "tp")),
+        ((2, 1, 2), ("replicate", "dp_shard", "tp")),
+    ],
+    ids=["fsdp", "hsdp", "fsdp and tp", "hsdp and tp"],
 )
 def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
-    results = ranks.run(fully_sharded, shape, names, world=len(shape) * 2)
+    results = ranks.run(fully_sharded, shape, names, world=math.prod(shape))
     expected = solve(*problem())[0]
     replicas = {}
     for ours, result in results:

@@ -113,6 +113,16 @@ def shard(model, mesh, unit, policy=None):
     return model
 
 
+def train_shares(model, rows, mesh):
+    """Losses as `train` gives them, where `fully_shard` takes the mean of gradients over the mesh; torch 2.8 sums them
+    over gloo's ranks."""
+    layer = torch.nn.Linear(1, mesh.size(), bias=False, device=mesh.device_type)
+    fully_shard(layer, mesh=mesh)(torch.ones(1, 1, device=mesh.device_type)).sum().backward()
+    summed = round(layer.weight.grad.full_tensor()[0].item())
+    assert summed in (1, mesh.size())
+    return [summed * loss for loss in train(model, rows, mesh.size() // summed)]
+
+
 def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
     model = tiny_llama(tie_word_embeddings=tied).to(rank.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
@@ -122,7 +132,7 @@ def fully_sharded(rank, unit, swapped, mixed=False, tied=False):
     if swapped == "after":
         swap_lm_head(model)
     rows = BATCH // rank.world
-    losses = train(model, slice(rank.index * rows, (rank.index + 1) * rows), rank.world)
+    losses = train_shares(model, slice(rank.index * rows, (rank.index + 1) * rows), rank.mesh())
     assert isinstance(model.lm_head.weight, DTensor)
     return losses, trained(model), rank.index
 
@@ -290,7 +300,7 @@ def both(rank, unit):
     parallelize(model, mesh["tp"], {})
     shard(model, mesh["dp"], unit)
     ours = mesh.get_local_rank("dp")
-    losses = train(model, slice(2 * ours, 2 * ours + 2), 2)
+    losses = train_shares(model, slice(2 * ours, 2 * ours + 2), mesh["dp"])
     return losses, trained(model), ours
 
 

@@ -488,10 +488,14 @@ def compiled_head(rank):
     return messages
 
 
+# Torch 2.8 names the exception, and not its message.
+REFUSAL = r"vocab_parallel must be None under torch\.compile|raised exception ExceptionVariable\(<class 'ValueError'>\)"
+
+
 def test_a_sharded_head_is_not_compiled(ranks):
     for messages in ranks.run(compiled_head):
         assert len(messages) == 2
-        assert all("vocab_parallel must be None under torch.compile" in message for message in messages), messages
+        assert all(re.search(REFUSAL, message) for message in messages), messages
 
 
 def reads_of_the_host(rank):
