@@ -6,18 +6,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.kernels import selection_for
+
 
 class LiveTokens(NamedTuple):
     """The tokens that count."""
 
     positions: Tensor  # (n,) flat, ascending
-    dead: Tensor  # (N - n,) the others
+    total: int  # N
     counts: list[int]  # what else was asked for
 
     @property
     def selection(self) -> Tensor | None:
         """Their positions, or None where all tokens count."""
-        return self.positions if self.dead.numel() else None
+        return self.positions if self.positions.numel() < self.total else None
 
 
 def counted_tokens(flat_targets: Tensor, mask: Tensor | None) -> Tensor:
@@ -38,16 +40,12 @@ def live_tokens(
 
     It reads `counts`, integers (k,), too.
     """
-    live = counted_tokens(flat_targets, mask)
-    outside = live & (flat_targets >= vocab)
-    largest = torch.where(outside, flat_targets, -1)
-    numbers = torch.stack([live.sum(), outside.sum(), largest.max() if largest.numel() else live.sum()])
+    mask = None if mask is None else mask.reshape(-1)
+    positions, numbers = selection_for(flat_targets.device).select(flat_targets, mask, vocab)
     count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
     if count[1] > 0:
         raise _outside(vocab, source, count[1], count[2])
-    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number again.
-    order = torch.argsort(live.logical_not(), stable=True)
-    return LiveTokens(order[: count[0]], order[count[0] :], count[3:])
+    return LiveTokens(positions[: count[0]], flat_targets.numel(), count[3:])
 
 
 def ask_vocabulary(targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> Callable[[], None]:

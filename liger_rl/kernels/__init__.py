@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, eager, kept, rows
+from liger_rl.kernels import bounds, eager, kept, rows, selection
 from liger_rl.kernels.statistics import Fold
 
 
@@ -29,6 +29,15 @@ def rows_for(device: torch.device) -> ModuleType:
     from liger_rl.kernels import rows_triton
 
     return rows_triton
+
+
+def selection_for(device: torch.device) -> ModuleType:
+    """The module whose `select` runs on `device`."""
+    if device.type != "cuda":
+        return selection
+    from liger_rl.kernels import selection_triton
+
+    return selection_triton
 
 
 def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:

@@ -1,0 +1,52 @@
+"""Which tokens count, as one Triton kernel in place of a dozen launches that the first product would wait for."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.triton import on
+
+BLOCK, WARPS = 4096, 8
+
+
+@triton.jit
+def _select_kernel(targets, mask, positions, numbers, tokens, vocab, BLOCK: tl.constexpr):
+    # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
+    count = tl.zeros((), tl.int64)
+    outside_count = tl.zeros((), tl.int64)
+    largest = tl.full((), -1, tl.int64)
+    for first in range(0, tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        inside = token < tokens
+        target = tl.load(targets + token, mask=inside, other=-1).to(tl.int64)
+        live = target >= 0
+        if mask is not None:
+            live = live & (tl.load(mask + token, mask=inside, other=0) != 0)
+        outside = live & (target >= vocab)
+        here = live.to(tl.int32)
+        tl.store(positions + count + tl.cumsum(here, 0) - 1, token.to(tl.int64), mask=live)
+        count += tl.sum(here)
+        outside_count += tl.sum(outside.to(tl.int32))
+        largest = tl.maximum(largest, tl.max(tl.where(outside, target, -1)))
+    tl.store(numbers, count)
+    tl.store(numbers + 1, outside_count)
+    tl.store(numbers + 2, largest)
+
+
+def select(targets: Tensor, mask: Tensor | None, vocab: int) -> tuple[Tensor, Tensor]:
+    """As `selection.select`."""
+    positions = torch.empty(targets.shape, dtype=torch.int64, device=targets.device)
+    numbers = torch.empty(3, dtype=torch.int64, device=targets.device)
+    with on(targets.device):
+        _select_kernel[(1,)](
+            targets.contiguous(),
+            None if mask is None else mask.contiguous(),
+            positions,
+            numbers,
+            targets.numel(),
+            vocab,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    return positions, numbers

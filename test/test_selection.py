@@ -1,0 +1,36 @@
+"""Which tokens count: the Triton kernel and plain PyTorch beside a loop."""
+
+import pytest
+import torch
+
+from liger_rl.kernels import selection, selection_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 50
+
+
+@pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 300])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32, torch.int64])
+@pytest.mark.parametrize("outside", [False, True])
+def test_select(kernels, tokens, mask, outside, monkeypatch):
+    monkeypatch.setattr(selection_triton, "BLOCK", 64)
+    targets = torch.randint(-20, VOCAB + (10 if outside else 0), (tokens,), device=DEVICE)
+    wanted = None if mask is None else (torch.rand(tokens, device=DEVICE) < 0.6).to(mask)
+    found, numbers = kernels.select(targets, wanted, VOCAB)
+    ids, keep = targets.tolist(), [True] * tokens if wanted is None else [bool(value) for value in wanted.tolist()]
+    expected = [place for place in range(tokens) if keep[place] and ids[place] >= 0]
+    beyond = [ids[place] for place in expected if ids[place] >= VOCAB]
+    assert found.dtype == numbers.dtype == torch.int64
+    assert found[: len(expected)].tolist() == expected
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1)]
+
+
+@pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_other_integers_and_strides(kernels, dtype):
+    targets = torch.arange(40, device=DEVICE).to(dtype)[::2]
+    mask = torch.arange(60, device=DEVICE)[::3] % 2
+    found, numbers = kernels.select(targets, mask, 20)
+    assert numbers.tolist() == [10, 5, 38]
+    assert found[:10].tolist() == list(range(1, 20, 2))
