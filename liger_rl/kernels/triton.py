@@ -4,6 +4,7 @@ The signatures and formulas are those of `liger_rl.kernels.eager`. Rows go on gr
 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
 """
 
+import os
 import struct
 from contextlib import nullcontext
 from functools import lru_cache
@@ -18,6 +19,7 @@ from liger_rl.kernels.transform import LogitTransform
 
 LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
 MAX_BLOCK = 4096
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 
 
 @triton.jit
@@ -26,6 +28,18 @@ def _tanh(u):
     e = tl.exp(-2.0 * tl.abs(u))
     tanh = (1.0 - e) / (1.0 + e)
     return tl.where(u < 0, -tanh, tanh)
+
+
+@triton.jit
+def rough_log(x):
+    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere: one instruction where log takes twenty.
+
+    For what is known to fewer digits than that, such as exponentials that were kept in float16.
+    """
+    if INTERPRETED:
+        return tl.log(x)
+    log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return log2 * 0.6931471805599453
 
 
 @triton.jit
