@@ -12,11 +12,10 @@ from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, rough_log, transform_constants, transformed
 
-BLOCK, WARPS = (
-    2048,
-    2,
-)  # words a program; of 512 to 4096 and 1 to 8 within 1% of the best, with a softcap 4% below 8 warps
-SCALE_BLOCK = 8192
+# Words a program: of 512 to 4096 words and 1 to 8 warps within 1% of the fastest on an H200, under a softcap 4%
+# faster than 4096 words and 8 warps.
+BLOCK, WARPS = 2048, 2
+SCALE_BLOCK, SCALE_WARPS = 8192, 8
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's
 
 
@@ -184,7 +183,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     assert values.is_contiguous()
     with on(values.device):
         _scale_kernel[(triton.cdiv(values.numel(), SCALE_BLOCK),)](
-            values, factor, values.numel(), SCALE_BLOCK, num_warps=WARPS
+            values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )
 
 
