@@ -51,19 +51,19 @@ def live_tokens(
 def ask_vocabulary(targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> Callable[[], None]:
     """Ask the device whether the targets that count are ids of the vocabulary; the call of what is returned waits for
     the answer, and raises if they are not. What the device is given to do in between hides the wait."""
-    ids = targets.long()
-    largest = (ids if mask is None else torch.where(mask != 0, ids, -1)).amax() if ids.numel() else ids.sum()
-    answer, ready = largest, None
-    if largest.is_cuda:
-        answer, ready = largest.to("cpu", non_blocking=True), torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(largest.device))
+    flat_mask = None if mask is None else mask.reshape(-1)
+    _, numbers = selection_for(targets.device).select(targets.reshape(-1), flat_mask, vocab)
+    answer, ready = numbers, None
+    if numbers.is_cuda:
+        answer, ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(numbers.device))
 
     def wait() -> None:
         if ready is not None:
             ready.synchronize()
-        if answer.item() >= vocab:
-            outside = counted_tokens(ids.reshape(-1), mask) & (ids.reshape(-1) >= vocab)
-            raise _outside(vocab, source, int(outside.sum()), int(answer))
+        _, outside, largest = answer.tolist()
+        if outside > 0:
+            raise _outside(vocab, source, outside, largest)
 
     return wait
 
