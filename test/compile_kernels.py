@@ -1,0 +1,136 @@
+"""Compile every Triton kernel for a Hopper GPU, on a machine that need not have one: `python test/compile_kernels.py`.
+
+The interpreter accepts what the compiler refuses (a variable that changes its type in a loop, say). So the functions
+that launch kernels are called as they are, on CPU tensors, with a driver that only knows its target and launches that
+compile and run nothing. What the kernels would have written stays as it was, which matters to none of these calls.
+"""
+
+import itertools
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from liger_rl import LogitTransform
+from liger_rl.kernels import blocks, epilogue, kept_triton, rows_triton, selection_triton, tiles
+from liger_rl.kernels import triton as tile_kernels
+from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    EXTRAS,
+    Fold,
+    MeanGradients,
+    TileBounds,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
+
+CPU = torch.device("cpu")
+TRANSFORMS = (LogitTransform(), LogitTransform(softcap=30.0, scale=0.5, temperature=0.7))
+SHARED_BYTES = 227 << 10  # of a block, at most
+N, H, V = 600, 64, 1000
+TILES = -(-V // BLOCK_VOCAB)
+
+
+class Hopper:
+    """A driver without a device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def token_gradients(entropy: bool) -> TokenGradients:
+    return TokenGradients(*(ones(N) for _ in range(3)), *((ones(N), ones(N)) if entropy else (None, None)))
+
+
+def statistics(entropy: bool) -> TokenStatistics:
+    return TokenStatistics(-ones(N), ones(N), ones(N) if entropy else None)
+
+
+def tile_by_tile(transform: LogitTransform, entropy: bool) -> None:
+    logits, targets = ones(N, V), torch.zeros(N, dtype=torch.long)
+    extras = EXTRAS if entropy else ()
+    state = Fold.start(N, CPU, entropy=entropy, extras=extras)
+    tile_kernels.fold(logits, targets, 0, ones(V) if entropy else None, transform, state)
+    tile_kernels.grad(logits, targets, 0, None, transform, token_gradients(entropy), logits.bfloat16())
+    parts = Fold._make(None if part is None else ones(TILES, N) for part in state)
+    tiles.merge(parts, state)
+
+
+def whole_rows(transform: LogitTransform, entropy: bool) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, targets = ones(3, 5, V, dtype=dtype), torch.zeros(3, 4, dtype=torch.long)
+        mask = None if entropy else torch.ones(3, 4, dtype=torch.bool)
+        found = rows_triton.fold_rows(logits, targets, mask, transform, entropy=entropy)
+        upstream = (ones(12), ones(12) if entropy else None)
+        rows_triton.grad_rows(logits, targets, mask, transform, found, *upstream, torch.empty_like(logits), add=entropy)
+        selection_triton.select(targets.flatten(), None if mask is None else mask.flatten(), V)
+
+
+def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
+    targets = torch.zeros(N, dtype=torch.long)
+    bias = ones(V, dtype=torch.bfloat16) if entropy else None
+    bounds = TileBounds.empty(N, V, CPU, entropy=entropy)
+    extras = EXTRAS if entropy else ()
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, bounds=bounds)
+    epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
+    kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
+    kept_triton.keep(ones(N, V), 0, None, transform, kept)
+    out = kept.values.view(torch.bfloat16)
+    for rows in (None, torch.arange(N)):
+        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), out)
+    kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
+
+
+def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
+    bias = ones(V, dtype=torch.bfloat16) if entropy else None
+    targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
+    known = TileBounds.empty(N, V, CPU, entropy=entropy)
+    sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
+    tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
+    ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
+    tiles.block_bounds(known, tokens, ranking.own, targets, torch.arange(N))
+    row_blocks = -(-N // BLOCK_TOKENS)
+    start = MeanGradients(ones(N, H), ones(TILES, H), None if bias is None else ones(TILES))
+    scales, counts = ones(row_blocks, TILES), [row_blocks] * TILES
+    blocks.grad_blocks(hidden, weight, bias, targets, tokens, scales, counts, transform, start, 1 << 20)
+
+
+def main() -> None:
+    compiled = set()
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        name, shared = self.fn.__qualname__, kernel.metadata.shared
+        if shared > SHARED_BYTES:
+            raise SystemExit(f"{name} asks for {shared} bytes of shared memory, of which there are {SHARED_BYTES}")
+        compiled.add(f"{self.fn.__module__}.{name}")
+        return kernel
+
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.run = compile_only
+    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks)
+    for part, transform, entropy in itertools.product(parts, TRANSFORMS, (False, True)):
+        part(transform, entropy)
+    print(*sorted(compiled), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
