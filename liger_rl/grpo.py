@@ -58,11 +58,12 @@ class FusedLinearGRPOLoss(nn.Module):
             in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
             no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
             all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
-            and the corrections. A chunk keeps up to 544 MiB on CUDA and, with a 16-bit weight that has a gradient, up
-            to 4 V H bytes more, for larger chunks or for a float32 sum over many; or what max_extra_bytes leaves for
-            it. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance,
-            float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose backward has to be a
-            second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
+            weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
+            then takes two passes, but where one chunk holds every token or max_extra_bytes allows it. The rule is that
+            of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance, float16 products, low_rank
+            terms or a sharded head (a vocab_parallel, DTensors), whose backward has to be a second pass, nor with
+            fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -87,7 +88,7 @@ class FusedLinearGRPOLoss(nn.Module):
         max_extra_bytes: int | None = None,
         fixed_shape: bool = False,
         batch_invariant: bool = False,
-        passes: Passes = "two",
+        passes: Passes = "auto",
         **options: Any,
     ) -> None:
         super().__init__()

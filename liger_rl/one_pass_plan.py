@@ -122,9 +122,6 @@ def takes_one_pass(
 ) -> bool:
     """Whether a call that wants a gradient is made in one pass, `obstacle` being what stands against it.
 
-    "auto" takes it where no chunk is named (a named one bounds a tile, where one pass holds the whole vocabulary) and
-    chunks are large enough.
-
     Raises:
         ValueError: "one", and there is an obstacle.
     """
@@ -132,10 +129,24 @@ def takes_one_pass(
         raise ValueError(f'passes="one" needs {obstacle}')
     if passes != "auto" or obstacle is not None:
         return passes == "one"
+    return drawback(shape, together=together, max_extra_bytes=max_extra_bytes) is None
+
+
+def drawback(shape: HeadShape, *, together: int, max_extra_bytes: int | None) -> str | None:
+    """Why "auto" does not take one pass where nothing stands against it; None where it does."""
     if shape.options.chunk_tokens is not None or shape.options.chunk_vocab is not None:
-        return False
+        return "a chunk is named, which bounds a tile, where one pass holds the whole vocabulary"
     plan = plan_one_pass(shape, together=together, max_extra_bytes=max_extra_bytes)
-    return plan is not None and plan.room >= _enough(shape, shape.tokens)
+    if plan is None or plan.room < _enough(shape, shape.tokens):
+        return "chunks are too small for one pass to pay"
+    beside = max_extra_bytes is None and _sum_bytes(shape) > 0
+    if beside and _room(shape, beside_sum=True, max_extra_bytes=None) < shape.tokens:
+        least = least_one_pass_bytes(shape, together=together)
+        return (
+            "one pass needs memory of the weight's size for the sum of its gradient, which max_extra_bytes of at least "
+            f"{least} ({mebibytes(least)}) would allow"
+        )
+    return None
 
 
 def tile_words(options: ProjectionOptions) -> int:

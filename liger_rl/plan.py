@@ -13,6 +13,7 @@ from liger_rl.one_pass_plan import (
     PASSES,
     OnePassPlan,
     Passes,
+    drawback,
     least_one_pass_bytes,
     mebibytes,
     one_pass_obstacle,
@@ -115,7 +116,9 @@ def plan_linear_logprobs(
 
     - a gradient is wanted, and nothing that needs a second pass (see `FusedLinearGRPOLoss`) is asked for;
     - no chunk is named: a named one bounds a tile, where a chunk of one pass holds the whole vocabulary;
-    - a chunk has room for 512 tokens (256 on CPU), or all, and for all that one token's gradient depends on.
+    - a chunk has room for 512 tokens (256 on CPU), or all, and for all that one token's gradient depends on;
+    - without a budget, the gradient of the weight needs no sum (4VH bytes, below): the weight has no gradient, or one
+      of float32, or a chunk holds every token.
 
     "one" insists on it, but with a budget not under that room. A chunk has room for as many tokens as fit the budget
     beside the parts that no chunk changes; without one, as fit 544 MiB (64 MiB on CPU) with what is kept of them and
@@ -213,7 +216,9 @@ def plan_linear_logprobs(
         of_two = shape.peak(shape.smallest_tiles, kernel=False)
         plan = _one_pass(shape, chunks, least if passes == "one" else min(least, of_two))
     else:
-        why = "a chunk is named, or too small for one pass to pay" if lacking is None else f"one pass needs {lacking}"
+        why = f"one pass needs {lacking}"
+        if lacking is None:
+            why = drawback(shape, together=together, max_extra_bytes=max_extra_bytes) or ""
         plan = _two_passes(shape, grad_tolerance, fixed_shape, max_extra_bytes)
         plan = replace(plan, reason=f"{why}; {plan.reason}")
     return replace(plan, one_pass_bytes=least if possible else None)

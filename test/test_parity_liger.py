@@ -298,7 +298,7 @@ def test_no_gradient_no_backward(monkeypatch):
     monkeypatch.setattr(gemm, "accumulate", lambda *args, **kwargs: accumulated.append(1))
     calls.clear()
     columns = {name: value for name, value in given.items() if name != "attention_mask"}
-    module = FusedLinearGRPOLoss("dapo")
+    module = FusedLinearGRPOLoss("dapo", passes="two")
     with torch.no_grad():
         module(*leaves[:2], ids, mask=given["attention_mask"], bias=leaves[2], **columns)
     assert not calls
@@ -306,7 +306,7 @@ def test_no_gradient_no_backward(monkeypatch):
     monkeypatch.undo()
     seen = []
     monkeypatch.setattr(gemm, "accumulate", lambda *a, plain=gemm.accumulate: seen.append(1) or plain(*a))
-    our_head(leaves, ids, given, "dapo")
+    our_head(leaves, ids, given, "dapo", passes="two")
     assert seen  # so the watch is on the right function
 
 

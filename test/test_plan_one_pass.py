@@ -161,7 +161,10 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("options", "path", "why"),
     [
-        ({}, "one pass", "summed in bfloat16"),
+        ({}, "two passes", "needs memory of the weight's size for the sum of its gradient, which max_extra_bytes of"),
+        ({"tokens": 2048}, "one pass", ""),
+        ({"weight_dtype": torch.float32}, "one pass", "summed in float32"),
+        ({"passes": "one"}, "one pass", "summed in bfloat16"),
         ({"passes": "two"}, "two passes", ""),
         ({"needs": (True, False)}, "one pass", "chunk by chunk"),
         ({"needs": (False, False)}, "two passes", ""),
