@@ -155,51 +155,53 @@ class FusedLinearGRPOLoss(nn.Module):
             `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
 
         Raises:
-            TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need.
+            TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
+                with vocab_parallel, at the first call with a weight, on every rank of its group.
         """
         check_eager(vocab_parallel, hidden, weight, selected_token_ids, mask, bias)
-        if self.fixed_shape and vocab_parallel is not None:
-            raise ValueError(
-                "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
-                "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-            )
         with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
+            if self.fixed_shape and vocab_parallel is not None:
+                raise ValueError(
+                    "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
+                    "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+                )
             compute_dtype = check_linear(
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
-        counted = selected_token_ids >= 0
-        if self.fixed_shape:
-            counted = counted & (selected_token_ids < weight.shape[0])
-        if mask is not None:
-            counted = counted & (mask != 0)
-        batch = PolicyBatch(
-            advantages=advantages,
-            completion_mask=counted,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            sampling_per_token_logps=sampling_per_token_logps,
-            importance_ratio=importance_ratio,
-            segments=segments,
-            num_sequences=num_sequences,
-            num_items_in_batch=num_items_in_batch,
-        )
-        given = self.terms.check(batch, counted.shape, counted.device)
-        projected = self.terms.tokens_with_a_say(given)
-        if vocab_parallel is None:
-            # So that it raises for tokens without a say too.
-            projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
-        head = Head(hidden, weight, bias, selected_token_ids, projected)
-        options = ProjectionOptions(
-            transform=self.transform,
-            entropy=self.terms.needs_entropy,
-            compute_dtype=compute_dtype,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            weight_grad=weight_grad,
-            batch_invariant=self.batch_invariant,
-        )
-        if self._in_one_pass(head, given, options, low_rank, vocab_parallel):
+            counted = selected_token_ids >= 0
+            if self.fixed_shape:
+                counted = counted & (selected_token_ids < weight.shape[0])
+            if mask is not None:
+                counted = counted & (mask != 0)
+            batch = PolicyBatch(
+                advantages=advantages,
+                completion_mask=counted,
+                old_per_token_logps=old_per_token_logps,
+                ref_per_token_logps=ref_per_token_logps,
+                sampling_per_token_logps=sampling_per_token_logps,
+                importance_ratio=importance_ratio,
+                segments=segments,
+                num_sequences=num_sequences,
+                num_items_in_batch=num_items_in_batch,
+            )
+            given = self.terms.check(batch, counted.shape, counted.device)
+            projected = self.terms.tokens_with_a_say(given)
+            if vocab_parallel is None:
+                # So that it raises for tokens without a say too.
+                projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
+            head = Head(hidden, weight, bias, selected_token_ids, projected)
+            options = ProjectionOptions(
+                transform=self.transform,
+                entropy=self.terms.needs_entropy,
+                compute_dtype=compute_dtype,
+                chunk_tokens=self.chunk_tokens,
+                chunk_vocab=self.chunk_vocab,
+                weight_grad=weight_grad,
+                batch_invariant=self.batch_invariant,
+            )
+            in_one_pass = self._in_one_pass(head, given, options, low_rank, vocab_parallel)
+        if in_one_pass:
             return loss_in_one_pass(head, self.terms, given, options, self.max_extra_bytes)
         found = self._logprobs(
             hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,
