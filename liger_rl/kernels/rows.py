@@ -28,7 +28,6 @@ def fold_rows(
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
         eager.fold(logits[rows], flat_targets[tokens], 0, None, transform, state)
         found = state.finish()
-        # By name: torch.compile of torch 2.8 traces no slice of a NamedTuple.
         parts.append([part for part in (found.logps, found.lse, found.entropy) if part is not None])
     if not parts:
         nothing = torch.empty(0, dtype=torch.float32, device=logits.device)
