@@ -61,8 +61,9 @@ class FusedLinearGRPOLoss(nn.Module):
             and the corrections. A chunk keeps up to 544 MiB on CUDA and, with a 16-bit weight that has a gradient, up
             to 4 V H bytes more, for larger chunks or for a float32 sum over many; or what max_extra_bytes leaves for
             it. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance,
-            float16 products, low_rank terms or a sharded head (a vocab_parallel, DTensors), whose backward has to be a
-            second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            float16 products, low_rank terms, a sharded head (a vocab_parallel, DTensors) or under torch.compile, where
+            the backward has to be a second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles
+            of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
