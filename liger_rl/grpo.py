@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
+from liger_rl.dtensors import low_rank_tensors, place_of
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LogProbs,
@@ -157,10 +158,11 @@ class FusedLinearGRPOLoss(nn.Module):
 
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
-                with vocab_parallel, at the first call with a weight, on every rank of its group.
+                with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
         """
         check_eager(vocab_parallel, hidden, weight, selected_token_ids, mask, bias)
-        with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
+        place = vocab_parallel or place_of(weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank))
+        with nullcontext() if place is None else place.shared_errors(weight):
             if self.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
