@@ -1,25 +1,29 @@
-"""The README's tables of numbers, from the committed results: `python -m benchmark.readme` writes them into it."""
+"""Tables of numbers in README and docs, from the committed results: `python -m benchmark.readme` writes them there."""
 
 import json
 import re
 from pathlib import Path
 
+from benchmark import row_losses
 from benchmark.environment import ROOT
 from benchmark.plot import RESULTS
 from benchmark.table import markdown
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
     """`text` with every marked block filled from `benchmark/results/<name>.json`.
 
-    `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match.
+    `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match. Results of
+    `benchmark.row_losses` are one case, and taken whole.
     """
 
     def block(match: re.Match[str]) -> str:
         results = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        if match[2].startswith(row_losses.PREFIX):
+            return f"{match[1]}{row_losses.markdown(results)}{match[5]}"
         patterns = match[3].split() or ["*"]
         return f"{match[1]}{markdown(results, patterns=patterns, sweeps=False)}{match[5]}"
 
@@ -27,4 +31,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(README).write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        Path(page).write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -27,6 +27,7 @@ TEMPERATURE, EPSILON_LOW, EPSILON_HIGH, BETA = 0.9, 0.2, 0.4, 0.04
 MASK_SHARE = 0.2
 DRIFT_NATS = 0.2  # of the old and the reference policy from the current one, standard deviation per token
 CUDA_REPEATS = 30
+PREFIX = "row-losses-"  # of the files of results
 STAND_IN_SIZE = 12288  # 5 ms on an H200
 
 
@@ -380,7 +381,7 @@ def main() -> None:
         "rows": rows,
     }
     output.mkdir(parents=True, exist_ok=True)
-    target = output / f"row-losses-{slug(environment)}.json"
+    target = output / f"{PREFIX}{slug(environment)}.json"
     target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     # A log has no width of its own, and 80 columns cut the numbers.
     console = Console() if sys.stdout.isatty() else Console(width=120)

@@ -76,7 +76,10 @@ class VocabParallel:
 
     @contextmanager
     def shared_errors(self, weight: Tensor) -> Iterator[None]:
-        """What is raised within is raised on every rank, where the others are about to compare notes in `shard_of`."""
+        """What is raised within is raised on every rank, where the others are about to compare notes in `shard_of`.
+
+        `weight` is what their `shard_of` knows it by.
+        """
         try:
             yield
         except (TypeError, ValueError) as error:

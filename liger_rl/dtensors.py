@@ -82,6 +82,14 @@ def localized(inputs: CallInputs) -> CallInputs:
     )
 
 
+def place_of(weight: object, *others: object) -> VocabParallel | None:
+    """The place of a DTensor weight whose ranks compare notes before anything else; None where one of the others, the
+    rest of a call's tensors, or the weight itself has to be gathered first, and of any other weight."""
+    if not is_dtensor(weight) or any(map(is_dtensor, others)) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+        return None
+    return _place(weight)
+
+
 def _is_data(mesh: Any, dimension: int) -> bool:
     names = mesh.mesh_dim_names
     return names is not None and DATA_NAME.search(names[dimension]) is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
+from liger_rl.dtensors import low_rank_tensors, place_of
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LogProbs,
@@ -62,8 +63,8 @@ class FusedLinearGRPOLoss(nn.Module):
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
             then takes two passes, but where one chunk holds every token or max_extra_bytes allows it. The rule is that
             of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance, float16 products, low_rank
-            terms or a sharded head (a vocab_parallel, DTensors), whose backward has to be a second pass, nor with
-            fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            terms, a sharded head (a vocab_parallel, DTensors) or under torch.compile, where the backward has to be a
+            second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -156,51 +157,54 @@ class FusedLinearGRPOLoss(nn.Module):
             `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
 
         Raises:
-            TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need.
+            TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
+                with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
         """
         check_eager(vocab_parallel, hidden, weight, selected_token_ids, mask, bias)
-        if self.fixed_shape and vocab_parallel is not None:
-            raise ValueError(
-                "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
-                "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
-            )
-        with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(weight):
+        place = vocab_parallel or place_of(weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank))
+        with nullcontext() if place is None else place.shared_errors(weight):
+            if self.fixed_shape and vocab_parallel is not None:
+                raise ValueError(
+                    "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
+                    "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+                )
             compute_dtype = check_linear(
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
-        counted = selected_token_ids >= 0
-        if self.fixed_shape:
-            counted = counted & (selected_token_ids < weight.shape[0])
-        if mask is not None:
-            counted = counted & (mask != 0)
-        batch = PolicyBatch(
-            advantages=advantages,
-            completion_mask=counted,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            sampling_per_token_logps=sampling_per_token_logps,
-            importance_ratio=importance_ratio,
-            segments=segments,
-            num_sequences=num_sequences,
-            num_items_in_batch=num_items_in_batch,
-        )
-        given = self.terms.check(batch, counted.shape, counted.device)
-        projected = self.terms.tokens_with_a_say(given)
-        if vocab_parallel is None:
-            # So that it raises for tokens without a say too.
-            projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
-        head = Head(hidden, weight, bias, selected_token_ids, projected)
-        options = ProjectionOptions(
-            transform=self.transform,
-            entropy=self.terms.needs_entropy,
-            compute_dtype=compute_dtype,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            weight_grad=weight_grad,
-            batch_invariant=self.batch_invariant,
-        )
-        if self._in_one_pass(head, given, options, low_rank, vocab_parallel):
+            counted = selected_token_ids >= 0
+            if self.fixed_shape:
+                counted = counted & (selected_token_ids < weight.shape[0])
+            if mask is not None:
+                counted = counted & (mask != 0)
+            batch = PolicyBatch(
+                advantages=advantages,
+                completion_mask=counted,
+                old_per_token_logps=old_per_token_logps,
+                ref_per_token_logps=ref_per_token_logps,
+                sampling_per_token_logps=sampling_per_token_logps,
+                importance_ratio=importance_ratio,
+                segments=segments,
+                num_sequences=num_sequences,
+                num_items_in_batch=num_items_in_batch,
+            )
+            given = self.terms.check(batch, counted.shape, counted.device)
+            projected = self.terms.tokens_with_a_say(given)
+            if vocab_parallel is None:
+                # So that it raises for tokens without a say too.
+                projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
+            head = Head(hidden, weight, bias, selected_token_ids, projected)
+            options = ProjectionOptions(
+                transform=self.transform,
+                entropy=self.terms.needs_entropy,
+                compute_dtype=compute_dtype,
+                chunk_tokens=self.chunk_tokens,
+                chunk_vocab=self.chunk_vocab,
+                weight_grad=weight_grad,
+                batch_invariant=self.batch_invariant,
+            )
+            in_one_pass = self._in_one_pass(head, given, options, low_rank, vocab_parallel)
+        if in_one_pass:
             return loss_in_one_pass(head, self.terms, given, options, self.max_extra_bytes)
         found = self._logprobs(
             hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,

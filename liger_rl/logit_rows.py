@@ -30,7 +30,8 @@ class LogitRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         logits, statistics = fold_rows(logits, targets, mask, options)
         ctx.options = options
-        ctx.save_for_backward(logits, targets, mask, *statistics[:3])
+        # By name: torch.compile of torch 2.8 traces no slice of a NamedTuple.
+        ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
         return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
 
     @staticmethod

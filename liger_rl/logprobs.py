@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -135,24 +136,25 @@ def linear_logprobs(
         TypeError: an argument of a type or dtype that is not listed above.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
     """
-    if not isinstance(transform, LogitTransform):
-        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
-    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
-        check_chunk(name, value)
-    wanted = _check_extras(extras)
-    if gather is not None and not callable(gather):
-        raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
-    check_tolerance(grad_tolerance, unbiased, fixed_shape)
-    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
-    check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
-    if batch_invariant and low_rank:
-        raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
     check_eager(vocab_parallel, hidden, weight, targets, mask, bias, *low_rank_tensors(low_rank))
     original = weight
     inputs = localized(CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
     hidden, weight, targets, mask, bias, low_rank, vocab_parallel = inputs
-    if vocab_parallel is not None:
-        _check_sharded(grad_tolerance, batch_invariant, max_extra_bytes)
+    with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(original):
+        if not isinstance(transform, LogitTransform):
+            raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+        for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+            check_chunk(name, value)
+        wanted = _check_extras(extras)
+        if gather is not None and not callable(gather):
+            raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
+        check_tolerance(grad_tolerance, unbiased, fixed_shape)
+        check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+        check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+        if batch_invariant and low_rank:
+            raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
+        if vocab_parallel is not None:
+            _check_sharded(grad_tolerance, batch_invariant, max_extra_bytes)
 
     def facts() -> dict[str, object]:
         check_weight_grad(weight_grad, original, grad_tolerance)

@@ -68,7 +68,7 @@ def plan_one_pass(
     chunk_tokens = max(1, min(room, even + together - 1, tokens))
     # Where fewer tokens count than these, chunks may be fewer and fuller, and do without a sum.
     memory, sums = _Memory.of(shape), _sum_bytes(shape) if sum_dtype == torch.float32 else 0
-    extra = sums + memory.per_token * (min(room, tokens) if shape.masked else chunk_tokens)
+    extra = sums + memory.per_token * min(room if shape.masked else chunk_tokens, tokens)
     if shape.masked and sums:
         extra = max(extra, memory.per_token * min(large, tokens))
     return OnePassPlan(chunk_tokens=chunk_tokens, room=room, sum_dtype=sum_dtype, extra_bytes=memory.fixed + extra)

@@ -305,6 +305,23 @@ def test_a_block_of_the_readme_takes_the_cases_it_names(monkeypatch, tmp_path):
     assert "**dense:" in readme.filled("<!-- begin table some -->\n<!-- end table some -->")
 
 
+def test_a_block_of_row_losses_holds_every_variant(monkeypatch, tmp_path):
+    rows = [
+        {"variant": "ours", "status": "ok", "reason": None, "forward_ms": 0.1, "step_ms": 0.25, "loss_max_error": 2e-6},
+        {"variant": "theirs", "status": "unavailable", "reason": "not installed"},
+    ]
+    shape = {"batch": 2, "length": 8, "vocab": 200, "dtype": "bfloat16"}
+    results = {"environment": ENVIRONMENT, "shape": shape, "mask_share": 0.2, "beta": 0.04, "rows": rows}
+    (tmp_path / "row-losses-some.json").write_text(json.dumps(results))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    text = readme.filled("<!-- begin table row-losses-some -->\nold\n<!-- end table row-losses-some -->")
+    assert "B=2, L=8, V=200, bfloat16, 20% masked" in text
+    assert "| ours | 0.100 |  | 0.250 |  |  | 2.0e-06 |  |" in text
+    assert "| theirs | unavailable: not installed |" in text
+    assert "old" not in text
+    assert readme.filled(text) == text
+
+
 def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     numbers = {"peak_extra_mib": 3.0, "grad_hidden_error": 1e-3, "grad_weight_error": 2e-3, "mean_entropy": 1.0}

@@ -209,6 +209,14 @@ def test_what_is_added_in_place_is_added_in_the_backward():
     assert plan.forward.flops == 2 * plan.backward.flops
 
 
+def test_no_token_takes_no_chunk():
+    def planned(**options):
+        return plan_linear_logprobs(0, 1000, 64, device="cpu", masked=False, passes="one", **options)
+
+    least = planned().least_bytes
+    assert planned(max_extra_bytes=least).extra_bytes <= least
+
+
 def test_bad_options():
     with pytest.raises(ValueError, match="together must be at least 1, got 0"):
         plan_linear_logprobs(10, 10, 10, together=0)

@@ -74,6 +74,7 @@ ALLOWED = {
     ],
     "grpo": [
         "one_pass_loss",
+        "dtensors",
         "one_pass_plan",
         "projection",
         "plan",

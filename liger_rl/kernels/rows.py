@@ -28,7 +28,7 @@ def fold_rows(
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
         eager.fold(logits[rows], flat_targets[tokens], 0, None, transform, state)
         found = state.finish()
-        parts.append([part for part in found[:3] if part is not None])
+        parts.append([part for part in (found.logps, found.lse, found.entropy) if part is not None])
     if not parts:
         nothing = torch.empty(0, dtype=torch.float32, device=logits.device)
         return TokenStatistics(nothing, nothing, nothing if entropy else None)

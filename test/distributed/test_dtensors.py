@@ -174,7 +174,9 @@ def in_place_or_in_one_pass(rank):
 def test_in_place_and_one_pass_are_refused(ranks):
     for in_place, one_pass in ranks.run(in_place_or_in_one_pass):
         assert in_place.startswith("weight_grad must be None with a DTensor weight")
-        assert one_pass == 'passes="one" needs tensors that are whole on this rank, got a DTensor'
+        assert one_pass == (
+            'passes="one" needs tensors that are whole on this rank, got a DTensor (rank 0 of vocab_parallel.group)'
+        )
 
 
 def solve_loss(rank):
@@ -190,3 +192,20 @@ def solve_loss(rank):
 
 def test_the_policy_loss(ranks, world):
     assert_same(ranks.run(solve_loss, **world), solve_loss(None))
+
+
+def one_ranks_mistake(rank, bias_sharded):
+    weight = distribute_tensor(torch.randn(VOCAB, HIDDEN), rank.mesh("tp"), [Shard(0)])
+    bias = distribute_tensor(torch.zeros(VOCAB), rank.mesh("tp"), [Shard(0)]) if bias_sharded else None
+    ids, advantages = torch.zeros(BATCH, TIME).long(), torch.ones(BATCH + rank.index)
+    try:
+        FusedLinearGRPOLoss("grpo")(torch.randn(BATCH, TIME, HIDDEN), weight, ids, advantages, bias=bias)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("bias_sharded", [False, True])
+def test_one_ranks_mistake_in_a_loss_is_raised_on_all(ranks, bias_sharded):
+    (message,) = set(ranks.run(one_ranks_mistake, bias_sharded))
+    assert message.startswith("advantages must be (B, T) = (4, 8)")
+    assert message.endswith("(rank 1 of vocab_parallel.group)")

@@ -372,6 +372,10 @@ def provoked(rank, kind):
             options = {"mask": torch.arange(6) < 3}
         elif kind == "weight_grad":
             options = {"weight_grad": torch.zeros(10, HIDDEN)}
+        elif kind == "grad_tolerance":
+            options = {"grad_tolerance": 1e-3}
+        elif kind == "chunk_tokens":
+            options = {"chunk_tokens": 0}
     hidden, weight = torch.randn(tokens, size, dtype=dtype), torch.randn(rows, size, dtype=dtype)
     targets = torch.zeros(tokens, dtype=torch.long)
     if kind == "one rank's own mistake" and last:
@@ -408,6 +412,8 @@ def provoked(rank, kind):
         ("targets", r"ValueError: the sum of targets must be the same"),
         ("one rank's own mistake", r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
         ("weight_grad", r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight.*rank 1"),
+        ("grad_tolerance", r"ValueError: grad_tolerance must be 0 with vocab_parallel.*rank 1"),
+        ("chunk_tokens", r"ValueError: chunk_tokens must be at least 1, got 0 .*rank 1"),
         ("beyond", r"ValueError: targets must be token ids in \[0, 10\)"),
     ],
 )
@@ -419,26 +425,56 @@ def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, kind, expected):
     assert [count for _, count in results] == [2, 2]
 
 
-def provoked_in_the_loss(rank, first_call):
+def provoked_in_the_loss(rank, kind, first_call):
     weight, ids = torch.randn(5, HIDDEN), torch.ones(2, 3).long()
-    place, loss = VocabParallel(rank.group, 5 * rank.index), FusedLinearGRPOLoss("grpo")
+    place, options, columns = VocabParallel(rank.group, 5 * rank.index), {}, {}
     if not first_call:
-        loss(torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place)
+        FusedLinearGRPOLoss("grpo")(torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place)
+    size, advantages = HIDDEN, torch.ones(2)
     # Later calls tell the others nothing: then every rank has to be wrong.
-    size = HIDDEN + (rank.index == 1 or not first_call)
+    if rank.index == 1 or not first_call:
+        if kind == "H":
+            size = HIDDEN + 1
+        elif kind == "advantages":
+            advantages = torch.ones(3)
+        elif kind == "idle tokens":
+            advantages = torch.tensor([1.0, 0.0])
+        elif kind == "num_items_in_batch":
+            columns = {"num_items_in_batch": "6"}
+        elif kind == "fixed_shape":
+            options = {"fixed_shape": True}
+        elif kind == "passes":
+            options = {"passes": "one"}
+    hidden = torch.randn(2, 3, size, requires_grad=True)
     try:
-        loss(torch.randn(2, 3, size), weight, ids, torch.ones(2), vocab_parallel=place)
-    except ValueError as error:
-        return str(error)
+        FusedLinearGRPOLoss("grpo", **options)(hidden, weight, ids, advantages, vocab_parallel=place, **columns)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("first_call", [True, False])
-def test_one_ranks_mistake_in_the_loss(ranks, first_call):
-    messages = set(ranks.run(provoked_in_the_loss, first_call))
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("H", r"ValueError: weight must be \(V, H\)"),
+        ("advantages", r"ValueError: advantages must be \(B, T\) = \(2, 3\)"),
+        ("num_items_in_batch", "TypeError: num_items_in_batch must be a number"),
+        ("fixed_shape", "ValueError: fixed_shape must be False with vocab_parallel"),
+        ("passes", 'ValueError: passes="one" needs vocab_parallel = None'),
+    ],
+)
+def test_one_ranks_mistake_in_the_loss(ranks, kind, expected, first_call):
+    messages = set(ranks.run(provoked_in_the_loss, kind, first_call))
     assert len(messages) == 1
     message = messages.pop()
-    assert message.startswith("weight must be (V, H)")
+    assert re.match(expected, message)
     assert message.endswith("(rank 1 of vocab_parallel.group)") == first_call
+
+
+def test_ranks_that_would_leave_out_other_tokens(ranks):
+    (message,) = set(ranks.run(provoked_in_the_loss, "idle tokens", True))
+    assert message.startswith("ValueError: the number of tokens that count must be the same on every rank")
+    assert message.endswith("got 6 on rank 0, 3 on rank 1")
 
 
 def one_pass_loss(rank, passes):
