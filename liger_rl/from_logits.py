@@ -122,7 +122,7 @@ def grpo_loss_from_logits(
 
     counted = selected_token_ids >= 0
     if fixed_shape:
-        counted = counted & (selected_token_ids < logits.shape[-1])
+        counted = counted & (selected_token_ids.long() < logits.shape[-1])
     if mask is not None:
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)

@@ -168,6 +168,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
+        selected_token_ids = selected_token_ids.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
         counted = selected_token_ids >= 0
         if self.fixed_shape:
             counted = counted & (selected_token_ids < weight.shape[0])

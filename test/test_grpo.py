@@ -429,6 +429,22 @@ def test_what_is_not_a_sharded_head_is_refused():
         )
 
 
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_shape):
+    if passes == "one" and fixed_shape:
+        pytest.skip("one pass has no fixed shape")
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(300, 4)
+    ids = torch.tensor([[1, 2, 3], [44, 100, 127]])
+    loss = FusedLinearGRPOLoss("gpg", passes=passes, fixed_shape=fixed_shape)
+    grads = []
+    for dtype in (torch.int64, torch.int8, torch.uint8):
+        grads += torch.autograd.grad(loss(hidden, weight, ids.to(dtype), torch.ones(2)).loss, hidden)
+    assert (grads[0] != 0).any(-1).all()
+    for grad in grads[1:]:
+        assert torch.equal(grad, grads[0])
+
+
 IDLE_CASES = [  # preset, its options, whether tokens without an advantage are left out
     ("grpo", {}, True),
     ("dapo", {"metrics": "none"}, True),

@@ -18,6 +18,7 @@ from liger_rl.kernels.statistics import Fold, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 MAX_BLOCK = 4096
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 
@@ -63,9 +64,10 @@ def transformed(x, gain, cap, inverse, inverse_rest, SCALED: tl.constexpr, CAPPE
         square = tanh * tanh
         z = tanh * cap
     if HEATED:
-        # As good as a quotient, for two instructions. The rounded reciprocal alone would be a slightly different
-        # temperature for every logit, which adds up to more.
-        z = tl.fma(z, inverse, z * inverse_rest)
+        # As good as a quotient, for three instructions. The rounded reciprocal alone would be a slightly different
+        # temperature for every logit, which adds up to more. Bounded, because the rest of a banned word's -inf would be
+        # NaN, or the infinity of the other sign.
+        z = tl.fma(z, inverse, tl.maximum(z, LOWEST) * inverse_rest)
     return z, square
 
 
