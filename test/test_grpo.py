@@ -13,6 +13,7 @@ from liger_rl import (
     KLPenalty,
     OffPolicySequenceMask,
     PolicyBatch,
+    PPOClip,
     TokenLoss,
     TokenMean,
     linear_logprobs,
@@ -509,3 +510,58 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
         torch.testing.assert_close(found.metrics[name].value, metric.value)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad)
+
+
+class Damped(PPOClip):
+    """With a term that an advantage of 0 leaves."""
+
+    def __call__(self, logps, batch):
+        plain = super().__call__(logps, batch)
+        return plain._replace(loss=plain.loss + 0.1 * logps.square())
+
+
+class Weighted(Damped):
+    """With a formula that says of itself what it is."""
+
+    zero_without_advantage = True
+
+    def __call__(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps)
+
+
+class Renamed(Weighted):
+    """With the formula that it inherits."""
+
+
+class Module(torch.nn.Module):
+    token_local = True
+    zero_without_advantage = True
+
+    def forward(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps)
+
+
+class OtherModule(Module):
+    def forward(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps + 0.1 * logps.square())
+
+
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize(
+    ("objective", "left_out"),
+    [(Damped, False), (Weighted, True), (Renamed, True), (Module, True), (OtherModule, False)],
+)
+def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(objective, left_out, passes):
+    head, ids, columns = problem()
+    advantages = torch.zeros_like(columns["advantages"])
+    leaves = leaves_of(head)
+    loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes)
+    found = loss(leaves.hidden, leaves.weight, ids, advantages, columns["mask"], bias=leaves.bias).loss
+    batch = PolicyBatch(advantages=advantages, completion_mask=columns["mask"])
+    logps = linear_logprobs(leaves.hidden, leaves.weight, ids, bias=leaves.bias).logps
+    expected = ppo_loss_fn(logps, batch, objective(), TokenMean()).loss
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(*(torch.autograd.grad(value, leaves) for value in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    given = loss.terms.check(batch, ids.shape, ids.device)
+    assert loss.terms.tokens_with_a_say(given).any() != left_out
