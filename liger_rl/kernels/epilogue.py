@@ -26,7 +26,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST, LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -38,6 +38,7 @@ TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:

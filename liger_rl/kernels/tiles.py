@@ -39,10 +39,11 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST, LOWEST_LOG_PROBABILITY, on
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on
 
 MERGE_TOKENS, MERGE_TILES = 32, 32  # of a program, and of one step of its loop
 CODE_TILES = 32
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
 OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
 TOP_CODE = tl.constexpr(float(LARGEST_CODE))
