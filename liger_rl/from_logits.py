@@ -78,15 +78,17 @@ def grpo_loss_from_logits(
         fixed_shape: never wait for the device, as in `linear_logprobs`; a token whose id is outside the vocabulary is
             masked and does not raise.
         compiled: on CUDA, have torch.compile make one kernel of the objective's formulas and their derivative, where
-            tokens do not depend on each other; the first call with such a loss takes some seconds. False runs the
-            formulas step by step, as sequence-level losses and other devices always do.
+            tokens do not depend on each other; the first call with such a loss takes some seconds, and so does the
+            first with other options: of a coefficient that changes with every step, take False. False runs the formulas
+            step by step, as sequence-level losses and other devices always do.
         temperature: divides the logits, > 0.
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
     Raises:
         TypeError, ValueError: as `logits_logprobs` and `build_preset`, and for an unknown clip_indicator. Of a loss
             that is one kernel and has a gradient, a live id outside [0, V) raises in the backward, so that the host
-            need not wait for the device between the two; until then its token is masked.
+            need not wait for the device between the two; until then its token is masked, and a `grad_buffer` has the
+            gradient of the others by then.
     """
     if clip_indicator not in CLIP_INDICATORS:
         raise ValueError(f"clip_indicator must be one of {sorted(CLIP_INDICATORS)}, got {clip_indicator!r}")
@@ -122,7 +124,7 @@ def grpo_loss_from_logits(
 
     counted = selected_token_ids >= 0
     if fixed_shape:
-        counted = counted & (selected_token_ids < logits.shape[-1])
+        counted = counted & (selected_token_ids.long() < logits.shape[-1])
     if mask is not None:
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)

@@ -172,6 +172,8 @@ class FusedLinearGRPOLoss(nn.Module):
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
+            # A narrow dtype would wrap the vocabulary's size in comparisons.
+            selected_token_ids = selected_token_ids.long()
             counted = selected_token_ids >= 0
             if self.fixed_shape:
                 counted = counted & (selected_token_ids < weight.shape[0])

@@ -98,7 +98,8 @@ def generated(
     """Function of (tokens,) log-probabilities, columns and vocabulary -> per-token loss and d loss / d logp."""
 
     def evaluated(logps: Tensor, columns: Columns, vocab: int) -> tuple[PerTokenLoss, Tensor]:
-        counted = (columns.ids >= 0) & (columns.ids < vocab) & columns.mask
+        ids = columns.ids.long()
+        counted = (ids >= 0) & (ids < vocab) & columns.mask
         given = AlignedBatch(
             mask=counted,
             advantages=columns.advantages,

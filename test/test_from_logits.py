@@ -227,6 +227,19 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
         solve(logits, ids, columns | {"old_per_token_logps": torch.zeros(B, T + 1, device=device)})
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("fixed_shape", [True, False])
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(dtype, compiled, fixed_shape, device, generated_here):
+    logits, ids, columns = problem(device=device)
+    logits = torch.cat([logits] * 600, -1) if dtype == torch.int16 else torch.cat([logits] * 2, -1)
+    options = {"compiled": compiled, "fixed_shape": fixed_shape}
+    ids = ids.clamp(max=127)
+    found, expected = (solve(logits, of, columns, **options) for of in (ids.to(dtype), ids))
+    assert torch.equal(found[0].loss, expected[0].loss)
+    assert torch.equal(found[1], expected[1])
+
+
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
 def test_losses_do_not_share_a_limit_of_compilations(device, generated_here):
     """torch.compile gives a function up after a few; as many losses as there are get a graph each."""

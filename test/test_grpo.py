@@ -13,6 +13,7 @@ from liger_rl import (
     KLPenalty,
     OffPolicySequenceMask,
     PolicyBatch,
+    PPOClip,
     TokenLoss,
     TokenMean,
     linear_logprobs,
@@ -429,6 +430,22 @@ def test_what_is_not_a_sharded_head_is_refused():
         )
 
 
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_shape):
+    if passes == "one" and fixed_shape:
+        pytest.skip("one pass has no fixed shape")
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(300, 4)
+    ids = torch.tensor([[1, 2, 3], [44, 100, 127]])
+    loss = FusedLinearGRPOLoss("gpg", passes=passes, fixed_shape=fixed_shape)
+    grads = []
+    for dtype in (torch.int64, torch.int8, torch.uint8):
+        grads += torch.autograd.grad(loss(hidden, weight, ids.to(dtype), torch.ones(2)).loss, hidden)
+    assert (grads[0] != 0).any(-1).all()
+    for grad in grads[1:]:
+        assert torch.equal(grad, grads[0])
+
+
 IDLE_CASES = [  # preset, its options, whether tokens without an advantage are left out
     ("grpo", {}, True),
     ("dapo", {"metrics": "none"}, True),
@@ -493,3 +510,58 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
         torch.testing.assert_close(found.metrics[name].value, metric.value)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad)
+
+
+class Damped(PPOClip):
+    """With a term that an advantage of 0 leaves."""
+
+    def __call__(self, logps, batch):
+        plain = super().__call__(logps, batch)
+        return plain._replace(loss=plain.loss + 0.1 * logps.square())
+
+
+class Weighted(Damped):
+    """With a formula that says of itself what it is."""
+
+    zero_without_advantage = True
+
+    def __call__(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps)
+
+
+class Renamed(Weighted):
+    """With the formula that it inherits."""
+
+
+class Module(torch.nn.Module):
+    token_local = True
+    zero_without_advantage = True
+
+    def forward(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps)
+
+
+class OtherModule(Module):
+    def forward(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps + 0.1 * logps.square())
+
+
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize(
+    ("objective", "left_out"),
+    [(Damped, False), (Weighted, True), (Renamed, True), (Module, True), (OtherModule, False)],
+)
+def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(objective, left_out, passes):
+    head, ids, columns = problem()
+    advantages = torch.zeros_like(columns["advantages"])
+    leaves = leaves_of(head)
+    loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes)
+    found = loss(leaves.hidden, leaves.weight, ids, advantages, columns["mask"], bias=leaves.bias).loss
+    batch = PolicyBatch(advantages=advantages, completion_mask=columns["mask"])
+    logps = linear_logprobs(leaves.hidden, leaves.weight, ids, bias=leaves.bias).logps
+    expected = ppo_loss_fn(logps, batch, objective(), TokenMean()).loss
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(*(torch.autograd.grad(value, leaves) for value in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    given = loss.terms.check(batch, ids.shape, ids.device)
+    assert loss.terms.tokens_with_a_say(given).any() != left_out

@@ -147,8 +147,10 @@ def test_fold_into_part_of_a_state():
         assert torch.equal(mine, expected)
 
 
-def test_banned_words_and_large_logits():
+@pytest.mark.parametrize("temperature", [1.0, 0.5])  # quotients that no kernel rounds
+def test_banned_words_and_large_logits(temperature):
     """-inf columns and logits of +-1e4, a whole tile of -inf included, in either order."""
+    transform = LogitTransform(temperature=temperature)
     logits = torch.randn(4, 96, device=DEVICE)
     logits[0, 10:60] = -math.inf
     logits[1] *= 1e4
@@ -156,21 +158,21 @@ def test_banned_words_and_large_logits():
     logits[3, 64:] = -math.inf
     targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
     spans = [(0, 32), (32, 64), (64, 96)]
-    states = [folded(k, logits, targets, spans, None, LogitTransform(), entropy=True) for k in (triton, eager)]
+    states = [folded(k, logits, targets, spans, None, transform, entropy=True) for k in (triton, eager)]
     finished = [state.finish() for state in states]
     for name, mine, other in zip(TokenStatistics._fields, *finished, strict=True):
         # A mean of logits among which there is -inf is -inf.
         banned = torch.tensor([True, False, True, True], device=DEVICE) & (name == "sum_logits")
         assert torch.equal(mine.isfinite(), ~banned)
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-    truth = oracles.logits_logprobs(logits.double().clamp(min=-1e6), targets)
+    truth = oracles.logits_logprobs(logits.double().clamp(min=-1e6), targets, temperature=temperature)
     torch.testing.assert_close(finished[0].logps.double(), truth[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(finished[0].entropy.double(), truth[1], rtol=1e-5, atol=1e-5)
     tokens = token_gradients(finished[1], True)
     outs = []
     for kernels in (triton, eager):
         outs.append(torch.full_like(logits, math.nan))
-        kernels.grad(logits, targets, 0, None, LogitTransform(), tokens, outs[-1])
+        kernels.grad(logits, targets, 0, None, transform, tokens, outs[-1])
     assert outs[0].isfinite().all()
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
 

@@ -129,6 +129,26 @@ def test_a_nan_in_a_row_that_counts_stays(kernels):
 
 
 @KERNELS
+@pytest.mark.parametrize(
+    "transform", [*TRANSFORMS[:2], LogitTransform(temperature=0.5), LogitTransform(temperature=3.0)]
+)
+def test_banned_words(kernels, transform):
+    """-inf has probability 0, whichever way the reciprocal of a temperature is rounded."""
+    logits, targets, mask = problem("masked", 140, torch.float32)
+    logits[..., 100:] = -math.inf
+    targets[targets < 140] %= 100
+    grad_logps, grad_entropy = torch.randn(2, targets.numel(), device=DEVICE)
+    # To float64, a logit of -1e6 has probability 0 too, without the oracle's own 0 * inf.
+    truth = expected(logits.clamp(min=-1e6), targets, mask, transform, grad_logps, grad_entropy)
+    found = kernels.fold_rows(logits, targets, mask, transform, entropy=True)
+    out = torch.full_like(logits, math.nan)
+    kernels.grad_rows(logits, targets, mask, transform, found, grad_logps, grad_entropy, out, add=False)
+    for mine, theirs in zip((found.logps, found.entropy, out), truth, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert (out[..., 100:] == 0).all()
+
+
+@KERNELS
 def test_a_sure_token_keeps_its_digits(kernels):
     """The target's own gradient is 1 - p as the log-probability has it, from 1/2 to 1e-6, and no difference of sums."""
     logits = torch.zeros(40, 2, device=DEVICE)

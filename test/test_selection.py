@@ -34,3 +34,12 @@ def test_other_integers_and_strides(kernels, dtype):
     found, numbers = kernels.select(targets, mask, 20)
     assert numbers.tolist() == [10, 5, 38]
     assert found[:10].tolist() == list(range(1, 20, 2))
+
+
+@pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.uint8])
+def test_a_vocabulary_beyond_the_dtype_of_the_targets(kernels, dtype):
+    targets = torch.tensor([1, 100, 50], device=DEVICE).to(dtype)
+    found, numbers = kernels.select(targets, None, 2**17)
+    assert numbers.tolist() == [3, 0, -1]
+    assert found.tolist() == [0, 1, 2]

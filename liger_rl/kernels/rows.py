@@ -64,6 +64,7 @@ def grad_rows(
 
 def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
     """(tokens,) bool."""
+    targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counts = (targets >= 0) & (targets < logits.shape[-1])
     return (counts if mask is None else counts & (mask != 0)).flatten()
 

@@ -19,8 +19,8 @@ def _select_kernel(targets, mask, positions, numbers, tokens, vocab, BLOCK: tl.c
     for first in range(0, tokens, BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < tokens
-        target = tl.load(targets + token, mask=inside, other=-1).to(tl.int64)
-        live = target >= 0
+        target = tl.load(targets + token, mask=inside, other=0).to(tl.int64)
+        live = inside & (target >= 0)
         if mask is not None:
             live = live & (tl.load(mask + token, mask=inside, other=0) != 0)
         outside = live & (target >= vocab)

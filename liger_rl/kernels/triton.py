@@ -263,18 +263,20 @@ def grad(
 def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
     """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off.
 
-    1 / temperature is in two parts of float32, the second what the first was rounded by.
+    1 / temperature is in two parts of float32, the second what the first was cut by. It is above 0, if by as little as
+    changes no sum, so that the product of either with the -inf of a banned word is -inf.
     """
     capped = transform.softcap is not None
     inverse = 1.0 / transform.temperature
-    rounded = struct.unpack("f", struct.pack("f", inverse))[0]
+    (bits,) = struct.unpack("Q", struct.pack("d", inverse))
+    (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # to float32's digits
     gain = transform.scale / transform.softcap if capped else transform.scale
     return {
         # float(), because an int would be an integer in the kernel, which its division refuses.
         "gain": float(gain),
         "cap": float(transform.softcap) if transform.softcap is not None else 1.0,
-        "inverse": rounded,
-        "inverse_rest": inverse - rounded,
+        "inverse": cut,
+        "inverse_rest": max(inverse - cut, inverse * 2.0**-60),
         "SCALED": gain != 1.0,
         "CAPPED": capped,
         "HEATED": transform.temperature != 1.0,

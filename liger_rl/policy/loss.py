@@ -113,7 +113,7 @@ class PolicyTerms:
         In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
         """
         idle = (
-            getattr(self.objective, "zero_without_advantage", False)
+            _says_of_its_formula(self.objective, "zero_without_advantage")
             and self.locality == "token"
             and self.kl.beta == 0.0
             and not self.needs_entropy
@@ -125,6 +125,17 @@ class PolicyTerms:
         """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
         penalised = self.entropy_bonus.entropy_coef != 0.0 or self.kl.beta != 0.0
         return given.mask if penalised else given.mask & (given.advantages != 0)
+
+
+def _says_of_its_formula(part: Any, name: str) -> bool:
+    """A part's attribute, unless a subclass inherits it and has a formula of its own, of which it says nothing."""
+    if name not in getattr(part, "__dict__", {}):
+        for cls in type(part).__mro__:
+            if name in cls.__dict__:
+                break
+            if "__call__" in cls.__dict__ or "forward" in cls.__dict__:
+                return False
+    return getattr(part, name, False)
 
 
 def _token_local(part: Any) -> bool:

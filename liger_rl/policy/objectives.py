@@ -7,7 +7,8 @@ masked tokens, and its values there are dropped. An objective may have these att
     sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches. An objective
         with `token_local`, true or not, is a function of its arguments alone, through which all its gradient flows.
     zero_without_advantage: bool, whether loss and gradient of a token are 0 where its advantage is, whatever the
-        log-probabilities; such tokens may then not be projected at all.
+        log-probabilities, and so its clip indicators; such tokens may then not be projected at all. A subclass with a
+        formula of its own does not inherit it.
     needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
