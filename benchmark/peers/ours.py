@@ -1,4 +1,4 @@
-"""liger_rl with its defaults, with a tolerance, in a number of passes, with the weight's gradient in place."""
+"""liger_rl in two passes, with a tolerance, in one pass, with the weight's gradient in place."""
 
 from collections.abc import Callable
 from dataclasses import replace
