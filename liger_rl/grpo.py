@@ -143,7 +143,8 @@ class FusedLinearGRPOLoss(nn.Module):
             selected_token_ids: (B, T) or (N,) the sampled tokens; a negative id masks its token.
             advantages: (B,) or (B, T) / (N,).
             mask: (B, T) or (N,), the completion tokens that count; None counts all. Of these, tokens with advantage 0
-                are not projected where neither the loss nor a metric depends on them.
+                are not projected where neither the loss nor a metric depends on them; with vocab_parallel their ids
+                are not looked at either.
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
