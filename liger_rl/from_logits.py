@@ -113,10 +113,8 @@ def grpo_loss_from_logits(
     indicator = CLIP_INDICATORS[clip_indicator]
     if compiled and generates(logits.device, terms):
         columns = _columns(selected_token_ids, batch, terms)
-        if fixed_shape:
-            raise_if_outside = _nothing_to_raise
-        else:
-            raise_if_outside = ask_vocabulary(columns.ids, columns.mask, logits.shape[-1], "logits")
+        vocab = logits.shape[-1]
+        raise_if_outside = ask_vocabulary(columns.ids, columns.mask, vocab, "logits", fixed_shape=fixed_shape)
         found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where, raise_if_outside))
         if not found.loss.requires_grad:
             raise_if_outside()
@@ -131,10 +129,6 @@ def grpo_loss_from_logits(
     given = terms.check(batch, counted.shape, counted.device)
     logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
     return per_token_loss(terms.prepared(given, torch.float32), logps, indicator)
-
-
-def _nothing_to_raise() -> None:
-    pass
 
 
 def _columns(ids: Tensor, batch: PolicyBatch, terms: PolicyTerms) -> Columns:

@@ -20,10 +20,9 @@ def _forward(
     entropy: bool,
     fixed_shape: bool,
 ) -> list[Tensor]:
-    raise_if_outside = None if fixed_shape else ask_vocabulary(targets, mask, logits.shape[-1], "logits")
+    raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
     _, statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
-    if raise_if_outside is not None:
-        raise_if_outside()
+    raise_if_outside()
     return [part.clone() for part in statistics[:3] if part is not None]
 
 

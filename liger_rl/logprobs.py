@@ -292,10 +292,9 @@ def row_logprobs(
             logits, targets, mask, options.transform, entropy=options.entropy, fixed_shape=fixed_shape
         )
     else:
-        raise_if_outside = None if fixed_shape else ask_vocabulary(targets, mask, logits.shape[-1], "logits")
+        raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
         logps, entropies = LogitRows.apply(logits, targets, mask, options)
-        if raise_if_outside is not None:
-            raise_if_outside()
+        raise_if_outside()
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
 
 

@@ -48,9 +48,14 @@ def live_tokens(
     return LiveTokens(positions[: count[0]], flat_targets.numel(), count[3:])
 
 
-def ask_vocabulary(targets: Tensor, mask: Tensor | None, vocab: int, source: str) -> Callable[[], None]:
+def ask_vocabulary(
+    targets: Tensor, mask: Tensor | None, vocab: int, source: str, *, fixed_shape: bool
+) -> Callable[[], None]:
     """Ask the device whether the targets that count are ids of the vocabulary; the call of what is returned waits for
-    the answer, and raises if they are not. What the device is given to do in between hides the wait."""
+    the answer, and raises if they are not. What the device is given to do in between hides the wait. With `fixed_shape`
+    nothing is asked, and the call does nothing."""
+    if fixed_shape:
+        return lambda: None
     flat_mask = None if mask is None else mask.reshape(-1)
     _, numbers = selection_for(targets.device).select(targets.reshape(-1), flat_mask, vocab)
     answer, ready = numbers, None

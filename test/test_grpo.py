@@ -353,7 +353,7 @@ def test_chunked_vs_triton_grpo_loss(case):
     tokens = ppo_loss_fn(logps, batch, objective, None, kl=penalty).loss
     (their_tokens, their_kl, their_clipped), _ = theirs(reduce=False)
     torch.testing.assert_close(tokens, their_tokens, rtol=1e-5, atol=1e-5)
-    clipping = objective(logps, batch.align(ids.shape, ids.device, torch.float32))
+    clipping = objective(logps, batch.checked(ids.shape, ids.device).cleaned(torch.float32))
     clipped = (clipping.clip_low | clipping.clip_high).expand_as(ids) & counted
     assert torch.equal(clipped, their_clipped.bool())
     assert clipped.any() == case.old

@@ -716,7 +716,7 @@ def test_clipped_tokens_are_exactly_zero(name):
     c = columns(20, 6, noise=0.8)
     leaf = c.logps.clone().requires_grad_()
     batch = PolicyBatch(advantages=c.advantages, completion_mask=c.mask, old_per_token_logps=c.old)
-    aligned = batch.align(leaf.shape, leaf.device, leaf.dtype)
+    aligned = batch.checked(leaf.shape, leaf.device).cleaned(leaf.dtype)
     found = preset_of(name).objective(torch.where(c.mask, leaf, 0.0), aligned)
     cut = ((found.clip_low | found.clip_high) & c.mask).expand_as(c.mask)
     assert 5 < cut.sum() < c.mask.sum()
@@ -759,7 +759,7 @@ def test_what_is_zero_without_an_advantage(name):
     logps = (-5 * torch.rand(4, 6)).requires_grad_()
     old = logps.detach() + torch.randn(4, 6)
     batch = PolicyBatch(advantages=torch.zeros(4), old_per_token_logps=old)
-    loss = objective(logps, batch.align(logps.shape, logps.device, logps.dtype)).loss
+    loss = objective(logps, batch.checked(logps.shape, logps.device).cleaned(logps.dtype)).loss
     (grad,) = torch.autograd.grad(loss.sum(), logps)
     if getattr(objective, "zero_without_advantage", False):
         assert (loss == 0).all()

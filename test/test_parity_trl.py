@@ -342,7 +342,7 @@ def test_sampler_correction(mode, bounds):
     batch = PolicyBatch(
         advantages=data.advantages["(B,)"], completion_mask=data.mask, old_per_token_logps=data.old,
         sampling_per_token_logps=data.sampling,
-    ).align(data.logps.shape, data.logps.device, torch.float32)  # fmt: skip
+    ).checked(data.logps.shape, data.logps.device).cleaned(torch.float32)  # fmt: skip
     found = correction_of(mode, bounds).ratio(batch)
     assert not found.requires_grad
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

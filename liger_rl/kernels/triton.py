@@ -272,7 +272,7 @@ def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
     (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # to float32's digits
     gain = transform.scale / transform.softcap if capped else transform.scale
     return {
-        # float(), because an int would be an integer in the kernel, which its division refuses.
+        # float(), because an int would be an integer in the kernel, and some of them compiled in.
         "gain": float(gain),
         "cap": float(transform.softcap) if transform.softcap is not None else 1.0,
         "inverse": cut,

@@ -99,20 +99,17 @@ class PolicyBatch:
     num_sequences: int | Tensor | None = None
     num_items_in_batch: int | float | Tensor | None = None
 
-    def align(self, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> AlignedBatch:
-        """Every column checked and in `shape`, (B, T) or (N,), and `dtype`; 0 where the mask is 0; a mask in any case.
+    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """Every column in `shape`, (B, T) or (N,), with the values that the caller left there; a mask in any case.
+
+        `AlignedBatch.cleaned` makes of them what losses compute with.
 
         Raises:
             TypeError: a column is not a tensor of numbers.
             ValueError: a column's shape or device does not fit.
         """
-        return self.checked(shape, device).cleaned(dtype)
-
-    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """The same before it is cleaned: every column in `shape`, with the values that the caller left there."""
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
-
         mask = self._given("completion_mask", shape, device)
         ratio = self.importance_ratio
         return AlignedBatch(
