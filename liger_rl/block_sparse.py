@@ -10,14 +10,14 @@ trained weight have much in common, so that a sum which is a thousandth off is a
 256th of the dense products.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import blocks_for, bounds, bounds_for, eager, gemm
+from liger_rl.host_answer import HostAnswer
+from liger_rl.kernels import blocks_for, bounds_for, choice_for, eager, gemm
+from liger_rl.kernels.choice import padded_tiles
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -31,9 +31,6 @@ from liger_rl.kernels.transform import LogitTransform
 # With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
 # blocks that are left out come back for it on average, far fewer where their sizes differ.
 SAMPLING_NOISE = 3.0
-# Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
-# has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
-BUDGET_UNITS = 2**36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,8 @@ class BlockPlan:
     rows: Tensor  # (n,) tokens with a gradient, in the order in which BLOCK_TOKENS of them make a row of blocks
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
     counts: list[int]  # blocks kept in each tile
-    tile_means: Callable[[int, torch.dtype], Tensor]  # (V, dtype) -> (n, tiles) of what is left out of dL/dx, by word
+    means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
+    weight_sums: Tensor | None  # (padded tiles, H) of the weight's rows over each tile, for the gradient of hidden
     certain: int  # blocks of scale 1, the same for every seed
 
     @property
@@ -70,35 +68,34 @@ def plan_blocks(
     targets: Tensor,
     transform: LogitTransform,
     tolerance: Tolerance,
+    weight: Tensor,  # (V, H)
+    compute_dtype: torch.dtype,
+    *,
+    hidden_needed: bool,
 ) -> BlockPlan:
-    """Choose on the device, then tell the host how much there is to do: the backward's one host sync."""
-    kernels = bounds_for(targets.device)
+    """Choose on the device, then tell the host how much there is to do: the backward's one host sync.
+
+    The device adds up the weight's rows meanwhile, whether or not there turn out to be blocks enough to leave out.
+    """
+    kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
     ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance.relative)
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
-    scales = _choose(energies, ranking.budget, tolerance)
-    totals = torch.stack([(ranking.key != bounds.NOT_WANTED).sum(), (scales == 1).sum()])
-    wanted, certain, *counts = torch.cat([totals, (scales != 0).sum(0)]).tolist()
-    rows, scales = order[:wanted], scales[: -(-wanted // BLOCK_TOKENS)]
-    given = (known, statistics, tokens, targets, rows, scales, transform)
-    return BlockPlan(rows, scales, counts, partial(bounds.tile_means, *given), certain)
-
-
-def _choose(energies: Tensor, budget: Tensor, tolerance: Tolerance) -> Tensor:
-    """(row blocks, tiles) upper bounds -> scales of the blocks."""
-    ascending, order = energies.flatten().sort(stable=True)
-    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
-    # Neither comparison holds for NaN: its block is kept, or every block where it is in the budget.
-    units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
-    kept = units.cumsum(0) > BUDGET_UNITS
-    scales = kept.to(torch.float32)
+    scales = chooser.choose(energies, ranking.budget)
     if tolerance.seed is not None:
-        scales = torch.where(kept, scales, _sampled(ascending, kept, tolerance.seed))
-    return torch.empty_like(scales).scatter_(0, order, scales).view_as(energies)
+        scales = _sampled(energies, scales != 0, tolerance.seed)
+    answer = HostAnswer(chooser.count(scales, ranking.key))
+    vocab = weight.shape[0]
+    means = chooser.tile_means(known, statistics, tokens, targets, order, scales, transform, vocab, compute_dtype)
+    weight_sums = _tile_sums(weight, compute_dtype) if hidden_needed else None
+    wanted, *counts = answer.wait()
+    kept, certain = counts[: scales.shape[1]], counts[scales.shape[1] :]
+    row_blocks = -(-wanted // BLOCK_TOKENS)
+    return BlockPlan(order[:wanted], scales[:row_blocks], kept, means[:wanted], weight_sums, sum(certain))
 
 
-def _sampled(ascending: Tensor, kept: Tensor, seed: int) -> Tensor:
-    """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one.
+def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:
+    """Scales that bring left-out blocks back now and then, so that the expected gradient is the exact one; 1 if kept.
 
     A block of bound E comes back with probability q and scale 1 / q, which adds E (1 / q - 1) to the expected square of
     the error. Of all q with one sum of these, those in proportion to sqrt(E) bring back the fewest blocks.
@@ -107,13 +104,14 @@ def _sampled(ascending: Tensor, kept: Tensor, seed: int) -> Tensor:
     And it is set from what is left out, not from what might have been: a block far below the budget would use it up by
     a scale that makes it larger than all of the gradient, once in a very long while.
     """
-    energy = torch.where(kept, 0.0, ascending).double()
+    energy = torch.where(kept, 0.0, energies).double()
     amplitude = energy.sqrt()
     largest = SAMPLING_NOISE**2 * energy.sum() / amplitude.sum()
     probability = (amplitude / largest).clamp(max=1.0)
-    generator = torch.Generator(ascending.device).manual_seed(seed)
-    draw = torch.rand(ascending.shape, generator=generator, device=ascending.device, dtype=torch.float64)
-    return torch.where(draw < probability, 1.0 / probability, 0.0).float()
+    generator = torch.Generator(energies.device).manual_seed(seed)
+    draw = torch.rand(energies.shape, generator=generator, device=energies.device, dtype=torch.float64)
+    drawn = torch.where(draw < probability, 1.0 / probability, 0.0).float()
+    return torch.where(kept, 1.0, drawn)
 
 
 def grad_blocks(
@@ -128,26 +126,25 @@ def grad_blocks(
     workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan alone."""
-    means = plan.tile_means(weight.shape[0], hidden.dtype)
     start = MeanGradients(
-        gemm.matmul(means, _tile_sums(weight, hidden.dtype)) if needs[0] else None,
-        gemm.matmul(means.T, hidden) if needs[1] else None,
-        gemm.column_sums(means) if bias is not None and needs[2] else None,
+        None if plan.weight_sums is None else gemm.matmul(plan.means, plan.weight_sums),
+        gemm.matmul(plan.means.T, hidden) if needs[1] else None,
+        gemm.column_sums(plan.means) if bias is not None and needs[2] else None,
     )
-    del means
     given = (hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
     by_block = blocks_for(hidden.device)
     return _add_blocks(*given) if by_block is None else by_block(*given, workspace)
 
 
 def _tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(tiles, H) sums of the weight's rows over each tile."""
+    """(padded tiles, H) sums of the weight's rows over each tile."""
     vocab, size = weight.shape
     whole = vocab // BLOCK_VOCAB
-    sums = [weight[: whole * BLOCK_VOCAB].view(whole, BLOCK_VOCAB, size).sum(1, dtype=torch.float32).to(dtype)]
+    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
+    sums[:whole] = weight[: whole * BLOCK_VOCAB].view(whole, BLOCK_VOCAB, size).sum(1, dtype=torch.float32)
     if vocab % BLOCK_VOCAB:
-        sums.append(weight[whole * BLOCK_VOCAB :].sum(0, keepdim=True, dtype=torch.float32).to(dtype))
-    return torch.cat(sums)
+        sums[whole] = weight[whole * BLOCK_VOCAB :].sum(0, dtype=torch.float32)
+    return sums
 
 
 def _add_blocks(

@@ -116,14 +116,19 @@ def token_gradients(
         else:
             assert options.tolerance is not None
             live_targets = rows_of(targets, live)
-            plan = plan_blocks(known, statistics, tokens, live_targets, options.transform, options.tolerance)
+            plan = plan_blocks(
+                known, statistics, tokens, live_targets, options.transform, options.tolerance, weight,
+                options.compute_dtype, hidden_needed=needs[0],
+            )  # fmt: skip
             wanted = plan.rows
+            if not wanted.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+                plan = None
         if wanted is not None:
             tokens = tokens.take(wanted)
             live = wanted if live is None else live[wanted]
         rows = _gather(hidden, live, options.compute_dtype)
         row_targets = rows_of(targets, live)
-        if plan is None or not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+        if plan is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
             gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
             del low_rank

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.host_answer import HostAnswer
 from liger_rl.kernels import selection_for
 
 
@@ -58,15 +59,10 @@ def ask_vocabulary(
         return lambda: None
     flat_mask = None if mask is None else mask.reshape(-1)
     _, numbers = selection_for(targets.device).select(targets.reshape(-1), flat_mask, vocab)
-    answer, ready = numbers, None
-    if numbers.is_cuda:
-        answer, ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(numbers.device))
+    answer = HostAnswer(numbers)
 
     def wait() -> None:
-        if ready is not None:
-            ready.synchronize()
-        _, outside, largest = answer.tolist()
+        _, outside, largest = answer.wait()
         if outside > 0:
             raise _outside(vocab, source, outside, largest)
 

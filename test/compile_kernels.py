@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import LogitTransform
-from liger_rl.kernels import blocks, epilogue, kept_triton, rows_triton, selection_triton, tiles
+from liger_rl.kernels import blocks, choice_triton, epilogue, kept_triton, rows_triton, selection_triton, tiles
 from liger_rl.kernels import triton as tile_kernels
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
@@ -105,8 +105,12 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
     tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
     ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
-    tiles.block_bounds(known, tokens, ranking.own, targets, torch.arange(N))
-    row_blocks = -(-N // BLOCK_TOKENS)
+    order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
+    tiles.block_bounds(known, tokens, ranking.own, targets, order)
+    scales = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
+    choice_triton.count(scales, order)
+    given = (known, statistics(entropy), tokens, targets, order, scales, transform)
+    choice_triton.tile_means(*given, V, torch.bfloat16)
     start = MeanGradients(ones(N, H), ones(TILES, H), None if bias is None else ones(TILES))
     scales, counts = ones(row_blocks, TILES), [row_blocks] * TILES
     blocks.grad_blocks(hidden, weight, bias, targets, tokens, scales, counts, transform, start, 1 << 20)

@@ -9,7 +9,7 @@ import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
 from liger_rl.block_sparse import Tolerance, plan_blocks
-from liger_rl.kernels import bounds
+from liger_rl.kernels import bounds, choice, choice_for
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -104,12 +104,15 @@ def test_bound_holds(kind, transform, with_entropy):
     each = bounds.block_bounds(known, gradients, own, targets, torch.arange(tokens))
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
-        plan = plan_blocks(known, statistics, gradients, targets, transform, Tolerance(relative=relative, seed=None))
+        plan = plan_blocks(
+            known, statistics, gradients, targets, transform, Tolerance(relative=relative, seed=None),
+            torch.randn(vocab, 8), torch.float32, hidden_needed=True,
+        )  # fmt: skip
         assert plan.rows.sort().values.tolist() == list(range(tokens))
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[plan.rows] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        means = plan.tile_means(vocab, torch.float32).double() * (transform.temperature / transform.scale)
+        means = plan.means.double() * (transform.temperature / transform.scale)
         by_word = means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         assert not by_word[kept != 0].any()
         assert (left_out - by_word).norm() <= relative * exact.norm()
@@ -178,7 +181,7 @@ def test_choice_of_blocks(energies, budget, kept):
     bounds_, room = torch.tensor([energies], device=DEVICE), torch.tensor(budget, dtype=torch.float64, device=DEVICE)
     torch.use_deterministic_algorithms(True)
     try:
-        scales = block_sparse._choose(bounds_, room, Tolerance(relative=0.1, seed=None))
+        scales = choice_for(DEVICE).choose(bounds_, room)
     finally:
         torch.use_deterministic_algorithms(False)
     assert scales.tolist() == [kept]
@@ -189,7 +192,7 @@ def test_bounds_far_below_the_budget_add_up():
     count = 2**20
     each = torch.full((1, count), 1.0, device=DEVICE)
     room = torch.tensor(count / 2, dtype=torch.float64, device=DEVICE)
-    scales = block_sparse._choose(each, room, Tolerance(relative=0.1, seed=None))
+    scales = choice_for(DEVICE).choose(each, room)
     assert scales.sum() == count / 2
 
 
@@ -264,8 +267,8 @@ def test_blocks_are_left_out(monkeypatch):
 def recorded_shares(monkeypatch):
     shares = []
 
-    def plan(*args):
-        chosen = plan_blocks(*args)
+    def plan(*args, **given):
+        chosen = plan_blocks(*args, **given)
         shares.append(chosen.share)
         return chosen
 
@@ -407,7 +410,12 @@ def test_tokens_that_do_not_count(dead):
 def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch):
     """Not even numbers so large that their bounds overflow; and no block is counted in rows that are not there."""
     plans = []
-    monkeypatch.setattr(linear_function, "plan_blocks", lambda *args: plans.append(plan_blocks(*args)) or plans[-1])
+
+    def recorded(*args, **given):
+        plans.append(plan_blocks(*args, **given))
+        return plans[-1]
+
+    monkeypatch.setattr(linear_function, "plan_blocks", recorded)
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     grad[:200] = 0.0
     expected = gradients(leaves, targets, grad, grad_tolerance=0.1)
@@ -551,6 +559,52 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     order = torch.randperm(tokens).to(DEVICE)
     found = tiles.block_bounds(other, per_token, own, targets, order)
     torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 130)])
+@pytest.mark.parametrize("room", [math.nan, -1.0, 0.0, 1e-3, 0.5, 10.0])
+def test_choices_as_kernels(shape, room):
+    """Triton's blocks are plain PyTorch's, and so are their numbers."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    energies = torch.rand(shape) ** 8
+    energies.flatten()[:: energies.numel() // 5 + 1] = torch.nan
+    energies[:, 0] = energies[0, 0]
+    energies, budget = energies.to(DEVICE), torch.tensor(room, dtype=torch.float64, device=DEVICE)
+    scales = choice_triton.choose(energies, budget * energies.nansum().double())
+    assert torch.equal(scales, choice.choose(energies, budget * energies.nansum().double()))
+    scales = torch.where(scales == 0, torch.randint_like(scales, 3) * 1.5, scales)
+    key = torch.randint(3, (1500,)).to(DEVICE)
+    key[key == 1] = bounds.NOT_WANTED
+    assert torch.equal(choice_triton.count(scales, key), choice.count(scales, key))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
+@pytest.mark.parametrize(("tokens", "vocab"), [(300, 1000), (33, 9000), (1, 5), (130, 2048)])
+def test_means_as_kernels(tokens, vocab, transform, entropy):
+    """Triton's means of what is left out are plain PyTorch's, and 0 in the columns that fill up."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    tiles = math.ceil(vocab / BLOCK_VOCAB)
+    statistics = TokenStatistics(-5 * torch.rand(tokens), 2 + torch.rand(tokens), 3 * torch.rand(tokens))
+    statistics = TokenStatistics(*(None if part is None else part.to(DEVICE) for part in statistics))
+    grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
+    per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
+    known = TileBounds.empty(tokens, vocab, DEVICE, entropy=entropy)
+    known.masses.copy_(1000 * torch.rand(tiles, tokens))
+    if known.moments is not None:
+        known.moments.copy_(1000 * torch.randn(tiles, tokens))
+    targets, order = torch.randint(vocab, (tokens,)).to(DEVICE), torch.randperm(tokens).to(DEVICE)
+    scales = 0.5 * torch.randint(4, (math.ceil(tokens / BLOCK_TOKENS), tiles), device=DEVICE)
+    given = (known, statistics, per_token, targets, order, scales, transform, vocab)
+    found, expected = (kernels.tile_means(*given, torch.float32) for kernels in (choice_triton, choice))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert found.shape == (tokens, choice.padded_tiles(vocab))
+    assert not found[:, tiles:].any()
+    assert found[:, :tiles].any()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

@@ -31,14 +31,15 @@ ALLOWED = {
     "distributed": [],
     "dtensors": ["distributed", "low_rank"],
     "kernels": ["kernels"],
-    "block_sparse": ["kernels"],
+    "host_answer": [],
+    "block_sparse": ["host_answer", "kernels"],
     "projection": ["block_sparse", "low_rank", "kernels", "distributed"],
     "head_memory": ["invariant", "projection", "kernels"],
     "one_pass_plan": ["head_memory", "projection", "kernels"],
     "plan": ["head_memory", "one_pass_plan", "projection", "kernels"],
     "invariant": ["projection", "kernels"],
     "linear_function": ["invariant", "projection", "block_sparse", "low_rank", "kernels", "distributed"],
-    "tokens": ["kernels"],
+    "tokens": ["host_answer", "kernels"],
     "linear_op": ["linear_function", "projection", "block_sparse", "low_rank", "tokens", "kernels"],
     "logit_op": ["logit_rows", "tokens", "kernels"],
     "logit_loss": ["logit_rows", "policy", "kernels"],
@@ -187,7 +188,7 @@ def test_rules_see_what_they_forbid():
 
 
 def test_triton_is_imported_by_its_own_room_and_only_when_needed():
-    names = ("triton", "kept_triton", "rows_triton", "selection_triton", "epilogue", "blocks", "tiles")
+    names = ("triton", "kept_triton", "rows_triton", "selection_triton", "choice_triton", "epilogue", "blocks", "tiles")
     compiled = {f"kernels.{name}" for name in names}
     for module, tree in MODULES.items():
         at_import = imports(top_level(tree))

@@ -90,9 +90,9 @@ class Head(Base):
     def weight_gradient(self, inputs: Inputs) -> Tensor | None:
         return super().weight_gradient(inputs) if self._total is None else self._total
 
-    def _recorded(self, *args) -> BlockPlan:
+    def _recorded(self, *args, **options) -> BlockPlan:
         """The plan of a backward, looked at on its way: the host knows its share anyway."""
-        plan = plan_blocks(*args)
+        plan = plan_blocks(*args, **options)
         self._share = plan.share
         return plan
 

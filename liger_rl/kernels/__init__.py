@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, eager, kept, rows, selection
+from liger_rl.kernels import bounds, choice, eager, kept, rows, selection
 from liger_rl.kernels.statistics import Fold
 
 
@@ -69,6 +69,15 @@ def bounds_for(device: torch.device) -> ModuleType:
     from liger_rl.kernels import tiles
 
     return tiles
+
+
+def choice_for(device: torch.device) -> ModuleType:
+    """The module whose `choose`, `count` and `tile_means` run on `device`."""
+    if device.type != "cuda":
+        return choice
+    from liger_rl.kernels import choice_triton
+
+    return choice_triton
 
 
 def kept_for(device: torch.device) -> ModuleType:

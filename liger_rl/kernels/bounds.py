@@ -181,33 +181,6 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     return energy.view(-1, rows, BLOCK_TOKENS).sum(-1).T.contiguous()
 
 
-def tile_means(
-    known: TileBounds,
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    targets: Tensor,
-    rows: Tensor,  # (m,) of the n tokens
-    scales: Tensor,  # (row blocks, tiles), of blocks of BLOCK_TOKENS of these
-    transform: LogitTransform,
-    vocab: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """(m, tiles) means over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v."""
-    at_target = target_gradient(tokens, statistics.logps)
-    if transform.softcap is not None:
-        at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
-    sums = known.masses[:, rows].float().mul_(tokens.grad_logps[rows] * (-1.0 / MASS_SCALE))
-    if tokens.grad_entropy is not None and known.moments is not None:
-        sums -= known.moments[:, rows].float().mul_(tokens.grad_entropy[rows] * (1.0 / MOMENT_SCALE))
-    target_tile = (targets[rows] // BLOCK_VOCAB)[None]
-    sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[rows])
-    left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : rows.numel()]
-    means = sums.mul_(left_out).mul_(transform.scale / transform.temperature / BLOCK_VOCAB)
-    if vocab % BLOCK_VOCAB:
-        means[-1] *= BLOCK_VOCAB / (vocab % BLOCK_VOCAB)
-    return means.T.to(dtype)
-
-
 def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> Tensor:
     """(tiles, n) upper bounds of the sum of squares of dL/dx."""
     amplitude = _decoded(known.codes).sqrt_().mul_(tokens.grad_logps.abs())

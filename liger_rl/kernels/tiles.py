@@ -143,6 +143,25 @@ def _encoded(log_energy, slack):
 
 
 @triton.jit
+def slope_at(z, heat):
+    """-> dz/dx under a softcap without its constant part, rounded down."""
+    tanh = z * heat
+    return tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+
+
+@triton.jit
+def gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies):
+    """-> dL/dz at the target."""
+    at_target = tl.load(at_target_of + token, mask=live, other=0.0)
+    if grad_entropies is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        # Of a banned target: 0 times -inf is NaN, and keeps every block.
+        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)
+        at_target -= e * tl.exp(log_p) * (log_p + tl.load(entropies + token, mask=live, other=0.0))
+    return at_target
+
+
+@triton.jit
 def _bounds_kernel(
     peaks,  # (tiles, tokens)
     sums,
@@ -197,8 +216,7 @@ def _bounds_kernel(
         sum_there += tl.sum(tl.where(here, total, 0.0), 0)
         largest = tl.exp(log_peak)
         if CAPPED:
-            tanh = peak * heat
-            largest *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+            largest *= slope_at(peak, heat)
         target_term = tl.where(here, tl.exp((logps + lse)[None, :] - peak), 0.0)
         mass = largest * tl.maximum(total - target_term, 0.0)
         tl.store(masses_of + out_place, (mass * SCALE_OF_MASS).to(tl.float16), mask=inside)
@@ -288,22 +306,18 @@ def _weigh_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
     g = tl.load(grad_logps + token, mask=live, other=0.0)
-    at_target = tl.load(at_target_of + token, mask=live, other=0.0)
     logps = tl.load(logps_of + token, mask=live, other=0.0)
+    at_target = gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies)
     wanted = g != 0  # true for NaN, which must reach the gradients
     amplitude = tl.sqrt(tl.load(beside_target + token, mask=live, other=0.0)) * tl.abs(g)
     if grad_entropies is not None:
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
         wanted |= e != 0
         amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
-        # Of a banned target: 0 times -inf is NaN, and keeps every block.
-        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)
-        at_target -= e * tl.exp(log_p) * (log_p + tl.load(entropies + token, mask=live, other=0.0))
     # Zero times what a token without a gradient holds may be NaN.
     tl.store(own + token, tl.where(wanted, amplitude * amplitude + at_target * at_target, 0.0), mask=live)
     if CAPPED:
-        tanh = (logps + tl.load(lse_of + token, mask=live, other=0.0)) * heat
-        at_target *= tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
+        at_target *= slope_at(logps + tl.load(lse_of + token, mask=live, other=0.0), heat)
     energy = at_target.to(tl.float64) * at_target
     if grad_entropies is None:
         energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g

@@ -89,8 +89,8 @@ def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
     shares = []
     plan_blocks = linear_function.plan_blocks
 
-    def recorded(*args):
-        plan = plan_blocks(*args)
+    def recorded(*args, **options):
+        plan = plan_blocks(*args, **options)
         shares.append(plan.share)
         return plan
 

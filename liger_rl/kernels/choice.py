@@ -1,0 +1,75 @@
+"""Which blocks of a gradient are left out, and what takes their place, in plain PyTorch, on any device."""
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels.bounds import NOT_WANTED, derivative, target_gradient
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    MASS_SCALE,
+    MOMENT_SCALE,
+    TileBounds,
+    TokenGradients,
+    TokenStatistics,
+)
+from liger_rl.kernels.transform import LogitTransform
+
+# Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
+# has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
+BUDGET_UNITS = 2**36
+# Means have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
+TILE_MULTIPLE = 8
+
+
+def padded_tiles(vocab: int) -> int:
+    """Columns of the means: the tiles of the vocabulary, and as many of zeros as fill up a multiple."""
+    return -(-vocab // (BLOCK_VOCAB * TILE_MULTIPLE)) * TILE_MULTIPLE
+
+
+def choose(energies: Tensor, budget: Tensor) -> Tensor:
+    """Upper bounds (row blocks, tiles) -> 0.0 for the smallest, as many as `budget` () has room for, 1.0 for the rest.
+
+    Of equal ones the first are left out; none that is NaN is, and none at all where the budget is NaN or not positive.
+    """
+    ascending, place = energies.flatten().sort(stable=True)
+    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
+    units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
+    scales = (units.cumsum(0) > BUDGET_UNITS).to(torch.float32)
+    return torch.empty_like(scales).scatter_(0, place, scales).view_as(energies)
+
+
+def count(scales: Tensor, key: Tensor) -> Tensor:
+    """(1 + 2 tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile; those of scale 1."""
+    wanted = (key != NOT_WANTED).sum(0, keepdim=True)
+    return torch.cat([wanted, (scales != 0).sum(0), (scales == 1).sum(0)])
+
+
+def tile_means(
+    known: TileBounds,
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    targets: Tensor,  # (n,)
+    order: Tensor,  # (n,) permutation of the tokens
+    scales: Tensor,  # (row blocks, tiles), of blocks of BLOCK_TOKENS of these
+    transform: LogitTransform,
+    vocab: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(n, padded tiles) means over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v.
+
+    Rows of tokens without a gradient mean nothing.
+    """
+    at_target = target_gradient(tokens, statistics.logps)
+    if transform.softcap is not None:
+        at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
+    sums = known.masses[:, order].float().mul_(tokens.grad_logps[order] * (-1.0 / MASS_SCALE))
+    if tokens.grad_entropy is not None and known.moments is not None:
+        sums -= known.moments[:, order].float().mul_(tokens.grad_entropy[order] * (1.0 / MOMENT_SCALE))
+    target_tile = (targets[order] // BLOCK_VOCAB)[None]
+    sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
+    left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
+    sums.mul_(left_out).mul_(transform.scale / transform.temperature / BLOCK_VOCAB)
+    if vocab % BLOCK_VOCAB:
+        sums[-1] *= BLOCK_VOCAB / (vocab % BLOCK_VOCAB)
+    return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
