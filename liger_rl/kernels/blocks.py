@@ -25,7 +25,7 @@ from liger_rl.kernels.triton import on, transform_constants
 # 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle.
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
-WARPS = 8
+STAGES, WARPS = 4, 8
 LISTED = 256  # rows or tiles that a program lists at a time
 
 
@@ -175,11 +175,17 @@ def _sum_row(
     row, part = tl.load(row_order + item // parts).to(tl.int32), item % parts
     total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
     end = tl.load(row_end + row)
-    for step in tl.range((end - tl.load(row_count + row)) * STEPS, end * STEPS):
-        block = tl.load(by_row + step // STEPS)
+    first = end - tl.load(row_count + row)
+    # Which block comes next is loaded a step ahead: a tile whose address is loaded in its own step is fetched one step
+    # before it is used, and not two.
+    block = tl.load(by_row + first, mask=first < end, other=0)
+    tile = tl.load(block_tile + block, mask=first < end, other=0)
+    for step in tl.range(first * STEPS, end * STEPS):
         word = (step % STEPS) * STEP
         grad = blocks.load([block * TILE_TOKENS, word])
-        total = tl.dot(grad, weight.load([tl.load(block_tile + block) * TILE_VOCAB + word, part * COLUMNS]), total)
+        total = tl.dot(grad, weight.load([tile * TILE_VOCAB + word, part * COLUMNS]), total)
+        block = tl.load(by_row + tl.minimum((step + 1) // STEPS, end - 1))
+        tile = tl.load(block_tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
@@ -199,12 +205,13 @@ def _sum_tile(
     tile, part = tl.load(tile_order + item // parts).to(tl.int32), item % parts
     total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
     end = tl.load(tile_end + tile)
-    for step in tl.range((end - tl.load(tile_count + tile)) * STEPS, end * STEPS):
-        block = step // STEPS
+    start_block = end - tl.load(tile_count + tile)
+    row = tl.load(block_row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
+    for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
-        grad = blocks.load([block * TILE_TOKENS + token, 0])
-        rows = hidden.load([tl.load(block_row + block) * TILE_TOKENS + token, part * COLUMNS])
-        total = tl.dot(grad.T, rows, total)
+        grad = blocks.load([step // STEPS * TILE_TOKENS + token, 0])
+        total = tl.dot(grad.T, hidden.load([row * TILE_TOKENS + token, part * COLUMNS]), total)
+        row = tl.load(block_row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
     total += tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
@@ -418,6 +425,6 @@ def _store_sums(
         HIDDEN_COLUMNS=HIDDEN_COLUMNS,
         WEIGHT_COLUMNS=WEIGHT_COLUMNS,
         STEP=STEP,
-        num_stages=3,
+        num_stages=STAGES,
         num_warps=WARPS,
     )
