@@ -41,12 +41,12 @@ class AlignedBatch:
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
         """Columns of one's own making in `dtype`, 0 where the mask is 0; the mask as bool."""
-        mask = self.mask != 0
+        masked = self.mask == 0
         given = {name: getattr(self, name) for name in TOKEN_COLUMNS if name != "mask"}
         clean: dict[str, Any] = {
-            name: torch.where(mask, c.detach().to(dtype), 0.0) for name, c in given.items() if c is not None
+            name: c.detach().to(dtype).masked_fill(masked, 0.0) for name, c in given.items() if c is not None
         }
-        return replace(self, **clean, mask=mask)
+        return replace(self, **clean, mask=~masked)
 
     def take(self, positions: Tensor) -> "AlignedBatch":
         """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and

@@ -178,10 +178,11 @@ class PreparedLoss(NamedTuple):
 
     def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
         terms, batch = self.terms, self.batch
-        # `where` and not a product: a masked NaN stays out of the value and of the gradient.
-        logps = torch.where(batch.mask, per_token_logps, 0.0)
+        masked = ~batch.mask
+        # A fill and not a product: a masked NaN stays out of the value and of the gradient.
+        logps = per_token_logps.masked_fill(masked, 0.0)
         if entropy is not None:
-            entropy = torch.where(batch.mask, entropy.to(logps.dtype), 0.0)
+            entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
             batch = replace(batch, entropy=entropy.detach())
         token_loss = terms.objective(logps, batch)
         loss = token_loss.loss
@@ -196,7 +197,7 @@ class PreparedLoss(NamedTuple):
         kl = terms.kl(logps, batch, token_loss.ratio)
         if kl is not None:
             loss = loss + terms.kl.beta * kl
-        return TokenTerms(torch.where(batch.mask, loss, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
+        return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
 
     def evaluate(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
         parts = self.per_token(per_token_logps, entropy)
