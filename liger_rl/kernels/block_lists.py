@@ -4,6 +4,7 @@ The GPU has nothing else to do meanwhile, so that launches count, not arithmetic
 for itself what it needs of the first's counts. Integers alone, no atomics: the same lists on every run.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,19 +37,21 @@ class BlockLists(NamedTuple):
         rows, tiles = scales.shape
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.
+        ints = partial(torch.empty, dtype=torch.int32, device=scales.device)
         lists = cls(
             total,
-            *(
-                torch.empty(total, dtype=kind, device=scales.device)
-                for kind in (torch.int32, torch.int32, scales.dtype)
-            ),
-            *(
-                torch.empty(size, dtype=torch.int32, device=scales.device)
-                for size in (total, rows, rows, rows, tiles, tiles, tiles)
-            ),
+            row=ints(total),
+            tile=ints(total),
+            scale=scales.new_empty(total),
+            by_row=ints(total),
+            row_end=ints(rows),
+            row_count=ints(rows),
+            row_order=ints(rows),
+            tile_end=ints(tiles),
+            tile_count=ints(tiles),
+            tile_order=ints(tiles),
         )
-        rank = torch.empty((rows, tiles), dtype=torch.int32, device=scales.device)
-        given = (scales, *scales.stride(), rank, lists.row_count, lists.tile_count)
+        given = (scales, *scales.stride(), ints((rows, tiles)), lists.row_count, lists.tile_count)
         _count_kernel[(rows + tiles,)](*given, rows, tiles, STEP)
         _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](
             *given,
@@ -102,7 +105,7 @@ def _list_row(
     tiles, first,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """What one row of blocks has in every list."""
+    """What one row of blocks adds to every list."""
     at = 0
     for start in range(0, row, STEP):
         earlier = start + tl.arange(0, STEP)
@@ -127,7 +130,7 @@ def _list_row(
 
 @triton.jit
 def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.constexpr):
-    """Where the blocks of some rows or tiles end, and which of all have more or, as many, come before them."""
+    """Where the blocks of some rows or tiles end, and what place their numbers give them among all of a kind."""
     item = part * ITEMS + tl.arange(0, ITEMS)
     inside = item < size
     count = tl.load(counts + item, mask=inside, other=0)
