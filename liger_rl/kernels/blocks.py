@@ -5,14 +5,13 @@ states' gradient sums, for each row of blocks, their products with the weight; t
 products with the hidden states. Every sum has one program and a fixed order: no atomics, the same bits on every run.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, MeanGradients, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
@@ -27,93 +26,6 @@ from liger_rl.kernels.triton import on, transform_constants
 STEP = 64  # of the sums over a block's tokens or words
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
-LISTED = 256  # rows or tiles that a program lists at a time
-
-
-class _Span(NamedTuple):
-    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks."""
-
-    total: int
-    row: Tensor  # (total,) int32, row of blocks
-    tile: Tensor  # (total,) int32, tile among all of the vocabulary, ascending
-    scale: Tensor  # (total,) float32
-    by_row: Tensor  # (total,) int32 positions, row by row
-    row_end: Tensor  # (row blocks,) int32 into by_row
-    row_count: Tensor  # (row blocks,) int32
-    row_order: Tensor  # (row blocks,) int64, those with most blocks first, so that the last to start is short
-    tile_end: Tensor  # (tiles of the span,) int32
-    tile_count: Tensor  # (tiles of the span,) int32
-    tile_order: Tensor  # (tiles of the span,) int64
-
-    @classmethod
-    def of(cls, scales: Tensor, first: int, total: int) -> "_Span":
-        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows their total."""
-        rows, tiles = scales.shape
-        kept = scales != 0
-        row_count, tile_count = kept.sum(1, dtype=torch.int32), kept.sum(0, dtype=torch.int32)
-        row_end, tile_end = row_count.cumsum(0, dtype=torch.int32), tile_count.cumsum(0, dtype=torch.int32)
-        row, tile, by_row, position = (
-            torch.empty(size, dtype=torch.int32, device=scales.device) for size in (total, total, total, (rows, tiles))
-        )
-        scale = torch.empty(total, dtype=torch.float32, device=scales.device)
-        strides = scales.stride()
-        _list_by_tile_kernel[(tiles,)](
-            scales, *strides, tile_end, tile_count, row, tile, scale, position, rows, tiles, first, LISTED
-        )
-        _list_by_row_kernel[(rows,)](scales, *strides, row_end, row_count, position, by_row, tiles, LISTED)
-        return cls(
-            total,
-            row,
-            tile,
-            scale,
-            by_row,
-            row_end,
-            row_count,
-            row_count.argsort(descending=True, stable=True),
-            tile_end,
-            tile_count,
-            tile_count.argsort(descending=True, stable=True),
-        )
-
-
-@triton.jit(do_not_specialize=["first"])
-def _list_by_tile_kernel(
-    scales, row_stride, tile_stride, tile_end, tile_count,
-    block_row, block_tile, block_scale,  # (total,)
-    position,  # (rows, tiles)
-    rows, tiles, first,
-    STEP: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    at = tl.load(tile_end + tile) - tl.load(tile_count + tile)
-    for start in range(0, rows, STEP):
-        row = start + tl.arange(0, STEP)
-        inside = row < rows
-        scale = tl.load(scales + row.to(tl.int64) * row_stride + tile * tile_stride, mask=inside, other=0.0)
-        kept = (scale != 0.0).to(tl.int32)
-        place = at + tl.cumsum(kept, 0) - 1
-        chosen = inside & (kept != 0)
-        tl.store(block_row + place, row, mask=chosen)
-        tl.store(block_tile + place, tl.zeros_like(row) + (first + tile), mask=chosen)
-        tl.store(block_scale + place, scale, mask=chosen)
-        tl.store(position + row.to(tl.int64) * tiles + tile, place, mask=chosen)
-        at += tl.sum(kept, 0)
-
-
-@triton.jit
-def _list_by_row_kernel(
-    scales, row_stride, tile_stride, row_end, row_count, position, by_row, tiles, STEP: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.load(row_end + row) - tl.load(row_count + row)
-    for start in range(0, tiles, STEP):
-        tile = start + tl.arange(0, STEP)
-        inside = tile < tiles
-        kept = (tl.load(scales + row * row_stride + tile * tile_stride, mask=inside, other=0.0) != 0.0).to(tl.int32)
-        chosen = inside & (kept != 0)
-        block = tl.load(position + row * tiles + tile, mask=chosen, other=0)
-        tl.store(by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
-        at += tl.sum(kept, 0)
 
 
 @triton.jit
@@ -173,7 +85,7 @@ def _sum_row(
     STEPS: tl.constexpr = TILE_VOCAB // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a row's blocks, and its tiles of the weight.
-    row, part = tl.load(row_order + item // parts).to(tl.int32), item % parts
+    row, part = tl.load(row_order + item // parts), item % parts
     total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
     end = tl.load(row_end + row)
     first = end - tl.load(row_count + row)
@@ -203,7 +115,7 @@ def _sum_tile(
     STEPS: tl.constexpr = TILE_TOKENS // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a tile's blocks.
-    tile, part = tl.load(tile_order + item // parts).to(tl.int32), item % parts
+    tile, part = tl.load(tile_order + item // parts), item % parts
     total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
     end = tl.load(tile_end + tile)
     start_block = end - tl.load(tile_count + tile)
@@ -314,7 +226,7 @@ def grad_blocks(
     buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
     with on(device):
         for first, last in spans:
-            span = _Span.of(scales[:, first:last], first, sum(counts[first:last]))
+            span = BlockLists.of(scales[:, first:last], first, sum(counts[first:last]))
             if span.total:
                 _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
             _store_sums(start, grad_weight, buffer, span, hidden, weight, first)
@@ -346,7 +258,7 @@ def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
 
 def _store_blocks(
     buffer: Tensor,
-    span: _Span,
+    span: BlockLists,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -384,7 +296,7 @@ def _store_sums(
     start: MeanGradients,
     grad_weight: Tensor | None,
     buffer: Tensor,
-    span: _Span,
+    span: BlockLists,
     hidden: Tensor,
     weight: Tensor,
     first: int,

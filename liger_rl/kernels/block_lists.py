@@ -1,0 +1,167 @@
+"""Lists of chosen blocks of a matrix, tile by tile of the vocabulary and row by row, as two Triton launches.
+
+The GPU has nothing else to do meanwhile, so that launches count, not arithmetic: every program of the second adds up
+for itself what it needs of the first's counts. Integers alone, no atomics: the same lists on every run.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STEP = 256  # rows or tiles that a program reads at a time
+ITEMS = 16  # rows or tiles of which a program finds the places in their order
+
+
+class BlockLists(NamedTuple):
+    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks."""
+
+    total: int
+    row: Tensor  # (total,) int32, row of blocks
+    tile: Tensor  # (total,) int32, tile among all of the vocabulary, ascending
+    scale: Tensor  # (total,) float32
+    by_row: Tensor  # (total,) int32 positions, row by row
+    row_end: Tensor  # (row blocks,) int32 into by_row
+    row_count: Tensor  # (row blocks,) int32
+    row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
+    tile_end: Tensor  # (tiles of the span,) int32 positions
+    tile_count: Tensor  # (tiles of the span,) int32
+    tile_order: Tensor  # (tiles of the span,) int32
+
+    @classmethod
+    def of(cls, scales: Tensor, first: int, total: int) -> "BlockLists":
+        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows their total."""
+        rows, tiles = scales.shape
+        # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
+        # pieces out of one takes the host no less time.
+        ints = partial(torch.empty, dtype=torch.int32, device=scales.device)
+        lists = cls(
+            total,
+            row=ints(total),
+            tile=ints(total),
+            scale=scales.new_empty(total),
+            by_row=ints(total),
+            row_end=ints(rows),
+            row_count=ints(rows),
+            row_order=ints(rows),
+            tile_end=ints(tiles),
+            tile_count=ints(tiles),
+            tile_order=ints(tiles),
+        )
+        given = (scales, *scales.stride(), ints((rows, tiles)), lists.row_count, lists.tile_count)
+        _count_kernel[(rows + tiles,)](*given, rows, tiles, STEP)
+        _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](
+            *given,
+            lists.row,
+            lists.tile,
+            lists.scale,
+            lists.by_row,
+            lists.row_end,
+            lists.row_order,
+            lists.tile_end,
+            lists.tile_order,
+            rows,
+            tiles,
+            first,
+            STEP,
+            ITEMS,
+        )
+        return lists
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _count_kernel(
+    scales, row_stride, tile_stride,
+    rank,  # (rows, tiles) of a kept block among those of its tile
+    row_count, tile_count, rows, tiles,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    count = 0
+    if item < rows:
+        for start in range(0, tiles, STEP):
+            tile = start + tl.arange(0, STEP)
+            place = scales + item.to(tl.int64) * row_stride + tile * tile_stride
+            count += tl.sum((tl.load(place, mask=tile < tiles, other=0.0) != 0.0).to(tl.int32), 0)
+        tl.store(row_count + item, count)
+    else:
+        tile = item - rows
+        for start in range(0, rows, STEP):
+            row = (start + tl.arange(0, STEP)).to(tl.int64)
+            place = scales + row * row_stride + tile * tile_stride
+            kept = (tl.load(place, mask=row < rows, other=0.0) != 0.0).to(tl.int32)
+            tl.store(rank + row * tiles + tile, count + tl.cumsum(kept, 0) - 1, mask=kept != 0)
+            count += tl.sum(kept, 0)
+        tl.store(tile_count + tile, count)
+
+
+@triton.jit
+def _list_row(
+    row, scales, row_stride, tile_stride, rank, row_count, tile_count,
+    block_row, block_tile, block_scale, by_row,  # (total,)
+    tiles, first,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """What one row of blocks adds to every list."""
+    at = 0
+    for start in range(0, row, STEP):
+        earlier = start + tl.arange(0, STEP)
+        at += tl.sum(tl.load(row_count + earlier, mask=earlier < row, other=0), 0)
+    earlier_tiles = 0
+    for start in range(0, tiles, STEP):
+        tile = start + tl.arange(0, STEP)
+        inside = tile < tiles
+        scale = tl.load(scales + row.to(tl.int64) * row_stride + tile * tile_stride, mask=inside, other=0.0)
+        kept = (scale != 0.0).to(tl.int32)
+        chosen = kept != 0
+        count = tl.load(tile_count + tile, mask=inside, other=0)
+        among = tl.load(rank + row.to(tl.int64) * tiles + tile, mask=chosen, other=0)
+        block = earlier_tiles + tl.cumsum(count, 0) - count + among
+        tl.store(block_row + block, tl.zeros_like(tile) + row, mask=chosen)
+        tl.store(block_tile + block, first + tile, mask=chosen)
+        tl.store(block_scale + block, scale, mask=chosen)
+        tl.store(by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
+        at += tl.sum(kept, 0)
+        earlier_tiles += tl.sum(count, 0)
+
+
+@triton.jit
+def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.constexpr):
+    """Where the blocks of some rows or tiles end, and what place their numbers give them among all of a kind."""
+    item = part * ITEMS + tl.arange(0, ITEMS)
+    inside = item < size
+    count = tl.load(counts + item, mask=inside, other=0)
+    end = tl.zeros_like(item)
+    place = tl.zeros_like(item)
+    for start in range(0, size, STEP):
+        other = start + tl.arange(0, STEP)
+        others = tl.load(counts + other, mask=other < size, other=0)[None, :]
+        before = other[None, :] < item[:, None]
+        end += tl.sum(tl.where(before, others, 0), 1)
+        ahead = (others > count[:, None]) | (before & (others == count[:, None]))
+        place += tl.sum(ahead.to(tl.int32), 1)
+    tl.store(ends + item, end + count, mask=inside)
+    tl.store(order + place, item, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "first"])
+def _list_kernel(
+    scales, row_stride, tile_stride, rank, row_count, tile_count,
+    block_row, block_tile, block_scale, by_row,  # (total,)
+    row_end, row_order, tile_end, tile_order, rows, tiles, first,
+    STEP: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    row_parts = tl.cdiv(rows, ITEMS)
+    if item < rows:
+        _list_row(
+            item, scales, row_stride, tile_stride, rank, row_count, tile_count, block_row, block_tile, block_scale,
+            by_row, tiles, first, STEP,
+        )  # fmt: skip
+    elif item < rows + row_parts:
+        _arrange(item - rows, row_count, row_end, row_order, rows, STEP, ITEMS)
+    else:
+        _arrange(item - rows - row_parts, tile_count, tile_end, tile_order, tiles, STEP, ITEMS)

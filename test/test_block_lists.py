@@ -1,0 +1,100 @@
+"""Lists of the kept blocks, by the Triton kernels and by loops."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from liger_rl.kernels import block_lists
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def lists_of(scales, first):
+    """As BlockLists names them."""
+    (rows, tiles), scales = scales.shape, scales.tolist()
+    kept = [(row, tile) for tile in range(tiles) for row in range(rows) if scales[row][tile] != 0]
+    position = {block: place for place, block in enumerate(kept)}
+    counts = {
+        "row": [sum(block[0] == row for block in kept) for row in range(rows)],
+        "tile": [sum(block[1] == tile for block in kept) for tile in range(tiles)],
+    }
+    found = {
+        "row": [row for row, _ in kept],
+        "tile": [first + tile for _, tile in kept],
+        "scale": [scales[row][tile] for row, tile in kept],
+        "by_row": [position[block] for block in sorted(kept)],
+    }
+    for kind, count in counts.items():
+        found[f"{kind}_count"] = count
+        found[f"{kind}_end"] = list(itertools.accumulate(count))
+        found[f"{kind}_order"] = sorted(range(len(count)), key=lambda item, count=count: -count[item])
+    return found
+
+
+def check(scales, first):
+    expected = lists_of(scales, first)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated, so that nothing unwritten is right by chance
+    try:
+        found = block_lists.BlockLists.of(scales, first, len(expected["row"]))._asdict()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.pop("total") == len(expected["row"])
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert values.dtype == (torch.float32 if name == "scale" else torch.int32), name
+        assert values.tolist() == expected[name], name
+
+
+SMALL = [(1, 1), (1, 70), (130, 1), (5, 4), (16, 17), (64, 33)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "share"), [(*shape, share) for shape in SMALL for share in (0.0, 0.2, 1.0)] + [(130, 70, 0.3)]
+)
+def test_lists(rows, tiles, share, monkeypatch):
+    monkeypatch.setattr(block_lists, "STEP", 64)
+    scales = (1 + torch.rand(rows, tiles)) * (torch.rand(rows, tiles) < share)
+    check(scales.to(DEVICE), 0)
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(257, 3), (3, 513)])
+def test_more_than_a_program_reads_at_a_time(rows, tiles):
+    check((torch.rand(rows, tiles) < 0.3).float().to(DEVICE), 7)
+
+
+@pytest.mark.parametrize("first", [0, 1, 16, 21])
+def test_tiles_of_a_wider_matrix(first):
+    wide = torch.rand(20, 41, device=DEVICE) * (torch.rand(20, 41, device=DEVICE) < 0.4)
+    check(wide[:, first : first + 20], first)
+    check(wide.T.contiguous().T[:, first : first + 20], first)
+
+
+def test_rows_and_tiles_that_keep_nothing_or_everything():
+    scales = torch.ones(40, 50, device=DEVICE)
+    scales[::3] = 0
+    scales[:, 10:30] = 0
+    scales[7] = 2
+    check(scales, 100)
+
+
+def test_no_rows():
+    check(torch.empty(0, 5, device=DEVICE), 0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="minutes in Triton's interpreter")
+def test_thousands_of_rows():
+    """Beside PyTorch's sums and sorts, which take no loop in Python."""
+    rows, tiles = 4500, 1050
+    kept = torch.rand(rows, tiles, device=DEVICE) < 0.3 * torch.rand(tiles, device=DEVICE)
+    found = block_lists.BlockLists.of(kept.float(), 0, int(kept.sum()))
+    tile, row = kept.T.nonzero(as_tuple=True)
+    assert torch.equal(found.row, row.int())
+    assert torch.equal(found.tile, tile.int())
+    assert torch.equal(found.by_row, (row * tiles + tile).argsort().int())
+    for kind, dim in (("row", 1), ("tile", 0)):
+        count = kept.sum(dim)
+        assert torch.equal(getattr(found, f"{kind}_count"), count.int())
+        assert torch.equal(getattr(found, f"{kind}_end"), count.cumsum(0).int())
+        assert torch.equal(getattr(found, f"{kind}_order"), count.argsort(descending=True, stable=True).int())
