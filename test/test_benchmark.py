@@ -4,7 +4,9 @@ import json
 import math
 import sys
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 pytest.importorskip("rich", reason="the benchmark needs rich")
 
-from benchmark import gold, peers, plot, readme, run
+from benchmark import floor, gold, measure, peers, plot, readme, run, timing
 from benchmark.cases import (
     FLAT,
     LOGPS,
@@ -123,6 +125,113 @@ def test_gold_in_pieces_is_the_gradient_of_the_whole_loss(case, monkeypatch):
     torch.testing.assert_close(found.loss, loss.detach())
     torch.testing.assert_close(found.logps, logps.detach())
     torch.testing.assert_close((found.grad_hidden, found.grad_weight), expected)
+
+
+class Turns:
+    """A variant and a floor on a clock of their own, in words of what happens."""
+
+    run_s, floor_s, preparing_s = 2.0, 1.0, 0.25
+
+    def __init__(self, monkeypatch, *, warming: float = 0.0, **repeats) -> None:
+        self.now, self.said, self.prepared = 0.0, [], []
+        self.warming = warming  # every turn slows the next one down by this share of the first
+        repeats = {"most": 9, "least": 3, "seconds": 1e6, "long_seconds": 1e6, "floor_every": 3} | repeats
+        monkeypatch.setitem(timing.REPEATS, "cpu", timing.Repeats(**repeats))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def turn(self, word: str, seconds: float) -> None:
+        self.now += seconds * (1 + self.warming * sum(said != "clear" for said in self.said))
+        self.said.append(word)
+
+    def run(self) -> None:
+        assert all(reference() is None for reference in self.prepared), "a floor's buffers take memory from a repeat"
+        self.turn("run", self.run_s)
+
+    def prepare(self):
+        def floor() -> None:
+            self.turn("floor", self.floor_s)
+
+        self.now += self.preparing_s
+        self.prepared.append(weakref.ref(floor))
+        return floor
+
+    def measure(self) -> timing.Timing:
+        found = timing.measure_ms(
+            self.run, "cpu", lambda: self.said.append("clear"), prepare_floor=self.prepare, warm=True
+        )
+        self.order = "".join(word[0] for word in self.said if word != "clear")
+        return found
+
+
+def test_a_floor_is_timed_after_every_third_repeat(monkeypatch):
+    turns = Turns(monkeypatch)
+    assert turns.measure() == timing.Timing(2000, 9, 1000)
+    assert turns.order == "rrrf" * 3
+    # What a repeat leaves behind is cleared before either.
+    assert turns.said[::2] == ["clear"] * 12
+
+
+def test_a_floor_is_timed_at_the_clock_of_the_repeats(monkeypatch):
+    measured = Turns(monkeypatch, warming=0.1).measure()
+    assert measured.median_ms == pytest.approx(2000 * 1.5)
+    assert measured.floor_ms == pytest.approx(1000 * 1.7)
+
+
+def test_every_timing_has_a_floor_and_its_time_counts(monkeypatch):
+    turns = Turns(monkeypatch, most=5)
+    assert turns.measure().floor_ms == 1000
+    assert turns.order == "rrrfrr"
+    turns = Turns(monkeypatch, seconds=7.0)  # of which the repeats are 6
+    assert turns.measure().repeats == 3
+    assert turns.order == "rrrf"
+    turns = Turns(monkeypatch, long_seconds=1.0)
+    assert turns.measure() == timing.Timing(2000, 1, 1000)
+    assert turns.order == "rf"
+
+
+def test_every_variant_has_floors_of_its_own(monkeypatch):
+    bench, made = Bench(DENSE, "cpu"), []
+
+    class Counted(floor.Products):
+        def __init__(self, *arguments, gradients: bool) -> None:
+            super().__init__(*arguments, gradients=gradients)
+            self.gradients, self.runs = gradients, 0
+            made.append(self)
+
+        def __call__(self) -> None:
+            super().__call__()
+            self.runs += 1
+
+    monkeypatch.setattr(measure, "Products", Counted)
+    runs = []
+    for variant in ("eager", "ours", "ours-1e-3"):
+        made.clear()
+        row = measure.measure(bench, variant, ["time"])
+        gradients = [False] * row["forward_repeats"] + [True] * row["step_repeats"]
+        assert [products.gradients for products in made] == gradients
+        runs.append(sum(products.runs for products in made) - len(made))
+        assert row["forward_x_floor"] == row["forward_ms"] / row["forward_floor_ms"]
+        assert row["step_x_floor"] == row["step_ms"] / row["step_floor_ms"]
+    # Untimed, the logits and all three products once each for the case.
+    assert runs == [2, 0, 0]
+
+
+@pytest.mark.parametrize("words", [7, 64, 500])
+@pytest.mark.parametrize("tile", [100, 1000, 1 << 20])
+def test_a_floor_in_pieces_is_the_whole_products(words, tile, monkeypatch):
+    monkeypatch.setattr(floor, "MIN_WORDS", words)
+    monkeypatch.setitem(floor.TILE_BYTES, "cpu", 4 * tile)
+    inputs = make_inputs(BATCH, "cpu")
+    products = floor.Products(BATCH, inputs, "cpu", gradients=True)
+    assert products.tile.numel() <= max(tile, words)
+    for _ in range(2):
+        products()
+    hidden, weight = inputs.hidden[inputs.mask], inputs.weight
+    logits = hidden @ weight.T
+    torch.testing.assert_close(products.grad_hidden, logits @ weight, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(products.grad_weight, logits.T @ hidden, rtol=1e-5, atol=1e-4)
+    assert floor.Products(replace(BATCH, frozen=True), inputs, "cpu", gradients=True).grad_weight is None
+    assert floor.Products(BATCH, inputs, "cpu", gradients=False).grad_hidden is None
 
 
 @pytest.mark.parametrize("variant", peers.VARIANTS)
