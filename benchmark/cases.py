@@ -188,14 +188,14 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
     long = replace(point, variants=LONG)
     return [
-        llama,
-        rl[0],
+        replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
+        replace(rl[0], variants=(*EVERYWHERE, "ours-1e-4")),
         *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
         flat,
         *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
-        *(replace(case, variants=SWEEP) for case in rl[1:]),
+        *(replace(case, variants=(*SWEEP, "ours-1e-4")) for case in rl[1:]),
         replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,), variants=SWEEP),
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
@@ -245,7 +245,7 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
         groups=(MODELS, TOKENS, VOCABULARY),
     )
     return [
-        both,
+        replace(both, variants=(*EVERYWHERE, "ours-in-place")),
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
         replace(both, name="quick-rl", batch=8, mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE, groups=(RL,)),
         *policy_cases(both, policy),

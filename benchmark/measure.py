@@ -119,9 +119,10 @@ def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str,
 def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> dict[str, Any]:
     case, inputs, device = bench.case, bench.inputs, bench.device
     result: dict[str, Any] = {"status": "ok", "reason": None, **bench.policy}
+    # Before what is measured is made: a variant holds the state of the latest.
+    _load_libraries(variant, case, device)
     compute = bench.compute(variant)
     if "memory" in quantities or "time" in quantities:
-        _load_libraries(variant, case, device)
         if "memory" in quantities:
             result |= _measure_memory(compute, variant.gradient_bytes(case), case, inputs, device)
         if "time" in quantities:

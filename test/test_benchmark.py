@@ -61,6 +61,15 @@ def test_presets_are_selected_by_name_and_by_group():
     assert all(RL in case.groups for case in chosen)
 
 
+def test_what_a_reader_looks_for_is_measured():
+    cases = {case.name: case for case in cuda_preset()}
+    assert {"ours", "ours-one-pass", "ours-in-place"} <= set(cases["llama-3-8b"].variants)
+    for case in cases.values():
+        if RL in case.groups:
+            assert {"ours-1e-4", "ours-1e-3", peers.TRL} <= set(case.variants)
+            assert "ours-in-place" not in case.variants
+
+
 def test_the_rl_batch_is_the_published_one():
     case = next(case for case in cuda_preset() if case.name == "rl-llama-3-8b")
     assert (case.batch, case.tokens, case.hidden_size, case.vocab) == (8, 1024, 4096, 128256)
@@ -204,7 +213,7 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
 
     monkeypatch.setattr(measure, "Products", Counted)
     runs = []
-    for variant in ("eager", "ours", "ours-1e-3"):
+    for variant in ("eager", "ours", "ours-in-place"):
         made.clear()
         row = measure.measure(bench, variant, ["time"])
         gradients = [False] * row["forward_repeats"] + [True] * row["step_repeats"]
@@ -268,6 +277,13 @@ def test_every_variant_says_at_once_whether_it_can_run(variant):
     for case in (DENSE, replace(DENSE, softcap=5.0), replace(DENSE, task=LOGPS_AND_ENTROPY)):
         reason = peers.load(variant).reason(case, "cpu")
         assert reason is None or reason.strip()
+
+
+def test_a_gradient_in_place_is_measured():
+    case = replace(DENSE, vocab=600)  # larger than the head that libraries are loaded with
+    row = measure.measure(Bench(case, "cpu"), "ours-in-place", ["memory", "time", "error"])
+    assert row["status"] == "ok", row["reason"]
+    assert row["grad_weight_error"] < 1e-5
 
 
 def test_liger_triton_is_given_what_its_own_trainer_gives_it():
@@ -412,6 +428,15 @@ def test_a_block_of_the_readme_takes_the_cases_it_names(monkeypatch, tmp_path):
     assert "| 20% |" in text
     assert readme.filled(text) == text
     assert "**dense:" in readme.filled("<!-- begin table some -->\n<!-- end table some -->")
+
+
+def test_a_table_says_what_the_memory_of_a_gradient_in_place_is():
+    row = a_row(DENSE, "ours-in-place", peak_extra_mib=3.0)
+    text = markdown({"environment": ENVIRONMENT, "rows": [a_row(DENSE, "ours", peak_extra_mib=9.0), row]})
+    assert "| liger_rl, dW in place | 10.0 | 2.00 | 3 |" in text
+    assert text.endswith(f"\n\nliger_rl, dW in place: {peers.VARIANTS['ours-in-place'].note}.\n")
+    for rows in ([a_row(DENSE, "ours")], [row | {"status": "out of memory", "reason": "none left"}]):
+        assert "not part of the extra memory" not in markdown({"environment": ENVIRONMENT, "rows": rows})
 
 
 def test_a_block_of_row_losses_holds_every_variant(monkeypatch, tmp_path):
