@@ -70,6 +70,17 @@ def test_what_a_reader_looks_for_is_measured():
             assert "ours-in-place" not in case.variants
 
 
+def test_a_long_batch_is_measured_before_the_sweeps_and_on_what_can_hold_it():
+    cases = cuda_preset()
+    names = [case.name for case in cases]
+    sweeps = [name for name in names if name.startswith(("vocab-", "tokens-"))]
+    assert sweeps[0] == "tokens-131072"
+    assert names.index("tokens-131072") > names.index("llama-3-8b-32k-tokens")
+    for case in cases:
+        if case.rows > 100_000:
+            assert case.variants == ("liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
+
+
 def test_the_rl_batch_is_the_published_one():
     case = next(case for case in cuda_preset() if case.name == "rl-llama-3-8b")
     assert (case.batch, case.tokens, case.hidden_size, case.vocab) == (8, 1024, 4096, 128256)
@@ -463,6 +474,9 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path):
     cases.append(replace(BATCH, groups=(RL,)))
     cases += [replace(DENSE, name=f"p{t}", temperature=t, groups=("policy",)) for t in (0.5, 1.0)]
     rows = [a_row(case, variant, **numbers) for case in cases for variant in ("eager", "ours")]
+    # A long batch has no row of eager, and its size is among the lines' all the same.
+    long = replace(cases[0], name="n16", tokens=16, groups=(TOKENS,))
+    rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-in-place")]
     (tmp_path / "some.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
     drawn = [path.name for path in plot.plot_directory(tmp_path)]
