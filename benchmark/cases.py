@@ -162,7 +162,8 @@ def cpu_preset() -> list[Case]:
 
 # What is worth its time where a case is one of many: neither minutes of compiling nor the slowest.
 SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chunked"))
-LONG = ("eager", "liger_triton", "liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
+# Of these, what holds no whole logits, which take 31 GiB a copy at 131072 tokens.
+LONG = ("liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
 TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
@@ -186,23 +187,24 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
     point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=SWEEP)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
-    long = replace(point, variants=LONG)
+    long = [replace(point, name=f"tokens-{n}", tokens=n // 8, variants=LONG) for n in (131072, 262144)]
     return [
-        llama,
-        rl[0],
+        replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
+        replace(rl[0], variants=(*EVERYWHERE, "ours-1e-4")),
         *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
         flat,
         *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
-        *(replace(case, variants=SWEEP) for case in rl[1:]),
+        *(replace(case, variants=(*SWEEP, "ours-1e-4")) for case in rl[1:]),
         replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,), variants=SWEEP),
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
+        long[0],
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (1024, 2048, 16384)),
         crossing,
         *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
-        *(replace(long, name=f"tokens-{n}", tokens=n // 8) for n in (131072, 262144)),
+        long[1],
     ]
 
 
@@ -245,7 +247,7 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
         groups=(MODELS, TOKENS, VOCABULARY),
     )
     return [
-        both,
+        replace(both, variants=(*EVERYWHERE, "ours-in-place")),
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
         replace(both, name="quick-rl", batch=8, mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE, groups=(RL,)),
         *policy_cases(both, policy),

@@ -2,51 +2,40 @@
 
 dW is left out where the head is frozen, both gradients where none is asked for."""
 
-from typing import NamedTuple
-
 import torch
 
-from benchmark.cases import ITEM_BYTES, STEP, Case
+from benchmark.cases import ITEM_BYTES, Case
 from benchmark.inputs import Inputs
-from benchmark.timing import median_ms
 
-# One tile of logits: all of them where they fit, else slices of the vocabulary.
-TILE_BYTES = {"cpu": 512 << 20, "cuda": 12 << 30}
-
-
-class Floor(NamedTuple):
-    """Median milliseconds."""
-
-    forward: float  # the logits alone
-    step: float | None  # all the products of a step, None where there is none
+# One tile of logits: all of them where they fit, else of a part of the vocabulary, and of the tokens too where that
+# part would have fewer words than MIN_WORDS. Each part of the vocabulary reads and writes dH once more, each part of
+# the tokens dW; at these sizes that is at most a hundredth of the products' work.
+TILE_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+MIN_WORDS = 16384
 
 
-def measure_floor(case: Case, inputs: Inputs, device: str) -> Floor:
-    with torch.no_grad():
-        hidden, weight = inputs.hidden[inputs.mask], inputs.weight
-        rows, vocab = hidden.shape[0], case.vocab
-        columns = min(vocab, max(1, TILE_BYTES[device] // (rows * ITEM_BYTES[case.dtype])))
-        spans = [(first, min(first + columns, vocab)) for first in range(0, vocab, columns)]
-        tile = torch.ones(rows * columns, dtype=hidden.dtype, device=hidden.device)
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+class Products:
+    """The products of a step, or the logits alone: call it to run them. Its buffers live as long as it does."""
 
-        def logits(first: int, last: int) -> torch.Tensor:
-            out = tile[: rows * (last - first)].view(rows, last - first)
-            return torch.mm(hidden, weight[first:last].T, out=out)
+    def __init__(self, case: Case, inputs: Inputs, device: str, *, gradients: bool) -> None:
+        self.hidden, self.weight = inputs.hidden.detach()[inputs.mask], inputs.weight.detach()
+        size = TILE_BYTES[device] // ITEM_BYTES[case.dtype]
+        self.words = min(case.vocab, max(MIN_WORDS, size // len(self.hidden)))
+        self.tokens = min(len(self.hidden), max(1, size // self.words))
+        # Filled here, so that a run does not wait for the system to find pages of host memory.
+        self.tile = self.hidden.new_ones(self.tokens * self.words)
+        self.grad_hidden = torch.zeros_like(self.hidden) if gradients else None
+        self.grad_weight = torch.zeros_like(self.weight) if gradients and not case.frozen else None
 
-        def forward() -> None:
-            for first, last in spans:
-                logits(first, last)
-
-        def step() -> None:
-            for first, last in spans:
+    def __call__(self) -> None:
+        for i in range(0, len(self.hidden), self.tokens):
+            for j in range(0, len(self.weight), self.words):
+                tokens, words = slice(i, i + self.tokens), slice(j, j + self.words)
+                hidden, weight = self.hidden[tokens], self.weight[words]
+                logits = self.tile[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+                torch.mm(hidden, weight.T, out=logits)
                 # The logits stand in for their gradient: a product takes as long whatever the values are.
-                gradient = logits(first, last)
-                if first == 0:
-                    torch.mm(gradient, weight[first:last], out=grad_hidden)
-                else:
-                    grad_hidden.addmm_(gradient, weight[first:last])
-                if not case.frozen:
-                    torch.mm(gradient.T, hidden, out=grad_weight[first:last])
-
-        return Floor(median_ms(forward, device), median_ms(step, device) if case.task == STEP else None)
+                if self.grad_hidden is not None:
+                    self.grad_hidden[tokens].addmm_(logits, weight, beta=int(j > 0))
+                if self.grad_weight is not None:
+                    self.grad_weight[words].addmm_(logits.T, hidden, beta=int(i > 0))

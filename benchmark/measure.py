@@ -2,9 +2,9 @@
 
     {"case": {...}, "variants": ["eager", "ours"], "device": "cuda", "quantities": ["memory", "time", "error"]}
 
-Inputs, floor and gold are made once per request. What one variant leaves behind reaches the next one, so a process
-that is to measure host memory is given one variant alone; on CUDA the allocator's own counts are taken, its cache is
-emptied and compiled code forgotten between variants.
+Inputs and gold are made once per request; the floor is timed in turn with the repeats of every variant. What one
+variant leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on
+CUDA the allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
 """
 
 import gc
@@ -22,13 +22,13 @@ from torch import Tensor
 from benchmark import peers
 from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
 from benchmark.errors import measure_errors
-from benchmark.floor import Floor, measure_floor
+from benchmark.floor import Products
 from benchmark.gold import GOLD_ROWS, Gold, gold_of
 from benchmark.inputs import Inputs, make_inputs
 from benchmark.loss import grpo_loss
 from benchmark.memory import PeakMemory
 from benchmark.peers.peer import Head
-from benchmark.timing import measure_ms
+from benchmark.timing import Timing, measure_ms
 
 # Of the loss over the whole case, in nats, against log-probabilities from float32 logits. bfloat16 logits move each
 # log-probability by up to 3e-2; thousands of tokens average that out.
@@ -43,6 +43,7 @@ class Bench:
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, device
+        self._floors_run: set[bool] = set()
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -64,9 +65,14 @@ class Bench:
             "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
         }
 
-    @cached_property
-    def floor(self) -> Floor:
-        return measure_floor(self.case, self.inputs, self.device)
+    def floor(self, *, gradients: bool) -> Products:
+        """Ready to be timed; to be dropped before a variant runs, which it would take memory from."""
+        products = Products(self.case, self.inputs, self.device, gradients=gradients)
+        if gradients not in self._floors_run:
+            # The first time, libraries load and choose their kernels.
+            products()
+            self._floors_run.add(gradients)
+        return products
 
     @cached_property
     def small(self) -> "Bench":
@@ -113,9 +119,10 @@ def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str,
 def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> dict[str, Any]:
     case, inputs, device = bench.case, bench.inputs, bench.device
     result: dict[str, Any] = {"status": "ok", "reason": None, **bench.policy}
+    # Before what is measured is made: a variant holds the state of the latest.
+    _load_libraries(variant, case, device)
     compute = bench.compute(variant)
     if "memory" in quantities or "time" in quantities:
-        _load_libraries(variant, case, device)
         if "memory" in quantities:
             result |= _measure_memory(compute, variant.gradient_bytes(case), case, inputs, device)
         if "time" in quantities:
@@ -155,27 +162,30 @@ def _measure_memory(compute: Compute, gradient_bytes: int, case: Case, inputs: I
 
 def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, float | int]:
     """`warm`: a step has been run before."""
-    case, inputs, device, floor = bench.case, bench.inputs, bench.device, bench.floor
+    case, inputs, device = bench.case, bench.inputs, bench.device
     _clear_gradients(inputs)
     with torch.no_grad():
-        forward = measure_ms(compute, device)
-    result = {
-        "forward_ms": forward.median_ms,
-        "forward_repeats": forward.repeats,
-        "forward_floor_ms": floor.forward,
-        "forward_x_floor": forward.median_ms / floor.forward,
-    }
+        forward = measure_ms(compute, device, prepare_floor=lambda: bench.floor(gradients=False))
+    result = _with_floor("forward", forward)
+    if case.task != STEP:
+        return result | {"floor_tflops": case.floor_flops / forward.floor_ms / 1e9}
+    step = measure_ms(
+        lambda: _run(compute, case, inputs),
+        device,
+        before=lambda: _clear_gradients(inputs),
+        prepare_floor=lambda: bench.floor(gradients=True),
+        warm=warm,
+    )
     _clear_gradients(inputs)
-    if floor.step is None:
-        return result | {"floor_tflops": case.floor_flops / floor.forward / 1e9}
-    step = measure_ms(lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm)
-    _clear_gradients(inputs)
-    return result | {
-        "step_ms": step.median_ms,
-        "step_repeats": step.repeats,
-        "step_floor_ms": floor.step,
-        "step_x_floor": step.median_ms / floor.step,
-        "floor_tflops": case.floor_flops / floor.step / 1e9,
+    return result | _with_floor("step", step) | {"floor_tflops": case.floor_flops / step.floor_ms / 1e9}
+
+
+def _with_floor(name: str, timing: Timing) -> dict[str, float | int]:
+    return {
+        f"{name}_ms": timing.median_ms,
+        f"{name}_repeats": timing.repeats,
+        f"{name}_floor_ms": timing.floor_ms,
+        f"{name}_x_floor": timing.median_ms / timing.floor_ms,
     }
 
 

@@ -80,8 +80,8 @@ def plot_time(results: dict[str, Any], path: Path) -> bool:
     figure, (panel,) = _panels(1)
     _draw_lines(panel, rows, lambda row: row["rows"], lambda row: row["step_ms"] / row["rows"] * 1000)
     sizes = sorted({row["rows"] for row in rows})
-    floors = {row["rows"]: row["step_floor_ms"] / row["rows"] * 1000 for row in rows}
-    panel.plot(sizes, [floors[size] for size in sizes], ":", color="black", linewidth=1, label="the bare products")
+    floors = [_floor([row for row in rows if row["rows"] == size]) / size * 1000 for size in sizes]
+    panel.plot(sizes, floors, ":", color="black", linewidth=1, label="the bare products")
     first = rows[0]
     panel.set_title(f"V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}", fontsize=10)
     panel.set_xlabel("tokens in the batch, N")
@@ -109,7 +109,7 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
     longest = CUT * statistics.median(milliseconds)
     bars = times.barh(names, [min(value, longest) for value in milliseconds], color=colors)
     times.bar_label(bars, [f"{value:.1f}" + (" →" if value > longest else "") for value in milliseconds], padding=3)
-    times.axvline(rows[0]["step_floor_ms"], color="black", linewidth=1, linestyle=":", label="the bare products")
+    times.axvline(_floor(rows), color="black", linewidth=1, linestyle=":", label="the bare products")
     times.set_xlabel("forward + backward (ms)")
     errors.hlines(names, min(worst), worst, color="#dddddd", linewidth=1)
     errors.scatter(worst, names, color=colors, zorder=2)
@@ -152,6 +152,11 @@ def plot_entropy(results: dict[str, Any], path: Path) -> bool:
 
 def _of_group(results: dict[str, Any], group: str) -> list[Row]:
     return [row for row in results["rows"] if group in row["groups"]]
+
+
+def _floor(rows: list[Row]) -> float:
+    """Milliseconds of one case's products, which every row has timed for itself."""
+    return statistics.median(row["step_floor_ms"] for row in rows)
 
 
 def _at_least(value: float | None, least: float) -> float | None:

@@ -20,7 +20,7 @@ from benchmark.environment import ROOT, slug
 from benchmark.merge import differences, merged
 from benchmark.peers import EVERYWHERE, LABELS, OURS
 from benchmark.plot import RESULTS, plot_directory
-from benchmark.table import by_case, cells, columns_of, title
+from benchmark.table import by_case, cells, columns_of, notes, title
 from benchmark.worker import Job, OutOfTime, Workers
 
 
@@ -112,16 +112,17 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_column("variant", no_wrap=True)
         for name in columns:
             table.add_column(name, justify="right")
-        notes = []
+        captions = []
         for row in group:
             label = LABELS[row["variant"]]
             if row["status"] == "ok":
                 table.add_row(label, *cells(row, columns))
             else:
                 table.add_row(label, f"{row['status']}")
-                notes.append(f"{label}: {row['reason']}")
-        if notes:
-            table.caption = "; ".join(notes)
+                captions.append(f"{label}: {row['reason']}")
+        captions += notes(group)
+        if captions:
+            table.caption = "; ".join(captions)
         console.print(table)
 
 

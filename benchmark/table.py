@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP, TOKENS, VOCABULARY
 from benchmark.environment import PACKAGES, package_key
-from benchmark.peers import LABELS
+from benchmark.peers import LABELS, VARIANTS
 
 Row = dict[str, Any]
 
@@ -60,6 +60,12 @@ def cells(row: Row, columns: list[str]) -> list[str]:
     return texts
 
 
+def notes(rows: list[Row]) -> list[str]:
+    """What belongs beneath a table of the rows."""
+    found = [VARIANTS[row["variant"]] for row in rows if row["status"] == "ok"]
+    return [f"{variant.label}: {variant.note}." for variant in found if variant.note]
+
+
 def title(row: Row) -> str:
     """A case in words."""
     parts = [f"{row['case']}: B={row['batch']}, T={row['tokens']}, H={row['hidden_size']}, V={row['vocab']}"]
@@ -98,6 +104,7 @@ def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), sweep
         columns = columns_of(rows)
         table = [[_label(row), *cells(row, columns)] for row in rows]
         blocks.append(f"**{title(rows[0])}**\n\n{_table(['', *columns], table)}")
+        blocks += notes(rows)
     for axis, field in ((TOKENS, "N"), (VOCABULARY, "V")) if sweeps else ():
         sweep = [rows for rows in cases if axis in rows[0]["groups"]]
         if len(sweep) > 1:

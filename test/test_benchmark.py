@@ -4,7 +4,9 @@ import json
 import math
 import sys
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 pytest.importorskip("rich", reason="the benchmark needs rich")
 
-from benchmark import gold, peers, plot, readme, run
+from benchmark import floor, gold, measure, peers, plot, readme, run, timing
 from benchmark.cases import (
     FLAT,
     LOGPS,
@@ -57,6 +59,26 @@ def test_presets_are_selected_by_name_and_by_group():
     chosen = preset("cuda", patterns=(RL,))
     assert len(chosen) == 3
     assert all(RL in case.groups for case in chosen)
+
+
+def test_what_a_reader_looks_for_is_measured():
+    cases = {case.name: case for case in cuda_preset()}
+    assert {"ours", "ours-one-pass", "ours-in-place"} <= set(cases["llama-3-8b"].variants)
+    for case in cases.values():
+        if RL in case.groups:
+            assert {"ours-1e-4", "ours-1e-3", peers.TRL} <= set(case.variants)
+            assert "ours-in-place" not in case.variants
+
+
+def test_a_long_batch_is_measured_before_the_sweeps_and_on_what_can_hold_it():
+    cases = cuda_preset()
+    names = [case.name for case in cases]
+    sweeps = [name for name in names if name.startswith(("vocab-", "tokens-"))]
+    assert sweeps[0] == "tokens-131072"
+    assert names.index("tokens-131072") > names.index("llama-3-8b-32k-tokens")
+    for case in cases:
+        if case.rows > 100_000:
+            assert case.variants == ("liger_sm90", "trl_chunked", "cce", "ours", "ours-1e-3")
 
 
 def test_the_rl_batch_is_the_published_one():
@@ -125,6 +147,113 @@ def test_gold_in_pieces_is_the_gradient_of_the_whole_loss(case, monkeypatch):
     torch.testing.assert_close((found.grad_hidden, found.grad_weight), expected)
 
 
+class Turns:
+    """A variant and a floor on a clock of their own, in words of what happens."""
+
+    run_s, floor_s, preparing_s = 2.0, 1.0, 0.25
+
+    def __init__(self, monkeypatch, *, warming: float = 0.0, **repeats) -> None:
+        self.now, self.said, self.prepared = 0.0, [], []
+        self.warming = warming  # every turn slows the next one down by this share of the first
+        repeats = {"most": 9, "least": 3, "seconds": 1e6, "long_seconds": 1e6, "floor_every": 3} | repeats
+        monkeypatch.setitem(timing.REPEATS, "cpu", timing.Repeats(**repeats))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def turn(self, word: str, seconds: float) -> None:
+        self.now += seconds * (1 + self.warming * sum(said != "clear" for said in self.said))
+        self.said.append(word)
+
+    def run(self) -> None:
+        assert all(reference() is None for reference in self.prepared), "a floor's buffers take memory from a repeat"
+        self.turn("run", self.run_s)
+
+    def prepare(self):
+        def floor() -> None:
+            self.turn("floor", self.floor_s)
+
+        self.now += self.preparing_s
+        self.prepared.append(weakref.ref(floor))
+        return floor
+
+    def measure(self) -> timing.Timing:
+        found = timing.measure_ms(
+            self.run, "cpu", lambda: self.said.append("clear"), prepare_floor=self.prepare, warm=True
+        )
+        self.order = "".join(word[0] for word in self.said if word != "clear")
+        return found
+
+
+def test_a_floor_is_timed_after_every_third_repeat(monkeypatch):
+    turns = Turns(monkeypatch)
+    assert turns.measure() == timing.Timing(2000, 9, 1000)
+    assert turns.order == "rrrf" * 3
+    # What a repeat leaves behind is cleared before either.
+    assert turns.said[::2] == ["clear"] * 12
+
+
+def test_a_floor_is_timed_at_the_clock_of_the_repeats(monkeypatch):
+    measured = Turns(monkeypatch, warming=0.1).measure()
+    assert measured.median_ms == pytest.approx(2000 * 1.5)
+    assert measured.floor_ms == pytest.approx(1000 * 1.7)
+
+
+def test_every_timing_has_a_floor_and_its_time_counts(monkeypatch):
+    turns = Turns(monkeypatch, most=5)
+    assert turns.measure().floor_ms == 1000
+    assert turns.order == "rrrfrr"
+    turns = Turns(monkeypatch, seconds=7.0)  # of which the repeats are 6
+    assert turns.measure().repeats == 3
+    assert turns.order == "rrrf"
+    turns = Turns(monkeypatch, long_seconds=1.0)
+    assert turns.measure() == timing.Timing(2000, 1, 1000)
+    assert turns.order == "rf"
+
+
+def test_every_variant_has_floors_of_its_own(monkeypatch):
+    bench, made = Bench(DENSE, "cpu"), []
+
+    class Counted(floor.Products):
+        def __init__(self, *arguments, gradients: bool) -> None:
+            super().__init__(*arguments, gradients=gradients)
+            self.gradients, self.runs = gradients, 0
+            made.append(self)
+
+        def __call__(self) -> None:
+            super().__call__()
+            self.runs += 1
+
+    monkeypatch.setattr(measure, "Products", Counted)
+    runs = []
+    for variant in ("eager", "ours", "ours-in-place"):
+        made.clear()
+        row = measure.measure(bench, variant, ["time"])
+        gradients = [False] * row["forward_repeats"] + [True] * row["step_repeats"]
+        assert [products.gradients for products in made] == gradients
+        runs.append(sum(products.runs for products in made) - len(made))
+        assert row["forward_x_floor"] == row["forward_ms"] / row["forward_floor_ms"]
+        assert row["step_x_floor"] == row["step_ms"] / row["step_floor_ms"]
+    # Untimed, the logits and all three products once each for the case.
+    assert runs == [2, 0, 0]
+
+
+@pytest.mark.parametrize("words", [7, 64, 500])
+@pytest.mark.parametrize("tile", [100, 1000, 1 << 20])
+def test_a_floor_in_pieces_is_the_whole_products(words, tile, monkeypatch):
+    monkeypatch.setattr(floor, "MIN_WORDS", words)
+    monkeypatch.setitem(floor.TILE_BYTES, "cpu", 4 * tile)
+    inputs = make_inputs(BATCH, "cpu")
+    products = floor.Products(BATCH, inputs, "cpu", gradients=True)
+    assert products.tile.numel() <= max(tile, words)
+    for _ in range(2):
+        products()
+    hidden, weight = inputs.hidden[inputs.mask], inputs.weight
+    logits = hidden @ weight.T
+    torch.testing.assert_close(products.grad_hidden, logits @ weight, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(products.grad_weight, logits.T @ hidden, rtol=1e-5, atol=1e-4)
+    assert floor.Products(replace(BATCH, frozen=True), inputs, "cpu", gradients=True).grad_weight is None
+    assert floor.Products(BATCH, inputs, "cpu", gradients=False).grad_hidden is None
+
+
 @pytest.mark.parametrize("variant", peers.VARIANTS)
 @pytest.mark.parametrize(
     "case",
@@ -159,6 +288,13 @@ def test_every_variant_says_at_once_whether_it_can_run(variant):
     for case in (DENSE, replace(DENSE, softcap=5.0), replace(DENSE, task=LOGPS_AND_ENTROPY)):
         reason = peers.load(variant).reason(case, "cpu")
         assert reason is None or reason.strip()
+
+
+def test_a_gradient_in_place_is_measured():
+    case = replace(DENSE, vocab=600)  # larger than the head that libraries are loaded with
+    row = measure.measure(Bench(case, "cpu"), "ours-in-place", ["memory", "time", "error"])
+    assert row["status"] == "ok", row["reason"]
+    assert row["grad_weight_error"] < 1e-5
 
 
 def test_liger_triton_is_given_what_its_own_trainer_gives_it():
@@ -305,6 +441,15 @@ def test_a_block_of_the_readme_takes_the_cases_it_names(monkeypatch, tmp_path):
     assert "**dense:" in readme.filled("<!-- begin table some -->\n<!-- end table some -->")
 
 
+def test_a_table_says_what_the_memory_of_a_gradient_in_place_is():
+    row = a_row(DENSE, "ours-in-place", peak_extra_mib=3.0)
+    text = markdown({"environment": ENVIRONMENT, "rows": [a_row(DENSE, "ours", peak_extra_mib=9.0), row]})
+    assert "| liger_rl, dW in place | 10.0 | 2.00 | 3 |" in text
+    assert text.endswith(f"\n\nliger_rl, dW in place: {peers.VARIANTS['ours-in-place'].note}.\n")
+    for rows in ([a_row(DENSE, "ours")], [row | {"status": "out of memory", "reason": "none left"}]):
+        assert "not part of the extra memory" not in markdown({"environment": ENVIRONMENT, "rows": rows})
+
+
 def test_a_block_of_row_losses_holds_every_variant(monkeypatch, tmp_path):
     rows = [
         {"variant": "ours", "status": "ok", "reason": None, "forward_ms": 0.1, "step_ms": 0.25, "loss_max_error": 2e-6},
@@ -329,6 +474,9 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path):
     cases.append(replace(BATCH, groups=(RL,)))
     cases += [replace(DENSE, name=f"p{t}", temperature=t, groups=("policy",)) for t in (0.5, 1.0)]
     rows = [a_row(case, variant, **numbers) for case in cases for variant in ("eager", "ours")]
+    # A long batch has no row of eager, and its size is among the lines' all the same.
+    long = replace(cases[0], name="n16", tokens=16, groups=(TOKENS,))
+    rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-in-place")]
     (tmp_path / "some.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
     drawn = [path.name for path in plot.plot_directory(tmp_path)]

@@ -14,6 +14,7 @@ class Variant(NamedTuple):
     label: str
     module: str  # of benchmark.peers, with a class named Head
     options: dict[str, Any]  # of that class
+    note: str | None = None  # what its numbers do not say by themselves
 
 
 VARIANTS = {
@@ -31,7 +32,13 @@ VARIANTS = {
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
-    "ours-in-place": Variant("liger_rl, weight gradient in place", "ours", {"in_place": True}),
+    "ours-in-place": Variant(
+        "liger_rl, dW in place",
+        "ours",
+        {"in_place": True},
+        "adds the weight's gradient to a float32 (V, H) sum that is there before the step and not part of the extra "
+        "memory; no (V, H) gradient is allocated",
+    ),
     "ours-1e-4": Variant("liger_rl, tolerance 1e-4", "ours", {"grad_tolerance": 1e-4}),
     "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
     "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
@@ -41,7 +48,7 @@ LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 BASELINE = "eager"
 TRL = "trl_chunked"
 OURS = "ours"
-# Not on a case that names no others: one tolerance stands for all, and one choice of chunks.
+# Not on a case that names no others: one tolerance stands for all, one choice of chunks, one owner of the gradient.
 SPECIAL = (
     "ours-one-pass-2048",
     "ours-in-place",
@@ -54,5 +61,5 @@ EVERYWHERE = tuple(name for name in VARIANTS if name not in SPECIAL)
 
 def load(variant: str) -> "Head":
     """A variant, whose library may still be missing: its `reason` says so."""
-    _label, module, options = VARIANTS[variant]
-    return import_module(f"benchmark.peers.{module}").Head(**options)
+    found = VARIANTS[variant]
+    return import_module(f"benchmark.peers.{found.module}").Head(**found.options)
