@@ -489,7 +489,7 @@ def policy(tmp_path_factory):
     real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
     folder = tmp_path_factory.mktemp("policy")
     recipe = replace(real_policy.TOY, text_bytes=100 << 10, tokenizer_bytes=20 << 10)
-    real_policy.make_policy(recipe, 1.0, "cpu", folder, run.Console(quiet=True))
+    real_policy.make_policy(recipe, 4.0, "cpu", folder, run.Console(quiet=True))
     return folder, json.loads((folder / "policy.json").read_text())
 
 
