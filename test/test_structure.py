@@ -80,6 +80,7 @@ ALLOWED = {
         "plan",
         "logprobs",
         "low_rank",
+        "tokens",
         "policy",
         "kernels.transform",
         "distributed",
