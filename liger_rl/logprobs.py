@@ -239,6 +239,20 @@ def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
         flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), ids.view(-1)
         if shard is not None:
             flat_targets = shard.local(flat_targets)
+        projection = ProjectionOptions(
+            transform=transform,
+            entropy=entropy,
+            extras=extras,
+            compute_dtype=dtype,
+            gather=options.gather,
+            chunk_tokens=chunk_tokens,
+            chunk_vocab=chunk_vocab,
+            tolerance=None if compiled else _tolerance(grad_tolerance, unbiased),
+            weight_grad=weight_grad,
+            batch_invariant=batch_invariant,
+            kernels_fit=kernels_fit,
+            shard=shard,
+        )
         live: Tensor | None  # mask, index or None, see `rows_of`
         if fixed_shape:
             live = (counted_tokens(ids, mask, wanted) & (ids < vocab)).reshape(-1)
@@ -257,34 +271,9 @@ def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
         head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
         if compiled:
             outputs = linear_op(
-                head,
-                transform,
-                entropy=entropy,
-                extras=extras,
-                compute_dtype=dtype,
-                chunk_tokens=chunk_tokens,
-                chunk_vocab=chunk_vocab,
-                tolerance=float(grad_tolerance),
-                unbiased=unbiased,
-                fixed_shape=fixed_shape,
-                batch_invariant=batch_invariant,
-                kernels_fit=kernels_fit,
+                head, projection, grad_tolerance=grad_tolerance, unbiased=unbiased, fixed_shape=fixed_shape
             )
             return _spread(outputs, live if fixed_shape else None, targets.shape)
-        projection = ProjectionOptions(
-            transform=transform,
-            entropy=entropy,
-            extras=extras,
-            compute_dtype=dtype,
-            gather=options.gather,
-            chunk_tokens=chunk_tokens,
-            chunk_vocab=chunk_vocab,
-            tolerance=_tolerance(grad_tolerance, unbiased),
-            weight_grad=weight_grad,
-            batch_invariant=batch_invariant,
-            kernels_fit=kernels_fit,
-            shard=shard,
-        )
         outputs = LinearLogProbs.apply(*head[:5], projection, *head[5:])
     return _spread(outputs, live, targets.shape)
 
