@@ -447,6 +447,22 @@ def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_sha
         assert torch.equal(grad, grads[0])
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("how", ["two", "one", "compiled"])
+def test_an_id_outside_the_vocabulary_raises_though_its_token_has_no_say(how, per_token):
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4)
+    advantages = torch.tensor([0.0, 1.0])
+    if per_token:
+        advantages = advantages[:, None].repeat(1, 3)
+    loss = FusedLinearGRPOLoss("grpo", passes="auto" if how == "compiled" else how)
+    solve = torch.compile(loss, backend="aot_eager") if how == "compiled" else loss
+    ids, mask = torch.tensor([[1, 2, 9], [3, 4, 5]]), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="1 of them are not, the largest is 9"):
+        solve(hidden, weight, ids, advantages, mask)
+    mask[0, 2] = 0
+    assert solve(hidden, weight, ids, advantages, mask).loss.isfinite()
+
+
 IDLE_CASES = [  # preset, its options, whether tokens without an advantage are left out
     ("grpo", {}, True),
     ("dapo", {"metrics": "none"}, True),
