@@ -34,6 +34,9 @@ class CallInputs(NamedTuple):
     bias: Tensor | None
     low_rank: Sequence[LowRank]
     vocab_parallel: VocabParallel | None
+    wanted: Tensor | None = (
+        None  # shaped like targets or (B, 1), 0 where a token's log-probability is not; None: all are
+    )
 
 
 def is_dtensor(value: object) -> bool:
@@ -79,6 +82,7 @@ def localized(inputs: CallInputs) -> CallInputs:
             for term in low_rank
         ],
         vocab_parallel=place,
+        wanted=_tokens(inputs.wanted, group),
     )
 
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.dtensors import low_rank_tensors, place_of
+from liger_rl.dtensors import CallInputs, low_rank_tensors, place_of
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
+    LinearOptions,
     LogProbs,
     check_chunk,
     check_eager,
@@ -19,7 +20,7 @@ from liger_rl.logprobs import (
     check_linear,
     check_tolerance,
     check_weight_grad,
-    linear_logprobs,
+    wanted_logprobs,
 )
 from liger_rl.low_rank import LowRank
 from liger_rl.one_pass_loss import Head, loss_in_one_pass, loss_obstacle
@@ -27,7 +28,7 @@ from liger_rl.one_pass_plan import Passes, one_pass_obstacle, takes_one_pass
 from liger_rl.plan import check_budget, check_passes
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
-from liger_rl.policy.loss import PolicyLoss, PolicyTerms
+from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.metrics import MetricsLevel
 from liger_rl.policy.objectives import Objective
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
@@ -35,6 +36,7 @@ from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.segments import Segments
 from liger_rl.projection import ProjectionOptions
+from liger_rl.tokens import counted_tokens
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -174,15 +176,10 @@ class FusedLinearGRPOLoss(nn.Module):
             )
             check_weight_grad(weight_grad, weight, self.grad_tolerance)
             # A narrow dtype would wrap the vocabulary's size in comparisons.
-            selected_token_ids = selected_token_ids.long()
-            counted = selected_token_ids >= 0
-            if self.fixed_shape:
-                counted = counted & (selected_token_ids < weight.shape[0])
-            if mask is not None:
-                counted = counted & (mask != 0)
+            ids = selected_token_ids.long().contiguous()
             batch = PolicyBatch(
                 advantages=advantages,
-                completion_mask=counted,
+                completion_mask=mask,
                 old_per_token_logps=old_per_token_logps,
                 ref_per_token_logps=ref_per_token_logps,
                 sampling_per_token_logps=sampling_per_token_logps,
@@ -191,12 +188,9 @@ class FusedLinearGRPOLoss(nn.Module):
                 num_sequences=num_sequences,
                 num_items_in_batch=num_items_in_batch,
             )
-            given = self.terms.check(batch, counted.shape, counted.device)
-            projected = self.terms.tokens_with_a_say(given)
-            if vocab_parallel is None:
-                # So that it raises for tokens without a say too.
-                projected = projected | (counted & (selected_token_ids >= weight.shape[0]))
-            head = Head(hidden, weight, bias, selected_token_ids, projected)
+            given = self.terms.check(batch, ids.shape, ids.device)
+            wanted = self.terms.tokens_with_a_say(given)
+            head = Head(hidden, weight, bias, ids, mask, wanted)
             options = ProjectionOptions(
                 transform=self.transform,
                 entropy=self.terms.needs_entropy,
@@ -207,14 +201,21 @@ class FusedLinearGRPOLoss(nn.Module):
                 batch_invariant=self.batch_invariant,
             )
             in_one_pass = self._in_one_pass(head, given, options, low_rank, vocab_parallel)
+
+        def prepare() -> PreparedLoss:
+            counted = counted_tokens(ids, mask)
+            if self.fixed_shape:
+                counted = counted & (ids < weight.shape[0])
+            return self.terms.prepared(replace(given, mask=counted), torch.float32)
+
         if in_one_pass:
-            return loss_in_one_pass(head, self.terms, given, options, self.max_extra_bytes)
-        found = self._logprobs(
-            hidden, weight, selected_token_ids, projected, bias, low_rank, vocab_parallel,
-            entropy=self.terms.needs_entropy, weight_grad=weight_grad,
-        )  # fmt: skip
+            return loss_in_one_pass(head, self.terms, given, prepare, options, self.max_extra_bytes)
+        inputs = CallInputs(hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted)
+        if vocab_parallel is not None and wanted is not None:
+            inputs = inputs._replace(mask=counted_tokens(ids, mask, wanted), wanted=None)
+        found = self._logprobs(inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad)
         # Only now, so that the device has something to do while these small steps are launched.
-        return self.terms.prepared(given, torch.float32).evaluate(found.logps, found.entropy)
+        return prepare().evaluate(found.logps, found.entropy)
 
     def _in_one_pass(
         self,
@@ -253,29 +254,11 @@ class FusedLinearGRPOLoss(nn.Module):
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        found = self._logprobs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel, entropy=False)
-        return found.logps
+        inputs = CallInputs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel)
+        return self._logprobs(inputs, entropy=False).logps
 
-    def _logprobs(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        low_rank: Sequence[LowRank],
-        vocab_parallel: VocabParallel | None,
-        *,
-        entropy: bool,
-        weight_grad: Tensor | None = None,
-    ) -> LogProbs:
-        return linear_logprobs(
-            hidden,
-            weight,
-            ids,
-            mask=mask,
-            bias=bias,
-            low_rank=low_rank,
+    def _logprobs(self, inputs: CallInputs, *, entropy: bool, weight_grad: Tensor | None = None) -> LogProbs:
+        options = LinearOptions(
             transform=self.transform,
             entropy=entropy,
             grad_tolerance=self.grad_tolerance,
@@ -286,8 +269,8 @@ class FusedLinearGRPOLoss(nn.Module):
             fixed_shape=self.fixed_shape,
             batch_invariant=self.batch_invariant,
             weight_grad=weight_grad,
-            vocab_parallel=vocab_parallel,
         )
+        return wanted_logprobs(inputs, options)
 
     def extra_repr(self) -> str:
         return f"{self.terms}, {self.transform}"

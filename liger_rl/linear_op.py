@@ -8,7 +8,7 @@ torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinst
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,18 +248,11 @@ _inputs.register_autograd(_differentiate_inputs, setup_context=_keep_inputs)
 
 def linear_op(
     head: HeadInputs,
-    transform: LogitTransform,
+    options: ProjectionOptions,
     *,
-    entropy: bool,
-    extras: Collection[str],
-    compute_dtype: torch.dtype,
-    chunk_tokens: int | None,
-    chunk_vocab: int | None,
-    tolerance: float,
+    grad_tolerance: float,
     unbiased: bool,
     fixed_shape: bool,
-    batch_invariant: bool,
-    kernels_fit: bool,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
 
@@ -270,23 +263,24 @@ def linear_op(
     """
     inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
     differentiable = any(part is not None and part.requires_grad for part in inputs)
-    options = OpOptions(
+    transform = options.transform
+    flat = OpOptions(
         transform.temperature,
         transform.softcap,
         transform.scale,
-        entropy,
-        ",".join(name for name in EXTRAS if name in extras),
-        compute_dtype,
-        chunk_tokens,
-        chunk_vocab,
-        tolerance,
+        options.entropy,
+        ",".join(name for name in EXTRAS if name in options.extras),
+        options.compute_dtype,
+        options.chunk_tokens,
+        options.chunk_vocab,
+        float(grad_tolerance),
         unbiased,
         fixed_shape,
-        batch_invariant,
-        kernels_fit,
-        bounded=tolerance != 0.0 and torch.is_grad_enabled() and differentiable,
+        options.batch_invariant,
+        options.kernels_fit,
+        bounded=grad_tolerance != 0.0 and torch.is_grad_enabled() and differentiable,
     )
-    statistics = Outputs.named(_forward(*head, *options), options).statistics
+    statistics = Outputs.named(_forward(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
     return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
 

@@ -21,7 +21,7 @@ from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
 from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
-from liger_rl.tokens import ask_vocabulary, counted_tokens, live_tokens, within_vocabulary
+from liger_rl.tokens import ask_vocabulary, counted_tokens, live_tokens
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -136,42 +136,84 @@ def linear_logprobs(
         TypeError: an argument of a type or dtype that is not listed above.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
     """
-    check_eager(vocab_parallel, hidden, weight, targets, mask, bias, *low_rank_tensors(low_rank))
-    original = weight
-    inputs = localized(CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel))
-    hidden, weight, targets, mask, bias, low_rank, vocab_parallel = inputs
+    inputs = CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel)
+    options = LinearOptions(
+        transform=transform,
+        entropy=entropy,
+        extras=extras,
+        grad_tolerance=grad_tolerance,
+        unbiased=unbiased,
+        compute_dtype=compute_dtype,
+        gather=gather,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab,
+        max_extra_bytes=max_extra_bytes,
+        fixed_shape=fixed_shape,
+        batch_invariant=batch_invariant,
+        weight_grad=weight_grad,
+    )
+    return wanted_logprobs(inputs, options)
+
+
+class LinearOptions(NamedTuple):
+    """What `linear_logprobs` takes beside the inputs."""
+
+    transform: LogitTransform
+    entropy: bool
+    grad_tolerance: float
+    unbiased: bool
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    max_extra_bytes: int | None
+    fixed_shape: bool
+    batch_invariant: bool
+    weight_grad: Tensor | None
+    extras: Collection[str] = ()
+    compute_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+
+
+def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
+    """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at."""
+    check_eager(inputs.vocab_parallel, *inputs[:5], inputs.wanted, *low_rank_tensors(inputs.low_rank))
+    original = inputs.weight
+    inputs = localized(inputs)
+    hidden, weight, targets, mask, bias, low_rank, vocab_parallel, wanted = inputs
+    transform, entropy, fixed_shape = options.transform, options.entropy, options.fixed_shape
+    grad_tolerance, unbiased, weight_grad = options.grad_tolerance, options.unbiased, options.weight_grad
+    chunk_tokens, chunk_vocab, batch_invariant = options.chunk_tokens, options.chunk_vocab, options.batch_invariant
     with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(original):
         if not isinstance(transform, LogitTransform):
             raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
-        wanted = _check_extras(extras)
-        if gather is not None and not callable(gather):
-            raise TypeError(f"gather must be callable or None, got {type(gather).__name__}")
+        extras = _check_extras(options.extras)
+        if options.gather is not None and not callable(options.gather):
+            raise TypeError(f"gather must be callable or None, got {type(options.gather).__name__}")
         check_tolerance(grad_tolerance, unbiased, fixed_shape)
         check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
-        check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+        check_budget(options.max_extra_bytes, chunk_tokens, chunk_vocab)
         if batch_invariant and low_rank:
             raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
         if vocab_parallel is not None:
-            _check_sharded(grad_tolerance, batch_invariant, max_extra_bytes)
+            _check_sharded(grad_tolerance, batch_invariant, options.max_extra_bytes)
 
     def facts() -> dict[str, object]:
         check_weight_grad(weight_grad, original, grad_tolerance)
-        shared = {"transform": transform, "entropy": entropy, "extras": sorted(wanted), "fixed_shape": fixed_shape}
-        return shared | _facts(*inputs[:-1], compute_dtype=compute_dtype)
+        shared = {"transform": transform, "entropy": entropy, "extras": sorted(extras), "fixed_shape": fixed_shape}
+        return shared | _facts(inputs, compute_dtype=options.compute_dtype)
 
     compiled = torch.compiler.is_compiling()
-    if compiled and gather is not None:
+    if compiled and options.gather is not None:
         raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
     if compiled and weight_grad is not None:
         raise ValueError("weight_grad must be None under torch.compile, whose graphs write to no tensor from outside")
-    with whole_head(gather, weight, bias):
+    with whole_head(options.gather, weight, bias):
         shard = None if vocab_parallel is None else vocab_parallel.shard_of(weight, facts, known_by=original)
-        dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+        dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=options.compute_dtype)
         check_weight_grad(weight_grad, original, grad_tolerance)
         kernels_fit = False
-        if max_extra_bytes is not None:
+        if options.max_extra_bytes is not None:
             plan = plan_linear_logprobs(
                 targets.numel(),
                 *weight.shape,
@@ -185,25 +227,42 @@ def linear_logprobs(
                 weight_grad=weight_grad is not None,
                 transform=transform,
                 entropy=entropy,
-                extras=wanted,
+                extras=extras,
                 grad_tolerance=grad_tolerance,
                 fixed_shape=fixed_shape,
                 batch_invariant=batch_invariant,
-                max_extra_bytes=max_extra_bytes,
+                max_extra_bytes=options.max_extra_bytes,
             )
             (chunk_tokens, chunk_vocab), kernels_fit = plan.tiles, plan.kernels_fit
-        flat_targets = targets.reshape(-1).long()
+        ids = targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = weight.shape[0] if shard is None else shard.vocab
-        live: Tensor | None  # mask, index or None, see `rows_of`
-        if fixed_shape:
-            live = within_vocabulary(flat_targets, mask, vocab)
-        elif compiled:
-            live = counted_tokens(flat_targets, mask)
-        else:
-            live = live_tokens(flat_targets, mask, vocab, "weight").selection
+        flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), ids.view(-1)
         if shard is not None:
             flat_targets = shard.local(flat_targets)
-        flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+        projection = ProjectionOptions(
+            transform=transform,
+            entropy=entropy,
+            extras=extras,
+            compute_dtype=dtype,
+            gather=options.gather,
+            chunk_tokens=chunk_tokens,
+            chunk_vocab=chunk_vocab,
+            tolerance=None if compiled else _tolerance(grad_tolerance, unbiased),
+            weight_grad=weight_grad,
+            batch_invariant=batch_invariant,
+            kernels_fit=kernels_fit,
+            shard=shard,
+        )
+        live: Tensor | None  # mask, index or None, see `rows_of`
+        if fixed_shape:
+            live = (counted_tokens(ids, mask, wanted) & (ids < vocab)).reshape(-1)
+        elif compiled:
+            # The operator raises for an id outside of the vocabulary, so those are wanted too.
+            wanted = None if wanted is None else torch.logical_or(ids >= vocab, wanted)
+            live = counted_tokens(ids, mask, wanted).reshape(-1)
+        else:
+            # As late as possible: from this sync on the device waits for the host to launch the product.
+            live = live_tokens(ids, mask, vocab, "weight", wanted=wanted).selection
         low_inputs = low_weight = None
         if low_rank:
             product = low_rank_inputs_op if compiled else None
@@ -212,35 +271,10 @@ def linear_logprobs(
         head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
         if compiled:
             outputs = linear_op(
-                head,
-                transform,
-                entropy=entropy,
-                extras=wanted,
-                compute_dtype=dtype,
-                chunk_tokens=chunk_tokens,
-                chunk_vocab=chunk_vocab,
-                tolerance=float(grad_tolerance),
-                unbiased=unbiased,
-                fixed_shape=fixed_shape,
-                batch_invariant=batch_invariant,
-                kernels_fit=kernels_fit,
+                head, projection, grad_tolerance=grad_tolerance, unbiased=unbiased, fixed_shape=fixed_shape
             )
             return _spread(outputs, live if fixed_shape else None, targets.shape)
-        options = ProjectionOptions(
-            transform=transform,
-            entropy=entropy,
-            extras=wanted,
-            compute_dtype=dtype,
-            gather=gather,
-            chunk_tokens=chunk_tokens,
-            chunk_vocab=chunk_vocab,
-            tolerance=_tolerance(grad_tolerance, unbiased),
-            weight_grad=weight_grad,
-            batch_invariant=batch_invariant,
-            kernels_fit=kernels_fit,
-            shard=shard,
-        )
-        outputs = LinearLogProbs.apply(*head[:5], options, *head[5:])
+        outputs = LinearLogProbs.apply(*head[:5], projection, *head[5:])
     return _spread(outputs, live, targets.shape)
 
 
@@ -355,19 +389,11 @@ def check_linear(
     return compute_dtype
 
 
-def _facts(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    low_rank: Sequence[LowRank],
-    *,
-    compute_dtype: torch.dtype | None,
-) -> dict[str, object]:
+def _facts(inputs: CallInputs, *, compute_dtype: torch.dtype | None) -> dict[str, object]:
     """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check_linear`."""
+    hidden, weight, targets, mask, bias, low_rank, _, wanted = inputs
     dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
-    live = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
+    live = counted_tokens(targets, mask, wanted)
     return {
         "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
         "the dtype of weight": weight.dtype,

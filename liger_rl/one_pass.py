@@ -8,6 +8,7 @@ backward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ class _Totals:
         *,
         in_place: bool,
     ) -> None:
-        self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        self.hidden_like = hidden if needs[0] else None
         self.weight: Tensor | None = None
         if needs[1] and not in_place:
             self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
@@ -155,6 +156,13 @@ class _Totals:
             self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
         self.empty = True  # nothing was added yet: the first product is written, and nothing need be cleared for it
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """Cleared at its first use, behind the first product, which need not wait for it."""
+        if self.hidden_like is None:
+            return None
+        return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
 
     def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
         if self.weight is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.segments import Segments
 from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import live_tokens
+from liger_rl.tokens import counted_tokens, live_tokens
 
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05
@@ -33,7 +33,8 @@ class Head:
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (B, T) or (N,)
-    mask: Tensor  # like the targets, bool: the tokens to project
+    mask: Tensor | None  # like the targets
+    wanted: Tensor | None  # like the targets or (B, 1), 0 where a token that counts need not be projected
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -93,6 +94,7 @@ def loss_in_one_pass(
     head: Head,
     terms: PolicyTerms,
     given: AlignedBatch,  # as `terms.check` returned it
+    prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
     options: ProjectionOptions,
     max_extra_bytes: int | None = None,
 ) -> PolicyLoss:
@@ -101,15 +103,19 @@ def loss_in_one_pass(
     One host sync counts the live tokens; where many of them can have no gradient, one more a chunk picks the others.
     """
     shape = head.targets.shape
-    flat_hidden, flat_targets = head.hidden.reshape(-1, head.hidden.shape[-1]), head.targets.reshape(-1).long()
-    mask = head.mask
+    flat_hidden, flat_targets = head.hidden.reshape(-1, head.hidden.shape[-1]), head.targets.reshape(-1)
     in_rows = terms.locality == "sequence" and len(shape) == 2
-    counts = [(mask & terms.may_have_gradient(given)).sum()[None]]
+    # Of some tokens that are wanted, all may have a gradient.
+    hopeful = terms.may_have_gradient(given) if head.wanted is None else None
+    counts = []
     if in_rows:
-        counts.append(mask.sum(1))
-    live = live_tokens(flat_targets, mask, head.weight.shape[0], "weight", torch.cat(counts))
-    n, (hopeful, *row_counts) = live.positions.numel(), live.counts
-    index = live.selection
+        counts.append(counted_tokens(head.targets, head.mask).sum(1))
+    if hopeful is not None:
+        counts.append(counted_tokens(head.targets, head.mask, hopeful).sum()[None])
+    live = live_tokens(head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts)
+    n, index = live.positions.numel(), live.selection
+    row_counts = live.counts[: shape[0]] if in_rows else []
+    selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *row_counts]) if in_rows else min(n, head.together(terms.locality))
     plan = plan_one_pass(head.shape(options), tokens=n, together=together, max_extra_bytes=max_extra_bytes)
     assert plan is not None
@@ -119,13 +125,12 @@ def loss_in_one_pass(
         chunks = _whole_rows(row_counts, plan.chunk_tokens)
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
-    # Not before the first product is launched, which gives the device something to do meanwhile.
-    prepare = cache(partial(terms.prepared, given, torch.float32))
+    prepare = cache(prepare)
     whole = _Whole(prepare, index, shape)
     parts = _Parts(prepare, live.positions)
     found = one_pass(
         flat_hidden, head.weight, head.bias, flat_targets, index, chunks, whole if len(chunks) == 1 else parts,
-        options, plan, head.needs, select=hopeful < (1 - SELECTED_SHARE) * n,
+        options, plan, head.needs, select=selected,
     )  # fmt: skip
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
     loss = WithGradients.apply(loss.detach(), head.hidden, head.weight, head.bias, found.gradients, options.weight_grad)

@@ -1,6 +1,6 @@
 """Which tokens count: neither masked nor negative, and inside the vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,30 +23,33 @@ class LiveTokens(NamedTuple):
         return self.positions if self.positions.numel() < self.total else None
 
 
-def counted_tokens(flat_targets: Tensor, mask: Tensor | None) -> Tensor:
-    """(N,) bool: tokens that are neither masked nor negative."""
-    live = flat_targets >= 0
-    return live if mask is None else live & (mask.reshape(-1) != 0)
-
-
-def within_vocabulary(flat_targets: Tensor, mask: Tensor | None, vocab: int) -> Tensor:
-    """(N,) bool: tokens that are neither masked nor negative nor outside the vocabulary, without a host sync."""
-    return counted_tokens(flat_targets, mask) & (flat_targets < vocab)
+def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
+    """bool, shaped like targets: tokens that are neither masked nor negative, and wanted, if only some of them are."""
+    live = targets >= 0
+    for column in (mask, wanted):
+        live = live if column is None else torch.logical_and(live, column)
+    return live
 
 
 def live_tokens(
-    flat_targets: Tensor, mask: Tensor | None, vocab: int, source: str, counts: Tensor | None = None
+    targets: Tensor,  # (B, T) or (N,)
+    mask: Tensor | None,  # shaped like targets
+    vocab: int,
+    source: str,
+    *,
+    wanted: Tensor | None = None,  # shaped like targets or (B, 1)
+    counts: Sequence[Tensor] = (),  # integers (k,) each, which are read in the same sync
 ) -> LiveTokens:
-    """Tokens that are neither masked nor negative, checked against the vocabulary: the forward's one host sync.
+    """Tokens that are neither masked nor negative, and wanted, if only some of them are: the forward's one host sync.
 
-    It reads `counts`, integers (k,), too.
+    Raises:
+        ValueError: a token that is neither masked nor negative, wanted or not, is outside the vocabulary.
     """
-    mask = None if mask is None else mask.reshape(-1)
-    positions, numbers = selection_for(flat_targets.device).select(flat_targets, mask, vocab)
-    count = (numbers if counts is None else torch.cat([numbers, counts])).tolist()
+    positions, numbers = selection_for(targets.device).select(targets, mask, vocab, wanted)
+    count = (torch.cat([numbers, *counts]) if counts else numbers).tolist()
     if count[1] > 0:
         raise _outside(vocab, source, count[1], count[2])
-    return LiveTokens(positions[: count[0]], flat_targets.numel(), count[3:])
+    return LiveTokens(positions[: count[0]], targets.numel(), count[3:])
 
 
 def ask_vocabulary(
@@ -57,8 +60,7 @@ def ask_vocabulary(
     nothing is asked, and the call does nothing."""
     if fixed_shape:
         return lambda: None
-    flat_mask = None if mask is None else mask.reshape(-1)
-    _, numbers = selection_for(targets.device).select(targets.reshape(-1), flat_mask, vocab)
+    _, numbers = selection_for(targets.device).select(targets, mask, vocab)
     answer = HostAnswer(numbers)
 
     def wait() -> None:

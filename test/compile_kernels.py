@@ -77,7 +77,7 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         found = rows_triton.fold_rows(logits, targets, mask, transform, entropy=entropy)
         upstream = (ones(12), ones(12) if entropy else None)
         rows_triton.grad_rows(logits, targets, mask, transform, found, *upstream, torch.empty_like(logits), add=entropy)
-        selection_triton.select(targets.flatten(), None if mask is None else mask.flatten(), V)
+        selection_triton.select(targets, mask, V, None if mask is None else ones(3, 1))
 
 
 def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:

@@ -22,6 +22,7 @@ from liger_rl import (
 )
 from liger_rl import grpo as grpo_module
 from liger_rl.kernels import gemm
+from liger_rl.logprobs import wanted_logprobs
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.penalties import k3
 from liger_rl.policy.presets import build_preset
@@ -446,6 +447,22 @@ def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_sha
         assert torch.equal(grad, grads[0])
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("how", ["two", "one", "compiled"])
+def test_an_id_outside_the_vocabulary_raises_though_its_token_has_no_say(how, per_token):
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4)
+    advantages = torch.tensor([0.0, 1.0])
+    if per_token:
+        advantages = advantages[:, None].repeat(1, 3)
+    loss = FusedLinearGRPOLoss("grpo", passes="auto" if how == "compiled" else how)
+    solve = torch.compile(loss, backend="aot_eager") if how == "compiled" else loss
+    ids, mask = torch.tensor([[1, 2, 9], [3, 4, 5]]), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="1 of them are not, the largest is 9"):
+        solve(hidden, weight, ids, advantages, mask)
+    mask[0, 2] = 0
+    assert solve(hidden, weight, ids, advantages, mask).loss.isfinite()
+
+
 IDLE_CASES = [  # preset, its options, whether tokens without an advantage are left out
     ("grpo", {}, True),
     ("dapo", {"metrics": "none"}, True),
@@ -497,13 +514,13 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
 
         return spy
 
-    monkeypatch.setattr(grpo_module, "linear_logprobs", counted(linear_logprobs))
+    monkeypatch.setattr(grpo_module, "wanted_logprobs", counted(wanted_logprobs))
     monkeypatch.setattr(one_pass_loss, "one_pass", counted(one_pass_loss.one_pass))
     found, grads = solve()
     expected_tokens = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
     assert seen == [expected_tokens.sum().item()]
     with monkeypatch.context() as patch:
-        patch.setattr(PolicyTerms, "tokens_with_a_say", lambda self, given: given.mask)
+        patch.setattr(PolicyTerms, "tokens_with_a_say", lambda self, given: None)
         expected, expected_grads = solve()
     torch.testing.assert_close(found.loss, expected.loss)
     for name, metric in expected.metrics.items():
@@ -564,4 +581,6 @@ def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(o
     for mine, theirs in zip(*(torch.autograd.grad(value, leaves) for value in (found, expected)), strict=True):
         torch.testing.assert_close(mine, theirs)
     given = loss.terms.check(batch, ids.shape, ids.device)
-    assert loss.terms.tokens_with_a_say(given).any() != left_out
+    say = loss.terms.tokens_with_a_say(given)
+    assert (say is not None) == left_out
+    assert say is None or not say.any()

@@ -1,5 +1,7 @@
 """Which tokens count: the Triton kernel and plain PyTorch beside a loop."""
 
+import math
+
 import pytest
 import torch
 
@@ -22,6 +24,32 @@ def test_select(kernels, tokens, mask, outside, monkeypatch):
     expected = [place for place in range(tokens) if keep[place] and ids[place] >= 0]
     beyond = [ids[place] for place in expected if ids[place] >= VOCAB]
     assert found.dtype == numbers.dtype == torch.int64
+    assert found[: len(expected)].tolist() == expected
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1)]
+
+
+@pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("shape", [(5, 30), (5, 1), (5, 0), (0, 30), (150,)])
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_only_wanted_tokens_are_listed_and_all_that_count_are_looked_at(
+    kernels, shape, per_sequence, masked, dtype, monkeypatch
+):
+    monkeypatch.setattr(selection_triton, "BLOCK", 64)
+    targets = torch.randint(-20, VOCAB + 10, shape, device=DEVICE)
+    mask = torch.rand(shape, device=DEVICE) < 0.6 if masked else None
+    column_shape = (shape[0], 1) if per_sequence and len(shape) == 2 else shape
+    wanted = torch.randn(column_shape, device=DEVICE) * (torch.rand(column_shape, device=DEVICE) < 0.5)
+    wanted[:1] = math.nan  # is not 0
+    wanted = wanted.to(dtype)
+    found, numbers = kernels.select(targets, mask, VOCAB, wanted)
+    ids, keep = targets.flatten().tolist(), [True] * targets.numel() if mask is None else mask.flatten().tolist()
+    say = [value != 0 for value in wanted.expand(shape).flatten().tolist()]
+    counted = [place for place in range(targets.numel()) if keep[place] and ids[place] >= 0]
+    expected = [place for place in counted if say[place]]
+    beyond = [ids[place] for place in counted if ids[place] >= VOCAB]
+    assert found.shape == (targets.numel(),)
     assert found[: len(expected)].tolist() == expected
     assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1)]
 

@@ -81,6 +81,7 @@ ALLOWED = {
         "plan",
         "logprobs",
         "low_rank",
+        "tokens",
         "policy",
         "kernels.transform",
         "distributed",

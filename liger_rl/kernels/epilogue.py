@@ -252,8 +252,8 @@ def gemm_fold(
 ) -> Fold:
     """The whole fold of hidden @ weight.T, where `applies` says so."""
     n = hidden.shape[0]
-    state = Fold.start(n, hidden.device, entropy=entropy, extras=extras)
-    bytes_per_token = 4 * _kinds(state) * triton.cdiv(weight.shape[0], TILE_VOCAB)
+    state = Fold.start(n, hidden.device, entropy=entropy, extras=extras, written=True)
+    bytes_per_token = 4 * _kinds(state) * -(-weight.shape[0] // TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
     for start in range(0, n, step):
         rows = slice(start, start + step)
@@ -279,7 +279,7 @@ def _fold_rows(
     kept: Kept | None,
 ) -> None:
     n, vocab = hidden.shape[0], weight.shape[0]
-    tiles = triton.cdiv(vocab, TILE_VOCAB)
+    tiles = -(-vocab // TILE_VOCAB)
     parts = Fold._make(
         # The target is in one tile alone: its kernel writes it where it belongs.
         whole
@@ -331,7 +331,7 @@ def gemm_grad(
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
     words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
-    width = triton.cdiv(vocab, words_per_alignment) * words_per_alignment
+    width = -(-vocab // words_per_alignment) * words_per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
     programs = device_programs(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.

@@ -10,8 +10,9 @@ from liger_rl.kernels.triton import on
 BLOCK, WARPS = 4096, 8
 
 
-@triton.jit
-def _select_kernel(targets, mask, positions, numbers, tokens, vocab, BLOCK: tl.constexpr):
+# Lengths differ from batch to batch, and nothing here is faster for knowing what divides them.
+@triton.jit(do_not_specialize=["tokens", "each"])
+def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
     # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
@@ -20,10 +21,13 @@ def _select_kernel(targets, mask, positions, numbers, tokens, vocab, BLOCK: tl.c
         token = first + tl.arange(0, BLOCK)
         inside = token < tokens
         target = tl.load(targets + token, mask=inside, other=0).to(tl.int64)
-        live = inside & (target >= 0)
+        counted = inside & (target >= 0)
         if mask is not None:
-            live = live & (tl.load(mask + token, mask=inside, other=0) != 0)
-        outside = live & (target >= vocab)
+            counted = counted & (tl.load(mask + token, mask=inside, other=0) != 0)
+        live = counted
+        if wanted is not None:
+            live = live & (tl.load(wanted + token // each, mask=inside, other=0) != 0)
+        outside = counted & (target >= vocab)
         here = live.to(tl.int32)
         tl.store(positions + count + tl.cumsum(here, 0) - 1, token.to(tl.int64), mask=live)
         count += tl.sum(here)
@@ -34,17 +38,20 @@ def _select_kernel(targets, mask, positions, numbers, tokens, vocab, BLOCK: tl.c
     tl.store(numbers + 2, largest)
 
 
-def select(targets: Tensor, mask: Tensor | None, vocab: int) -> tuple[Tensor, Tensor]:
+def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `selection.select`."""
-    positions = torch.empty(targets.shape, dtype=torch.int64, device=targets.device)
+    tokens = targets.numel()
+    positions = torch.empty(tokens, dtype=torch.int64, device=targets.device)
     numbers = torch.empty(3, dtype=torch.int64, device=targets.device)
     with on(targets.device):
         _select_kernel[(1,)](
             targets.contiguous(),
             None if mask is None else mask.contiguous(),
+            None if wanted is None else wanted.contiguous(),
             positions,
             numbers,
-            targets.numel(),
+            tokens,
+            1 if wanted is None else tokens // max(wanted.numel(), 1),
             vocab,
             BLOCK=BLOCK,
             num_warps=WARPS,

@@ -107,8 +107,9 @@ class PolicyTerms:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
         return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
 
-    def tokens_with_a_say(self, given: AlignedBatch) -> Tensor:
-        """bool, shaped like the log-probabilities: the tokens whose log-probabilities the result depends on.
+    def tokens_with_a_say(self, given: AlignedBatch) -> Tensor | None:
+        """Other than 0 at those of the tokens that count whose log-probabilities the result depends on; shaped like
+        them, or (B, 1). None for all that count.
 
         In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
         """
@@ -119,12 +120,18 @@ class PolicyTerms:
             and not self.needs_entropy
             and self.metrics in ("none", "loss")
         )
-        return given.mask & (given.advantages != 0) if idle else given.mask
+        return _unexpanded(given.advantages) if idle else None
 
-    def may_have_gradient(self, given: AlignedBatch) -> Tensor:
-        """bool, shaped like the log-probabilities: the tokens that may have a gradient, as far as can be known."""
+    def may_have_gradient(self, given: AlignedBatch) -> Tensor | None:
+        """Other than 0 at those that may have a gradient, as far as can be known, in the same way; the tokens with a
+        say, where that are not all."""
         penalised = self.entropy_bonus.entropy_coef != 0.0 or self.kl.beta != 0.0
-        return given.mask if penalised else given.mask & (given.advantages != 0)
+        return None if penalised else _unexpanded(given.advantages)
+
+
+def _unexpanded(column: Tensor) -> Tensor:
+    """(B, 1) of a column that was expanded to (B, T), so that nobody writes it out."""
+    return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
 
 
 def _says_of_its_formula(part: Any, name: str) -> bool:

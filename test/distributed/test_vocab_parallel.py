@@ -508,6 +508,24 @@ def test_a_loss_of_fixed_shape_does_not_know_the_whole_vocabulary(ranks):
         assert message.startswith("fixed_shape must be False with vocab_parallel")
 
 
+def loss_with_an_id_outside(rank, advantage):
+    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
+    ids[0, 0] = 1000
+    advantages = torch.tensor([advantage, 1.0])
+    loss = FusedLinearGRPOLoss("grpo")
+    try:
+        return loss(torch.zeros(2, 3, HIDDEN), weight, ids, advantages, vocab_parallel=place).loss.item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_ids_of_tokens_without_a_say_are_not_looked_at(ranks):
+    assert all(
+        "1 of them are not, the largest is 1000" in message for message in ranks.run(loss_with_an_id_outside, 1.0)
+    )
+    assert set(ranks.run(loss_with_an_id_outside, 0.0)) == {-0.5}
+
+
 def compiled_head(rank):
     weight, ids, place = torch.randn(5, HIDDEN), torch.ones(3).long(), VocabParallel(rank.group, 5 * rank.index)
     loss = FusedLinearGRPOLoss("dapo")
