@@ -42,14 +42,23 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class ChosenBlocks:
+    """Blocks chosen on the device, of which the host knows nothing yet."""
+
+    order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS of which make a row of blocks; without a gradient last
+    scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
+    numbers: HostAnswer  # see `choice.count`
+
+
+@dataclass(frozen=True)
 class BlockPlan:
     """The blocks to compute, known to the host as far as it must plan for them."""
 
-    rows: Tensor  # (n,) tokens with a gradient, in the order in which BLOCK_TOKENS of them make a row of blocks
-    scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    rows: Tensor  # (n,) tokens with a gradient, in their order
+    scales: Tensor  # (row blocks, tiles) of these, see `ChosenBlocks`
     counts: list[int]  # blocks kept in each tile
-    means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
-    weight_sums: Tensor | None  # (padded tiles, H) of the weight's rows over each tile, for the gradient of hidden
+    means: Tensor  # (n, padded tiles), see `ChosenBlocks`
     certain: int  # blocks of scale 1, the same for every seed
 
     @property
@@ -61,22 +70,17 @@ class BlockPlan:
         return self.certain / max(self.scales.numel(), 1)
 
 
-def plan_blocks(
+def choose_blocks(
     known: TileBounds,
     statistics: TokenStatistics,
     tokens: TokenGradients,
     targets: Tensor,
     transform: LogitTransform,
     tolerance: Tolerance,
-    weight: Tensor,  # (V, H)
+    vocab: int,
     compute_dtype: torch.dtype,
-    *,
-    hidden_needed: bool,
-) -> BlockPlan:
-    """Choose on the device, then tell the host how much there is to do: the backward's one host sync.
-
-    The device adds up the weight's rows meanwhile, whether or not there turn out to be blocks enough to leave out.
-    """
+) -> ChosenBlocks:
+    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
     kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
     ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance.relative)
     order = ranking.key.argsort(stable=True)
@@ -84,14 +88,17 @@ def plan_blocks(
     scales = chooser.choose(energies, ranking.budget)
     if tolerance.seed is not None:
         scales = _sampled(energies, scales != 0, tolerance.seed)
-    answer = HostAnswer(chooser.count(scales, ranking.key))
-    vocab = weight.shape[0]
+    numbers = HostAnswer(chooser.count(scales, ranking.key))
     means = chooser.tile_means(known, statistics, tokens, targets, order, scales, transform, vocab, compute_dtype)
-    weight_sums = _tile_sums(weight, compute_dtype) if hidden_needed else None
-    wanted, *counts = answer.wait()
-    kept, certain = counts[: scales.shape[1]], counts[scales.shape[1] :]
-    row_blocks = -(-wanted // BLOCK_TOKENS)
-    return BlockPlan(order[:wanted], scales[:row_blocks], kept, means[:wanted], weight_sums, sum(certain))
+    return ChosenBlocks(order, scales, means, numbers)
+
+
+def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
+    """Tell the host how much there is to do: the backward's one host sync."""
+    wanted, *counts = chosen.numbers.wait()
+    tiles, row_blocks = chosen.scales.shape[1], -(-wanted // BLOCK_TOKENS)
+    kept, certain = counts[:tiles], counts[tiles:]
+    return BlockPlan(chosen.order[:wanted], chosen.scales[:row_blocks], kept, chosen.means[:wanted], sum(certain))
 
 
 def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:
@@ -114,6 +121,11 @@ def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:
     return torch.where(kept, 1.0, drawn)
 
 
+def hidden_from_means(means: Tensor, weight: Tensor) -> Tensor:
+    """(n, padded tiles) -> (n, H) float32: what the means of left-out blocks give the hidden states."""
+    return gemm.matmul(means, _tile_sums(weight, means.dtype))
+
+
 def grad_blocks(
     hidden: Tensor,  # (n, H) the rows of the plan, in the compute dtype
     weight: Tensor,  # (V, H)
@@ -121,15 +133,16 @@ def grad_blocks(
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
     plan: BlockPlan,
+    hidden_start: Tensor | None,  # (n, H) as `hidden_from_means` makes it, or None where hidden needs no gradient
     transform: LogitTransform,
-    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    needs: tuple[bool, bool],  # for weight, bias
     workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan alone."""
+    """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan and the means."""
     start = MeanGradients(
-        None if plan.weight_sums is None else gemm.matmul(plan.means, plan.weight_sums),
-        gemm.matmul(plan.means.T, hidden) if needs[1] else None,
-        gemm.column_sums(plan.means) if bias is not None and needs[2] else None,
+        hidden_start,
+        gemm.matmul(plan.means.T, hidden) if needs[0] else None,
+        gemm.column_sums(plan.means) if bias is not None and needs[1] else None,
     )
     given = (hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
     by_block = blocks_for(hidden.device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_rl.invariant import INVARIANT_TOKENS
-from liger_rl.kernels import gemm
+from liger_rl.kernels import gemm, scatter
 from liger_rl.kernels.limits import BLOCKS_BYTES, CAPABILITY, MIN_TOKENS, STATISTICS_BYTES, takes
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, ProjectionOptions, Tiles, kind_of, plan_tiles
@@ -112,8 +112,8 @@ class HeadShape:
         """The float32 sum of the gradient of the hidden states, unless it becomes the gradient itself."""
         if self.dtype == torch.float32 and not self.masked:
             return 0
-        rounded = min(self.tokens, MAX_CHUNK_TOKENS["cuda"]) * self.hidden_size * self.dtype.itemsize
-        return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked else 0)
+        rounded = min(self.tokens, scatter.ROWS) * self.hidden_size * self.dtype.itemsize
+        return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked and not self.cuda else 0)
 
     @property
     def bound_bytes(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import gemm, gemm_fold_for, kept_for
+from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
@@ -131,7 +131,10 @@ def _add_chunk(
     totals.empty = False
     if grad_rows is not None:
         assert totals.hidden is not None
-        totals.hidden[index] = grad_rows.to(totals.hidden.dtype)
+        if isinstance(index, slice):
+            totals.hidden[index] = grad_rows
+        else:
+            scatter_for(rows.device).scatter_rows(grad_rows, index, totals.hidden)
 
 
 class _Totals:

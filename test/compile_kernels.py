@@ -13,7 +13,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import LogitTransform
-from liger_rl.kernels import blocks, choice_triton, epilogue, kept_triton, rows_triton, selection_triton, tiles
+from liger_rl.kernels import (
+    blocks,
+    choice_triton,
+    epilogue,
+    kept_triton,
+    rows_triton,
+    scatter_triton,
+    selection_triton,
+    tiles,
+)
 from liger_rl.kernels import triton as tile_kernels
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
@@ -97,6 +106,11 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 
+def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
+    dtype = torch.bfloat16 if entropy else torch.float32
+    scatter_triton.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
+
+
 def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
@@ -130,7 +144,7 @@ def main() -> None:
 
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
-    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks)
+    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks, scattered_rows)
     for part, transform, entropy in itertools.product(parts, TRANSFORMS, (False, True)):
         part(transform, entropy)
     print(*sorted(compiled), sep="\n")

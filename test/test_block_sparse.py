@@ -8,7 +8,7 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
-from liger_rl.block_sparse import Tolerance, plan_blocks
+from liger_rl.block_sparse import Tolerance, choose_blocks, plan_blocks
 from liger_rl.kernels import bounds, choice, choice_for
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -104,10 +104,9 @@ def test_bound_holds(kind, transform, with_entropy):
     each = bounds.block_bounds(known, gradients, own, targets, torch.arange(tokens))
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
-        plan = plan_blocks(
-            known, statistics, gradients, targets, transform, Tolerance(relative=relative, seed=None),
-            torch.randn(vocab, 8), torch.float32, hidden_needed=True,
-        )  # fmt: skip
+        tolerance = Tolerance(relative=relative, seed=None)
+        chosen = choose_blocks(known, statistics, gradients, targets, transform, tolerance, vocab, torch.float32)
+        plan = plan_blocks(chosen)
         assert plan.rows.sort().values.tolist() == list(range(tokens))
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[plan.rows] * (kept == 0)
@@ -267,10 +266,10 @@ def test_blocks_are_left_out(monkeypatch):
 def recorded_shares(monkeypatch):
     shares = []
 
-    def plan(*args, **given):
-        chosen = plan_blocks(*args, **given)
-        shares.append(chosen.share)
-        return chosen
+    def plan(chosen):
+        found = plan_blocks(chosen)
+        shares.append(found.share)
+        return found
 
     monkeypatch.setattr(linear_function, "plan_blocks", plan)
     return shares
@@ -411,8 +410,8 @@ def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch)
     """Not even numbers so large that their bounds overflow; and no block is counted in rows that are not there."""
     plans = []
 
-    def recorded(*args, **given):
-        plans.append(plan_blocks(*args, **given))
+    def recorded(chosen):
+        plans.append(plan_blocks(chosen))
         return plans[-1]
 
     monkeypatch.setattr(linear_function, "plan_blocks", recorded)

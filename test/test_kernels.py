@@ -12,7 +12,7 @@ from liger_rl.kernels import eager
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import triton
+from liger_rl.kernels import scatter, scatter_triton, triton
 
 # Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -409,3 +409,21 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
         assert error <= 3e-3
         assert error <= 1.1 * ((tiled.double() - truth).norm() / truth.norm()).item()
         assert torch.equal(mine, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (scatter.ROWS + 3, 9), (2, 5000)])
+@pytest.mark.parametrize("scattered", [scatter, scatter_triton], ids=["eager", "triton"])
+def test_rows_are_scattered(scattered, rows, size, dtype):
+    """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
+    if scattered is scatter_triton and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("Triton's interpreter truncates where the compiler rounds to bfloat16")
+    values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]
+    index = torch.randperm(2 * rows)[:rows].to(DEVICE)
+    out = torch.full((2 * rows, size), 7.0, device=DEVICE, dtype=dtype)
+    expected = out.clone()
+    expected[index] = values.to(dtype)
+    scattered.scatter_rows(values, index, out)
+    assert torch.equal(out, expected)
+    scattered.scatter_rows(values[:0], index[:0], out)
+    assert torch.equal(out, expected)

@@ -12,7 +12,7 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, linear_function, linear_logprobs
-from liger_rl.block_sparse import BlockPlan, plan_blocks
+from liger_rl.block_sparse import BlockPlan, ChosenBlocks, plan_blocks
 
 
 class Head(Base):
@@ -90,9 +90,9 @@ class Head(Base):
     def weight_gradient(self, inputs: Inputs) -> Tensor | None:
         return super().weight_gradient(inputs) if self._total is None else self._total
 
-    def _recorded(self, *args, **options) -> BlockPlan:
+    def _recorded(self, chosen: ChosenBlocks) -> BlockPlan:
         """The plan of a backward, looked at on its way: the host knows its share anyway."""
-        plan = plan_blocks(*args, **options)
+        plan = plan_blocks(chosen)
         self._share = plan.share
         return plan
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, choice, eager, kept, rows, selection
+from liger_rl.kernels import bounds, choice, eager, kept, rows, scatter, selection
 from liger_rl.kernels.statistics import Fold
 
 
@@ -78,6 +78,15 @@ def choice_for(device: torch.device) -> ModuleType:
     from liger_rl.kernels import choice_triton
 
     return choice_triton
+
+
+def scatter_for(device: torch.device) -> ModuleType:
+    """The module whose `scatter_rows` runs on `device`."""
+    if device.type != "cuda":
+        return scatter
+    from liger_rl.kernels import scatter_triton
+
+    return scatter_triton
 
 
 def kept_for(device: torch.device) -> ModuleType:

@@ -89,8 +89,8 @@ def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
     shares = []
     plan_blocks = linear_function.plan_blocks
 
-    def recorded(*args, **options):
-        plan = plan_blocks(*args, **options)
+    def recorded(chosen):
+        plan = plan_blocks(chosen)
         shares.append(plan.share)
         return plan
 
