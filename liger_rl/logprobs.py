@@ -175,7 +175,7 @@ class LinearOptions(NamedTuple):
 
 def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
     """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at."""
-    check_eager(inputs.vocab_parallel, *inputs[:5], inputs.wanted, *low_rank_tensors(inputs.low_rank))
+    check_eager(inputs.vocab_parallel, *inputs, *low_rank_tensors(inputs.low_rank))
     original = inputs.weight
     inputs = localized(inputs)
     hidden, weight, targets, mask, bias, low_rank, vocab_parallel, wanted = inputs
