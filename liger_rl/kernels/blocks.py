@@ -247,6 +247,8 @@ def grad_blocks(
 
 def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
     """Runs of tiles with at most so many blocks, at least one tile each."""
+    if sum(counts) <= most:
+        return [(0, len(counts))]
     spans, first, held = [], 0, 0
     for tile, count in enumerate(counts):
         if tile > first and held + count > most:

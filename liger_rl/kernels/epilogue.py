@@ -255,6 +255,10 @@ def gemm_fold(
     state = Fold.start(n, hidden.device, entropy=entropy, extras=extras, written=True)
     bytes_per_token = 4 * _kinds(state) * -(-weight.shape[0] // TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
+    if n <= step:
+        # Without the slices, each of which the product would wait for.
+        _fold_rows(hidden, weight, bias, targets, transform, state, bounds, kept)
+        return state
     for start in range(0, n, step):
         rows = slice(start, start + step)
         known = None if bounds is None else bounds.columns(rows)
