@@ -201,9 +201,9 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
         long[0],
-        *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (1024, 2048, 16384)),
         crossing,
         *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
+        *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (2048, 1024, 16384)),
         long[1],
     ]
 

@@ -2,9 +2,9 @@
 
     {"case": {...}, "variants": ["eager", "ours"], "device": "cuda", "quantities": ["memory", "time", "error"]}
 
-Inputs and gold are made once per request; the floor is timed in turn with the repeats of every variant. What one
-variant leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on
-CUDA the allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
+Inputs and gold are made once per request, the floor is timed after every variant, whose clock it has. What one variant
+leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on CUDA the
+allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
 """
 
 import gc
@@ -43,7 +43,6 @@ class Bench:
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, device
-        self._floors_run: set[bool] = set()
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -65,14 +64,10 @@ class Bench:
             "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
         }
 
-    def floor(self, *, gradients: bool) -> Products:
-        """Ready to be timed; to be dropped before a variant runs, which it would take memory from."""
-        products = Products(self.case, self.inputs, self.device, gradients=gradients)
-        if gradients not in self._floors_run:
-            # The first time, libraries load and choose their kernels.
-            products()
-            self._floors_run.add(gradients)
-        return products
+    def floor(self, *, gradients: bool) -> Timing:
+        """Of the products of a step, or of the logits alone, as often in a row as a variant: a GPU lowers its clock as
+        it warms up, and two of the same case are only comparable one right after the other."""
+        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device)
 
     @cached_property
     def small(self) -> "Bench":
@@ -165,27 +160,25 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, fl
     case, inputs, device = bench.case, bench.inputs, bench.device
     _clear_gradients(inputs)
     with torch.no_grad():
-        forward = measure_ms(compute, device, prepare_floor=lambda: bench.floor(gradients=False))
-    result = _with_floor("forward", forward)
-    if case.task != STEP:
-        return result | {"floor_tflops": case.floor_flops / forward.floor_ms / 1e9}
-    step = measure_ms(
-        lambda: _run(compute, case, inputs),
-        device,
-        before=lambda: _clear_gradients(inputs),
-        prepare_floor=lambda: bench.floor(gradients=True),
-        warm=warm,
-    )
-    _clear_gradients(inputs)
-    return result | _with_floor("step", step) | {"floor_tflops": case.floor_flops / step.floor_ms / 1e9}
+        forward = measure_ms(compute, device)
+    floor = bench.floor(gradients=False)
+    result = _with_floor("forward", forward, floor)
+    if case.task == STEP:
+        step = measure_ms(
+            lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm
+        )
+        _clear_gradients(inputs)
+        floor = bench.floor(gradients=True)
+        result |= _with_floor("step", step, floor)
+    return result | {"floor_tflops": case.floor_flops / floor.median_ms / 1e9}
 
 
-def _with_floor(name: str, timing: Timing) -> dict[str, float | int]:
+def _with_floor(name: str, timing: Timing, floor: Timing) -> dict[str, float | int]:
     return {
         f"{name}_ms": timing.median_ms,
         f"{name}_repeats": timing.repeats,
-        f"{name}_floor_ms": timing.floor_ms,
-        f"{name}_x_floor": timing.median_ms / timing.floor_ms,
+        f"{name}_floor_ms": floor.median_ms,
+        f"{name}_x_floor": timing.median_ms / floor.median_ms,
     }
 
 

@@ -1,4 +1,4 @@
-"""Median milliseconds of a callable, and of a floor beside it."""
+"""Median milliseconds of a callable."""
 
 import statistics
 import time
@@ -11,69 +11,42 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """How often to repeat: `most` times, no more than `least` once `seconds` are spent, once if that took `long`.
-
-    A floor has its turn after every `floor_every` repeats, at least once; its time counts too.
-    """
+    """How often to repeat: `most` times, no more than `least` once `seconds` are spent, once if that took `long`."""
 
     most: int
     least: int
     seconds: float
     long_seconds: float
-    floor_every: int
 
 
 REPEATS = {
-    "cuda": Repeats(most=9, least=3, seconds=0.7, long_seconds=3.0, floor_every=3),
-    # Few repeats on a processor that others may use: one floor for three would be no median.
-    "cpu": Repeats(most=5, least=3, seconds=5.0, long_seconds=60.0, floor_every=1),
+    "cuda": Repeats(most=7, least=3, seconds=0.35, long_seconds=3.0),
+    "cpu": Repeats(most=5, least=3, seconds=5.0, long_seconds=60.0),
 }
 
 
 class Timing(NamedTuple):
     median_ms: float
     repeats: int
-    floor_ms: float | None = None  # median; None where no floor was asked for
 
 
 def measure_ms(
-    run: Callable[[], object],
-    device: str,
-    before: Callable[[], object] = lambda: None,
-    *,
-    prepare_floor: Callable[[], Callable[[], object]] | None = None,
-    warm: bool = False,
+    run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, *, warm: bool = False
 ) -> Timing:
-    """Median over repeats, after one that does not count unless `run` is `warm`; `before` runs ahead, untimed.
-
-    `prepare_floor` returns a callable that is timed in turn with `run`: a GPU lowers its clock as it warms up, and only
-    what takes turns has had the same. Preparing is not timed, and what it returned is dropped before `run` has its turn
-    again, with all the memory there was.
-    """
-    repeats, once = REPEATS[device], _once_cuda if device == "cuda" else _once_cpu
+    """Median over repeats, after one that does not count unless `run` is `warm`; `before` runs ahead, untimed."""
+    repeats = REPEATS[device]
     if not warm:
         before()
         run()
     times: list[float] = []
-    floors: list[float] = []
-
-    def time_floor() -> None:
-        if prepare_floor is not None:
-            before()
-            floors.append(once(prepare_floor()))
-
     begun = time.perf_counter()
     while len(times) < repeats.most:
         spent = time.perf_counter() - begun
         if (times and spent >= repeats.long_seconds) or (len(times) >= repeats.least and spent >= repeats.seconds):
             break
         before()
-        times.append(once(run))
-        if len(times) % repeats.floor_every == 0:
-            time_floor()
-    if not floors:
-        time_floor()
-    return Timing(statistics.median(times), len(times), statistics.median(floors) if floors else None)
+        times.append(_once_cuda(run) if device == "cuda" else _once_cpu(run))
+    return Timing(statistics.median(times), len(times))
 
 
 def median_ms(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:
