@@ -115,7 +115,7 @@ def _forward(*args) -> list[Tensor]:
     tokens, vocab = head.targets.numel(), head.weight.shape[0]
     index = None
     if not options.fixed_shape:
-        index = live_tokens(head.targets, head.live, vocab, "weight").selection
+        index = live_tokens(head.targets, head.live, vocab, "weight")().selection
         head = head._replace(live=index)
     statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
     out = Outputs.empty(tokens, vocab, head.hidden.device, options)

@@ -236,6 +236,8 @@ def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
             (chunk_tokens, chunk_vocab), kernels_fit = plan.tiles, plan.kernels_fit
         ids = targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = weight.shape[0] if shard is None else shard.vocab
+        known_shape = fixed_shape or compiled
+        selected = None if known_shape else live_tokens(ids, mask, vocab, "weight", wanted=wanted)
         flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), ids.view(-1)
         if shard is not None:
             flat_targets = shard.local(flat_targets)
@@ -254,15 +256,15 @@ def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
             shard=shard,
         )
         live: Tensor | None  # mask, index or None, see `rows_of`
-        if fixed_shape:
+        if selected is not None:
+            # As late as possible: from this sync on the device waits for the host to launch the product.
+            live = selected().selection
+        elif fixed_shape:
             live = (counted_tokens(ids, mask, wanted) & (ids < vocab)).reshape(-1)
-        elif compiled:
+        else:
             # The operator raises for an id outside of the vocabulary, so those are wanted too.
             wanted = None if wanted is None else torch.logical_or(ids >= vocab, wanted)
             live = counted_tokens(ids, mask, wanted).reshape(-1)
-        else:
-            # As late as possible: from this sync on the device waits for the host to launch the product.
-            live = live_tokens(ids, mask, vocab, "weight", wanted=wanted).selection
         low_inputs = low_weight = None
         if low_rank:
             product = low_rank_inputs_op if compiled else None

@@ -112,7 +112,7 @@ def loss_in_one_pass(
         counts.append(counted_tokens(head.targets, head.mask).sum(1))
     if hopeful is not None:
         counts.append(counted_tokens(head.targets, head.mask, hopeful).sum()[None])
-    live = live_tokens(head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts)
+    live = live_tokens(head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts)()
     n, index = live.positions.numel(), live.selection
     row_counts = live.counts[: shape[0]] if in_rows else []
     selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n

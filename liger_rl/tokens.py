@@ -39,17 +39,23 @@ def live_tokens(
     *,
     wanted: Tensor | None = None,  # shaped like targets or (B, 1)
     counts: Sequence[Tensor] = (),  # integers (k,) each, which are read in the same sync
-) -> LiveTokens:
-    """Tokens that are neither masked nor negative, and wanted, if only some of them are: the forward's one host sync.
+) -> Callable[[], LiveTokens]:
+    """Tokens that are neither masked nor negative, and wanted, if only some of them are.
 
-    Raises:
-        ValueError: a token that is neither masked nor negative, wanted or not, is outside the vocabulary.
+    The device is asked at once; the call of what is returned is the forward's one host sync, and raises ValueError
+    where a token that is neither masked nor negative, wanted or not, is outside the vocabulary. What the host does in
+    between costs nothing.
     """
     positions, numbers = selection_for(targets.device).select(targets, mask, vocab, wanted)
-    count = (torch.cat([numbers, *counts]) if counts else numbers).tolist()
-    if count[1] > 0:
-        raise _outside(vocab, source, count[1], count[2])
-    return LiveTokens(positions[: count[0]], targets.numel(), count[3:])
+    answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
+
+    def wait() -> LiveTokens:
+        n, outside, largest, *others = answer.wait()
+        if outside > 0:
+            raise _outside(vocab, source, outside, largest)
+        return LiveTokens(positions[:n], targets.numel(), others)
+
+    return wait
 
 
 def ask_vocabulary(
