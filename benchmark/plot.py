@@ -95,6 +95,8 @@ def plot_time(results: dict[str, Any], path: Path) -> bool:
 
 def plot_rl(results: dict[str, Any], path: Path) -> bool:
     """Draw `path`; False where the batch was not measured. Of several heads, the first."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     rows = [row for row in _of_group(results, RL) if row.get("step_ms")]
     rows = [row for row in rows if row["case"] == rows[0]["case"] and row.get("grad_hidden_error")]
     if len(rows) < 2:
@@ -114,6 +116,8 @@ def plot_rl(results: dict[str, Any], path: Path) -> bool:
     errors.hlines(names, min(worst), worst, color="#dddddd", linewidth=1)
     errors.scatter(worst, names, color=colors, zorder=2)
     errors.set_xscale("log")
+    errors.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    errors.xaxis.set_minor_formatter(NullFormatter())
     errors.set_xlabel("relative gradient error, the larger of dH and dW")
     errors.grid(True, axis="x", color="#dddddd", linewidth=0.8)
     for panel in (times, errors):
@@ -217,10 +221,12 @@ PLOTS = {"memory": plot_memory, "time": plot_time, "rl": plot_rl, "entropy": plo
 
 
 def plot_directory(directory: Path) -> list[Path]:
-    """<plot>-<name>.png beside every <name>.json that has the rows for it."""
+    """<plot>-<name>.png beside every <name>.json of `benchmark.run` that has the rows for it."""
     drawn = []
     for source in sorted(directory.glob("*.json")):
         results = json.loads(source.read_text(encoding="utf-8"))
+        if not all("groups" in row for row in results["rows"]):
+            continue  # of row losses or of tensor parallelism, which lie beside them
         for name, draw in PLOTS.items():
             target = directory / f"{name}-{source.stem}.png"
             if draw(results, target):

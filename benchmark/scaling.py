@@ -23,7 +23,6 @@ from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYT
 PAGE = ROOT / "docs" / "distributed.md"
 RESULTS = ROOT / "benchmark" / "results"
 DEVICE, CASE = "nvidia-h200", "llama-3-8b"
-MEASURED = f"{DEVICE}-two-passes"  # a sharded head takes two
 BLOCK = re.compile(r"(<!-- begin scaling -->\n)(.*?)(<!-- end scaling -->)", re.DOTALL)
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,7 +48,7 @@ class Measured:
 
     @classmethod
     def load(cls) -> "Measured":
-        rows = json.loads((RESULTS / f"{MEASURED}.json").read_text(encoding="utf-8"))["rows"]
+        rows = json.loads((RESULTS / f"{DEVICE}.json").read_text(encoding="utf-8"))["rows"]
         row = next(row for row in rows if (row["case"], row["variant"]) == (CASE, "ours"))
         shape = {"tokens": row["rows"], "hidden_size": row["hidden_size"], "vocab": row["vocab"]}
         sharded = {

@@ -185,6 +185,13 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
         assert row["step_x_floor"] == row["step_ms"] / row["step_floor_ms"]
 
 
+def test_a_floors_tiles_are_aligned(monkeypatch):
+    monkeypatch.setattr(floor, "MIN_WORDS", 128)
+    case = replace(BATCH, vocab=1000)
+    monkeypatch.setitem(floor.TILE_BYTES, "cpu", 4 * case.live_rows * 333)
+    assert floor.Products(case, make_inputs(case, "cpu"), "cpu", gradients=False).words == 256
+
+
 @pytest.mark.parametrize("words", [7, 64, 500])
 @pytest.mark.parametrize("tile", [100, 1000, 1 << 20])
 def test_a_floor_in_pieces_is_the_whole_products(words, tile, monkeypatch):
@@ -428,6 +435,7 @@ def test_pictures_are_drawn_where_there_are_rows_for_them(tmp_path):
     rows += [a_row(long, variant, **numbers) for variant in ("ours", "ours-in-place")]
     (tmp_path / "some.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
     (tmp_path / "none.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": []}))
+    (tmp_path / "others.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": [{"variant": "ours"}]}))
     drawn = [path.name for path in plot.plot_directory(tmp_path)]
     assert drawn == [f"{name}-some.png" for name in ("memory", "time", "rl", "entropy")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
