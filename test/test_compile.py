@@ -137,7 +137,7 @@ def test_low_rank_terms(fixed, device):
 
 @pytest.mark.parametrize("why", ["a named chunk", "a low-rank term", "no epilogue"])
 def test_a_backward_without_bounds_is_exact(why, device, monkeypatch):
-    """As in eager mode: a tolerance leaves nothing out where blocks cannot be told apart, however little they matter."""
+    """As in eager mode: where blocks cannot be told apart, none is left out, however little it matters."""
     from liger_rl import linear_op
 
     x = tensors(device, shape=(600,))
