@@ -87,7 +87,7 @@ class HeadShape:
     def copies(self) -> int:
         """Bytes of the hidden states' copies."""
         sizes = self.tokens * self.hidden_size
-        selected = sizes * self.dtype.itemsize if self.masked else 0
+        selected = sizes * self.dtype.itemsize if self.masked or self.bounded else 0  # bounds put rows in order
         converted = sizes * self.itemsize if self.converts_rows else 0
         joined = self.tokens * (self.columns * self.itemsize + 16 * self.rank) if self.rank else 0
         return selected + converted + joined

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
-from liger_rl.kernels.bounds import ENTROPY_OCTAVES
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients
@@ -76,10 +75,12 @@ class Outputs(NamedTuple):
 
     statistics: TokenStatistics
     known: TileBounds | None
+    has_bounds: Tensor | None  # (1,) bool on the host: whether `known` was made; the backward is exact where it was not
     seed: Tensor | None  # (1,) int64 on the host
 
     def flat(self) -> list[Tensor]:
-        return [part for part in (*self.statistics, *(self.known or ()), self.seed) if part is not None]
+        parts = (*self.statistics, *(self.known or ()), self.has_bounds, self.seed)
+        return [part for part in parts if part is not None]
 
     @classmethod
     def named(cls, flat: list[Tensor] | tuple[Tensor, ...], options: OpOptions) -> "Outputs":
@@ -89,7 +90,7 @@ class Outputs(NamedTuple):
         known = None
         if options.bounded:
             known = TileBounds(*_wanted(parts, *[True] * 4, *[options.entropy] * 3))  # type: ignore[arg-type]
-        return cls(statistics, known, *_wanted(parts, options.unbiased))
+        return cls(statistics, known, *_wanted(parts, options.bounded, options.unbiased))
 
     @classmethod
     def empty(cls, tokens: int, vocab: int, device: torch.device, options: OpOptions) -> "Outputs":
@@ -102,7 +103,9 @@ class Outputs(NamedTuple):
         ]
         statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
         known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy) if options.bounded else None
-        return cls(statistics, known, torch.empty(1, dtype=torch.int64) if options.unbiased else None)
+        has_bounds = torch.empty(1, dtype=torch.bool, device="cpu") if options.bounded else None
+        seed = torch.empty(1, dtype=torch.int64, device="cpu") if options.unbiased else None
+        return cls(statistics, known, has_bounds, seed)
 
 
 def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
@@ -121,25 +124,22 @@ def _forward(*args) -> list[Tensor]:
     out = Outputs.empty(tokens, vocab, head.hidden.device, options)
     for whole, part in zip(out.statistics, statistics, strict=True):
         _place(whole, part, index)
-    if out.known is not None and known is None:
-        # Bounds that say nothing: code 0 is the largest energy there is.
-        known = TileBounds._make(None if part is None else torch.zeros_like(part) for part in out.known)
-        known.beside_target.fill_(1.0)
-        if known.entropy_beside_target is not None:
-            known.entropy_beside_target.fill_(2.0**ENTROPY_OCTAVES)
-        index = None
-    for whole, part in zip(out.known or (), known or (), strict=True):
-        _place(whole, part, index)
+    if out.known is not None and out.has_bounds is not None:
+        out.has_bounds.fill_(known is not None)
+        for whole, part in zip(out.known, known or [None] * len(out.known), strict=True):
+            _place(whole, part, index)
     if out.seed is not None:
         out.seed.random_(2**31)
     return out.flat()
 
 
 def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> None:
-    """(..., n) values -> their tokens of (..., N), zero elsewhere."""
-    if whole is None or part is None:
+    """(..., n) values -> their tokens of (..., N), zero elsewhere; zero everywhere for None."""
+    if whole is None:
         return
-    if index is None:
+    if part is None:
+        whole.zero_()
+    elif index is None:
         whole.copy_(part)
     else:
         whole.zero_().index_copy_(-1, index, part)
@@ -167,8 +167,9 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     )
     if not options.fixed_shape:
         head = head._replace(targets=torch.where(head.live, head.targets, 0), live=None)
+    known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
     settings = options.projection(out.seed)
-    gradients = token_gradients(head, out.statistics, out.known, grad_logps, grad_entropy, settings, tuple(needs))
+    gradients = token_gradients(head, out.statistics, known, grad_logps, grad_entropy, settings, tuple(needs))
     return [part.contiguous() for part in gradients if part is not None]
 
 
@@ -262,7 +263,7 @@ def linear_op(
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
-    differentiable = any(part is not None and part.requires_grad for part in inputs)
+    differentiable = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs)
     transform = options.transform
     flat = OpOptions(
         transform.temperature,
@@ -278,7 +279,7 @@ def linear_op(
         fixed_shape,
         options.batch_invariant,
         options.kernels_fit,
-        bounded=grad_tolerance != 0.0 and torch.is_grad_enabled() and differentiable,
+        bounded=grad_tolerance != 0.0 and differentiable and options.chunks_are_free and head.low_inputs is None,
     )
     statistics = Outputs.named(_forward(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)

@@ -141,7 +141,8 @@ def plan_linear_logprobs(
         FLOPs           2NHV forward; 2NHV (1 + hidden + weight) backward, of those that want a gradient;
                         one pass 2NHV (1 + hidden + weight)
         extra bytes     64 MiB of cuBLAS's on CUDA  +  256 N
-                        + copies of the hidden states (sNH where tokens may be masked, cNH in another dtype)
+                        + copies of the hidden states (sNH where tokens may be masked or blocks left out, cNH in another
+                        dtype)
                         + Tv (bytes per logit) + vH (bytes per column) + TH (bytes per row)
                         + backward: 4NH for the float32 sum of the hidden states' gradient, unless that is the gradient
         bytes per logit forward 4 (12 on CPU, where each step of the formulas is a tensor of its own, and 4 for each of

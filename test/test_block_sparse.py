@@ -405,6 +405,17 @@ def test_tokens_that_do_not_count(dead):
     assert not found[0][masked | zero].any()
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("tokens", [0, 700])
+def test_no_token_counts(tokens, unbiased):
+    """Gradients of zero, not an error: a micro-batch may hold masked tokens alone, or none."""
+    leaves, targets, grad = batch("sure", tokens=tokens)
+    mask = torch.zeros_like(targets)
+    found = gradients(leaves, targets, grad, mask=mask, entropy=True, grad_tolerance=0.1, unbiased=unbiased)
+    for mine, leaf in zip(found, leaves, strict=True):
+        assert torch.equal(mine, torch.zeros_like(leaf))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
 def test_what_tokens_without_a_gradient_hold_decides_nothing(value, monkeypatch):
     """Not even numbers so large that their bounds overflow; and no block is counted in rows that are not there."""

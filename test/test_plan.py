@@ -14,6 +14,7 @@ from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logpro
 from liger_rl import logprobs as room
 from liger_rl.head_memory import LIBRARY_BYTES
 from liger_rl.kernels import gemm
+from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.projection import ProjectionOptions
 
@@ -273,6 +274,16 @@ def test_kept_blocks_take_no_more_than_planned(budget):
     rows = 4 * tokens * hidden_size + 2 * tokens * hidden_size  # the sum of their gradient, and the live ones
     assert held * of_block + rows + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
     assert budget is None or plan.extra_bytes <= budget
+    assert plan.path == "block-sparse"
+
+
+def test_rows_in_an_order_of_their_own_are_planned():
+    """A tolerance copies the hidden states, though no token is masked."""
+    tokens, vocab, hidden_size = 32768, 128256, 8192
+    plan = plan_linear_logprobs(
+        tokens, vocab, hidden_size, **H200, masked=False, needs=(False, True), grad_tolerance=1e-3
+    )
+    assert 2 * tokens * hidden_size + BLOCKS_BYTES + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
     assert plan.path == "block-sparse"
 
 

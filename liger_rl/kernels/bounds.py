@@ -178,7 +178,7 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     energy = _energies(known, tokens, own, targets)[:, order]
     rows = -(-order.numel() // BLOCK_TOKENS)
     energy = torch.nn.functional.pad(energy, (0, rows * BLOCK_TOKENS - order.numel()))
-    return energy.view(-1, rows, BLOCK_TOKENS).sum(-1).T.contiguous()
+    return energy.view(energy.shape[0], rows, BLOCK_TOKENS).sum(-1).T.contiguous()
 
 
 def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> Tensor:

@@ -165,8 +165,8 @@ class MeanGradients(NamedTuple):
     """What the means of left-out blocks give, float32; None where it is not asked for."""
 
     hidden: Tensor | None  # (n, H)
-    weight: Tensor | None  # (tiles, H), the same for every word of a tile
-    bias: Tensor | None  # (tiles,)
+    weight: Tensor | None  # (tiles or more, H), the same for every word of a tile
+    bias: Tensor | None  # (tiles or more,)
 
 
 class TokenGradients(NamedTuple):
