@@ -34,9 +34,8 @@ class CallInputs(NamedTuple):
     bias: Tensor | None
     low_rank: Sequence[LowRank]
     vocab_parallel: VocabParallel | None
-    wanted: Tensor | None = (
-        None  # shaped like targets or (B, 1), 0 where a token's log-probability is not; None: all are
-    )
+    # Shaped like the targets or (B, 1), 0 where a token's log-probability is not wanted; None wants all.
+    wanted: Tensor | None = None
 
 
 def is_dtensor(value: object) -> bool:

@@ -1,5 +1,6 @@
 """Triton kernels against the eager ones, tile by tile; on CPU in Triton's interpreter."""
 
+import inspect
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs, projection
+from liger_rl import kernels as rooms
 from liger_rl.kernels import eager
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 
@@ -427,3 +429,22 @@ def test_rows_are_scattered(scattered, rows, size, dtype):
     assert torch.equal(out, expected)
     scattered.scatter_rows(values[:0], index[:0], out)
     assert torch.equal(out, expected)
+
+
+def test_every_device_has_its_kernels():
+    """What is called on CUDA is there, with the arguments of the plain function."""
+    names_of = {
+        rooms.for_device: ("fold", "grad"),
+        rooms.rows_for: ("fold_rows", "grad_rows"),
+        rooms.selection_for: ("select",),
+        rooms.bounds_for: ("rank_tokens", "block_bounds"),
+        rooms.choice_for: ("choose", "count", "tile_means"),
+        rooms.scatter_for: ("scatter_rows",),
+        rooms.kept_for: ("keep", "grad_kept", "scale_"),
+    }
+    for room, names in names_of.items():
+        plain, compiled = room(torch.device("cpu")), room(torch.device("cuda"))
+        assert plain is not compiled
+        for name in names:
+            expected = list(inspect.signature(getattr(plain, name)).parameters)
+            assert list(inspect.signature(getattr(compiled, name)).parameters) == expected, (plain, name)

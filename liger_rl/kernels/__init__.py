@@ -4,6 +4,7 @@ Nothing here knows what the log-probabilities are for.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -13,31 +14,24 @@ from liger_rl.kernels import bounds, choice, eager, kept, rows, scatter, selecti
 from liger_rl.kernels.statistics import Fold
 
 
+def _module(device: torch.device, plain: ModuleType, compiled: str) -> ModuleType:
+    """Triton's module on CUDA, which alone imports Triton, the plain one elsewhere."""
+    return import_module(f"{__name__}.{compiled}") if device.type == "cuda" else plain
+
+
 def for_device(device: torch.device) -> ModuleType:
     """The module whose `fold` and `grad` run on `device`: Triton on CUDA, plain PyTorch elsewhere."""
-    if device.type != "cuda":
-        return eager
-    from liger_rl.kernels import triton
-
-    return triton
+    return _module(device, eager, "triton")
 
 
 def rows_for(device: torch.device) -> ModuleType:
     """The module whose `fold_rows` and `grad_rows` run on `device`."""
-    if device.type != "cuda":
-        return rows
-    from liger_rl.kernels import rows_triton
-
-    return rows_triton
+    return _module(device, rows, "rows_triton")
 
 
 def selection_for(device: torch.device) -> ModuleType:
     """The module whose `select` runs on `device`."""
-    if device.type != "cuda":
-        return selection
-    from liger_rl.kernels import selection_triton
-
-    return selection_triton
+    return _module(device, selection, "selection_triton")
 
 
 def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:
@@ -64,38 +58,22 @@ def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | Non
 
 def bounds_for(device: torch.device) -> ModuleType:
     """The module whose `rank_tokens` and `block_bounds` run on `device`."""
-    if device.type != "cuda":
-        return bounds
-    from liger_rl.kernels import tiles
-
-    return tiles
+    return _module(device, bounds, "tiles")
 
 
 def choice_for(device: torch.device) -> ModuleType:
     """The module whose `choose`, `count` and `tile_means` run on `device`."""
-    if device.type != "cuda":
-        return choice
-    from liger_rl.kernels import choice_triton
-
-    return choice_triton
+    return _module(device, choice, "choice_triton")
 
 
 def scatter_for(device: torch.device) -> ModuleType:
     """The module whose `scatter_rows` runs on `device`."""
-    if device.type != "cuda":
-        return scatter
-    from liger_rl.kernels import scatter_triton
-
-    return scatter_triton
+    return _module(device, scatter, "scatter_triton")
 
 
 def kept_for(device: torch.device) -> ModuleType:
     """The module whose `keep`, `grad_kept` and `scale_` run on `device`."""
-    if device.type != "cuda":
-        return kept
-    from liger_rl.kernels import kept_triton
-
-    return kept_triton
+    return _module(device, kept, "kept_triton")
 
 
 def blocks_for(device: torch.device) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None:
