@@ -11,22 +11,17 @@ trained weight have much in common, so that a sum which is a thousandth off is a
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.host_answer import HostAnswer
-from liger_rl.kernels import blocks_for, bounds_for, choice_for, eager, gemm
-from liger_rl.kernels.choice import padded_tiles
-from liger_rl.kernels.statistics import (
-    BLOCK_TOKENS,
-    BLOCK_VOCAB,
-    MeanGradients,
-    TileBounds,
-    TokenGradients,
-    TokenStatistics,
-)
+from liger_rl.kernels import blocks_for, bounds_for, choice_for, gemm
+from liger_rl.kernels.block_plan import BlockPlan
+from liger_rl.kernels.statistics import BLOCK_TOKENS, TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.side_work import SideWork
 
 # With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
 # blocks that are left out come back for it on average, far fewer where their sizes differ.
@@ -47,27 +42,10 @@ class ChosenBlocks:
 
     order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS of which make a row of blocks; without a gradient last
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    lists: Any  # what `prepare` of the device's blocks made of the scales
     means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
+    from_means: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
     numbers: HostAnswer  # see `choice.count`
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """The blocks to compute, known to the host as far as it must plan for them."""
-
-    rows: Tensor  # (n,) tokens with a gradient, in their order
-    scales: Tensor  # (row blocks, tiles) of these, see `ChosenBlocks`
-    counts: list[int]  # blocks kept in each tile
-    means: Tensor  # (n, padded tiles), see `ChosenBlocks`
-    certain: int  # blocks of scale 1, the same for every seed
-
-    @property
-    def share(self) -> float:
-        """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
-
-        What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
-        """
-        return self.certain / max(self.scales.numel(), 1)
 
 
 def choose_blocks(
@@ -75,13 +53,21 @@ def choose_blocks(
     statistics: TokenStatistics,
     tokens: TokenGradients,
     targets: Tensor,
+    weight: Tensor,  # (V, H)
     transform: LogitTransform,
     tolerance: Tolerance,
-    vocab: int,
     compute_dtype: torch.dtype,
+    *,
+    needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
-    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
-    kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
+    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait.
+
+    All that blocks need is made here, whether or not there turn out to be enough to leave out: what the host has to do
+    after it has waited, the device waits for.
+    """
+    device = targets.device
+    kernels, chooser = bounds_for(device), choice_for(device)
+    sums = SideWork(device, lambda: chooser.tile_sums(weight, compute_dtype)) if needs_hidden else None
     ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance.relative)
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
@@ -89,16 +75,19 @@ def choose_blocks(
     if tolerance.seed is not None:
         scales = _sampled(energies, scales != 0, tolerance.seed)
     numbers = HostAnswer(chooser.count(scales, ranking.key))
-    means = chooser.tile_means(known, statistics, tokens, targets, order, scales, transform, vocab, compute_dtype)
-    return ChosenBlocks(order, scales, means, numbers)
+    means = chooser.tile_means(
+        known, statistics, tokens, targets, order, scales, transform, weight.shape[0], compute_dtype
+    )
+    lists = blocks_for(device).prepare(scales)
+    from_means = None if sums is None else gemm.matmul(means, sums.wait())
+    return ChosenBlocks(order, scales, lists, means, from_means, numbers)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     """Tell the host how much there is to do: the backward's one host sync."""
     wanted, *counts = chosen.numbers.wait()
     tiles, row_blocks = chosen.scales.shape[1], -(-wanted // BLOCK_TOKENS)
-    kept, certain = counts[:tiles], counts[tiles:]
-    return BlockPlan(chosen.order[:wanted], chosen.scales[:row_blocks], kept, chosen.means[:wanted], sum(certain))
+    return BlockPlan(chosen.scales[:row_blocks], chosen.lists, counts[:tiles], sum(counts[tiles:]), wanted)
 
 
 def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:
@@ -119,75 +108,3 @@ def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:
     draw = torch.rand(energies.shape, generator=generator, device=energies.device, dtype=torch.float64)
     drawn = torch.where(draw < probability, 1.0 / probability, 0.0).float()
     return torch.where(kept, 1.0, drawn)
-
-
-def hidden_from_means(means: Tensor, weight: Tensor) -> Tensor:
-    """(n, padded tiles) -> (n, H) float32: what the means of left-out blocks give the hidden states."""
-    return gemm.matmul(means, _tile_sums(weight, means.dtype))
-
-
-def grad_blocks(
-    hidden: Tensor,  # (n, H) the rows of the plan, in the compute dtype
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (n,)
-    tokens: TokenGradients,  # (n,) each
-    plan: BlockPlan,
-    hidden_start: Tensor | None,  # (n, H) as `hidden_from_means` makes it, or None where hidden needs no gradient
-    transform: LogitTransform,
-    needs: tuple[bool, bool],  # for weight, bias
-    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(n, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan and the means."""
-    start = MeanGradients(
-        hidden_start,
-        gemm.matmul(plan.means.T, hidden) if needs[0] else None,
-        gemm.column_sums(plan.means) if bias is not None and needs[1] else None,
-    )
-    given = (hidden, weight, bias, targets, tokens, plan.scales, plan.counts, transform, start)
-    by_block = blocks_for(hidden.device)
-    return _add_blocks(*given) if by_block is None else by_block(*given, workspace)
-
-
-def _tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(padded tiles, H) sums of the weight's rows over each tile."""
-    vocab, size = weight.shape
-    whole = vocab // BLOCK_VOCAB
-    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
-    sums[:whole] = weight[: whole * BLOCK_VOCAB].view(whole, BLOCK_VOCAB, size).sum(1, dtype=torch.float32)
-    if vocab % BLOCK_VOCAB:
-        sums[whole] = weight[whole * BLOCK_VOCAB :].sum(0, dtype=torch.float32)
-    return sums
-
-
-def _add_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
-    scales: Tensor,
-    counts: list[int],
-    transform: LogitTransform,
-    start: MeanGradients,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Plain PyTorch: the kept rows of one tile at a time."""
-    n, compute_dtype = hidden.shape[0], hidden.dtype
-    grad_weight = None if start.weight is None else torch.empty_like(weight)
-    grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
-    row_scales = scales.repeat_interleave(BLOCK_TOKENS, 0)[:n]
-    for tile in range(len(counts)):
-        span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
-        rows = row_scales[:, tile].nonzero().squeeze(1)
-        weight_tile, bias_tile = weight[span].to(compute_dtype), None if bias is None else bias[span]
-        logits = gemm.matmul(hidden[rows], weight_tile.T)
-        block = torch.empty_like(logits, dtype=compute_dtype)
-        scaled = tokens.take(rows).times(row_scales[rows, tile])
-        eager.grad(logits, targets[rows], span.start, bias_tile, transform, scaled, block)
-        if start.hidden is not None:
-            start.hidden.index_add_(0, rows, gemm.matmul(block, weight_tile))
-        if grad_weight is not None and start.weight is not None:
-            grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + start.weight[tile]
-        if grad_bias is not None and start.bias is not None:
-            grad_bias[span] = gemm.column_sums(block) + start.bias[tile]
-    return start.hidden, grad_weight, grad_bias

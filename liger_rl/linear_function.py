@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.block_sparse import choose_blocks, grad_blocks, hidden_from_means, plan_blocks
+from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.invariant import fold_invariant
-from liger_rl.kernels import scatter_for
+from liger_rl.kernels import blocks_for, scatter_for
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
@@ -107,7 +107,7 @@ def token_gradients(
             assert grad_entropy is not None
             grad_logps = torch.zeros_like(grad_entropy)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-        chosen = plan = picked = hidden_start = None
+        chosen = plan = picked = None
         if keeps_shape(live):
             live = live & has_gradient(tokens)
             tokens = tokens.silenced(live)
@@ -116,8 +116,8 @@ def token_gradients(
         else:
             assert options.tolerance is not None
             chosen = choose_blocks(
-                known, statistics, tokens, rows_of(targets, live), options.transform, options.tolerance,
-                weight.shape[0], options.compute_dtype,
+                known, statistics, tokens, rows_of(targets, live), weight, options.transform, options.tolerance,
+                options.compute_dtype, needs_hidden=needs[0],
             )  # fmt: skip
             picked = chosen.order
         if picked is not None:
@@ -125,26 +125,23 @@ def token_gradients(
             live = picked if live is None else live[picked]
         rows, row_targets = _gather(hidden, live, options.compute_dtype), rows_of(targets, live)
         if chosen is not None:
-            # Whether or not there turn out to be blocks enough to leave out: the device works while the host waits.
-            hidden_start = hidden_from_means(chosen.means, weight) if needs[0] else None
             plan = plan_blocks(chosen)
-            wanted = slice(plan.rows.numel())
+            wanted = slice(plan.wanted)
             assert live is not None
-            tokens, live, rows, row_targets = tokens.take(wanted), live[wanted], rows[wanted], row_targets[wanted]
-            if not plan.rows.numel() or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
-                chosen = plan = hidden_start = None
-            elif hidden_start is not None:
-                hidden_start = hidden_start[wanted]
-        if plan is None:
+            live = live[wanted]
+            if not plan.wanted or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+                tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
+                chosen = plan = None
+        if chosen is None or plan is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
             gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
             del low_rank
         else:
-            parts = grad_blocks(
-                rows, weight, bias, row_targets, tokens, plan, hidden_start, options.transform, needs[1:3],
-                options.blocks_bytes,
+            of_hidden, of_weight, of_bias = blocks_for(hidden.device).grad_blocks(
+                rows, weight, bias, row_targets, tokens, plan, chosen.means, chosen.from_means, options.transform,
+                needs[1:3], options.blocks_bytes,
             )  # fmt: skip
-            gradients = ProjectionGradients(*parts, None, None)
+            gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
         del rows
         if gradients.hidden is not None:
             gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from liger_rl import LogitTransform
 from liger_rl.kernels import (
-    blocks,
+    blocks_triton,
     choice_triton,
     epilogue,
     kept_triton,
@@ -24,13 +24,13 @@ from liger_rl.kernels import (
     tiles,
 )
 from liger_rl.kernels import triton as tile_kernels
+from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     EXTRAS,
     Fold,
-    MeanGradients,
     TileBounds,
     TileStatistics,
     TokenGradients,
@@ -125,9 +125,11 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     choice_triton.count(scales, order)
     given = (known, statistics(entropy), tokens, targets, order, scales, transform)
     choice_triton.tile_means(*given, V, torch.bfloat16)
-    start = MeanGradients(ones(N, H), ones(TILES, H), None if bias is None else ones(TILES))
+    choice_triton.tile_sums(weight, torch.bfloat16)
     scales, counts = ones(row_blocks, TILES), [row_blocks] * TILES
-    blocks.grad_blocks(hidden, weight, bias, targets, tokens, scales, counts, transform, start, 1 << 20)
+    plan = BlockPlan(scales, blocks_triton.prepare(scales), counts, row_blocks * TILES, N)
+    means, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
+    blocks_triton.grad_blocks(hidden, weight, bias, targets, tokens, plan, means, ones(N, H), transform, needs, 1 << 20)
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
 from liger_rl.block_sparse import Tolerance, choose_blocks, plan_blocks
-from liger_rl.kernels import bounds, choice, choice_for
+from liger_rl.kernels import blocks, bounds, choice, choice_for
+from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
-    MeanGradients,
     TileBounds,
     TileStatistics,
     TokenGradients,
@@ -105,22 +105,27 @@ def test_bound_holds(kind, transform, with_entropy):
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
         tolerance = Tolerance(relative=relative, seed=None)
-        chosen = choose_blocks(known, statistics, gradients, targets, transform, tolerance, vocab, torch.float32)
-        plan = plan_blocks(chosen)
-        assert plan.rows.sort().values.tolist() == list(range(tokens))
+        weight = torch.randn(vocab, 8)
+        given = (known, statistics, gradients, targets, weight, transform, tolerance, torch.float32)
+        chosen = choose_blocks(*given, needs_hidden=True)
+        plan, order = plan_blocks(chosen), chosen.order
+        assert order.sort().values.tolist() == list(range(tokens))
+        assert plan.wanted == tokens
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
-        left_out = exact[plan.rows] * (kept == 0)
+        left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        means = plan.means.double() * (transform.temperature / transform.scale)
+        by_word = chosen.means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        torch.testing.assert_close(chosen.from_means, by_word @ weight, rtol=1e-4, atol=1e-5 * by_word.abs().max())
+        means = chosen.means.double() * (transform.temperature / transform.scale)
         by_word = means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         assert not by_word[kept != 0].any()
         assert (left_out - by_word).norm() <= relative * exact.norm()
         if transform.softcap is None:
             # What is kept and the means add up to what the gradient adds up to: nothing. Float32 knows no less than
             # a millionth of a token's dL/dlogp.
-            sums = (exact[plan.rows] * kept + by_word).sum(1)
-            size = grad_logps[plan.rows].abs() + (grad_entropy[plan.rows].abs() if with_entropy else 0.0)
-            assert (sums.abs() <= 2e-3 * exact[plan.rows].abs().sum(1) + 1e-6 * size).all()
+            sums = (exact[order] * kept + by_word).sum(1)
+            size = grad_logps[order].abs() + (grad_entropy[order].abs() if with_entropy else 0.0)
+            assert (sums.abs() <= 2e-3 * exact[order].abs().sum(1) + 1e-6 * size).all()
         assert plan.counts == (plan.scales != 0).sum(0).tolist()
         assert 0 < plan.share <= 1
 
@@ -289,7 +294,7 @@ def test_flat_distributions_take_the_dense_products(monkeypatch):
     """Where nearly every block is kept the exact backward is the faster one, and it is what runs."""
     leaves, targets, grad = batch("unsure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     shares = recorded_shares(monkeypatch)
-    monkeypatch.setattr(linear_function, "grad_blocks", None)  # would be called in vain
+    monkeypatch.setattr(linear_function, "blocks_for", None)  # would be called in vain
     found = gradients(leaves, targets, grad, grad_tolerance=1e-5)
     assert shares == [1.0]
     for mine, other in zip(found, gradients(leaves, targets, grad), strict=True):
@@ -485,12 +490,13 @@ KERNEL_CASES = [
 ]
 
 
+@pytest.mark.parametrize("workspace", [3 * BLOCK_TOKENS * BLOCK_VOCAB * 2, 1 << 30], ids=["spans", "whole"])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"), KERNEL_CASES)
-def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, monkeypatch):
-    """Triton's against plain PyTorch's, in several spans of tiles."""
+def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, workspace):
+    """Triton's against plain PyTorch's, in several spans of tiles and in one."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import blocks
+    from liger_rl.kernels import blocks_triton
 
     skip_where_misread(hidden_size)
     hidden = torch.randn(tokens, hidden_size).to(DEVICE, LOW)
@@ -505,15 +511,22 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
     scales = torch.randint(3, (rows, tiles)).float()
     scales[:, tiles // 2] = 0  # a tile without a block
-    means = torch.randn(tokens, hidden_size), torch.randn(tiles, hidden_size), torch.randn(tiles)
+    scales = scales.to(DEVICE)
+    wanted = tokens - tokens // 5  # the others hold what must not get into a sum
+    scales[math.ceil(wanted / BLOCK_TOKENS) :] = 0
+    hidden[wanted:] = torch.nan
+    means = torch.randn(tokens, tiles).to(DEVICE, LOW)
+    from_means = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
+    counts, certain = (scales != 0).sum(0).tolist(), int((scales == 1).sum())
+    found, expected = (
+        kernels.grad_blocks(
+            hidden, weight, biases, targets, per_token,
+            BlockPlan(scales[: math.ceil(wanted / BLOCK_TOKENS)], kernels.prepare(scales), counts, certain, wanted),
+            means, None if from_means is None else from_means.clone(), transform, needs[1:], workspace,
+        )
+        for kernels in (blocks_triton, blocks)
+    )  # fmt: skip
     needs = (*needs[:2], needs[2] and bias)
-    starts = [
-        MeanGradients(*(part.clone().to(DEVICE) if needed else None for part, needed in zip(means, needs, strict=True)))
-        for _ in range(2)
-    ]
-    inputs = (hidden, weight, biases, targets, per_token, scales.to(DEVICE), (scales != 0).sum(0).tolist(), transform)
-    expected = block_sparse._add_blocks(*inputs, starts[0])
-    found = blocks.grad_blocks(*inputs, starts[1], 3 * BLOCK_TOKENS * BLOCK_VOCAB * 2)
     for mine, other, needed in zip(found, expected, needs, strict=True):
         assert (mine is None) == (other is None)
         if other is not None:
@@ -617,6 +630,19 @@ def test_means_as_kernels(tokens, vocab, transform, entropy):
     assert found[:, :tiles].any()
 
 
+@pytest.mark.parametrize(("vocab", "size"), [(1000, 72), (256, 300), (5, 1), (2304, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_tiles_as_kernels(vocab, size, dtype):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    weight = torch.randn(vocab, size, dtype=dtype, device=DEVICE)
+    for given in (weight, weight.T.contiguous().T):
+        found = choice_triton.tile_sums(given, dtype)
+        assert found.shape == (choice.padded_tiles(vocab), size)
+        torch.testing.assert_close(found, choice.tile_sums(weight, dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("entropy", [False, True])
 def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
@@ -633,7 +659,8 @@ def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
     grad = torch.randn(tokens, device="cuda")
     shares = recorded_shares(monkeypatch)
     found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
-    monkeypatch.setattr(block_sparse, "blocks_for", lambda device: None)
+    for module in (block_sparse, linear_function):
+        monkeypatch.setattr(module, "blocks_for", lambda device: blocks)
     plain = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
     assert shares[0] == shares[1]
     assert 0 < shares[0] < linear_function.DENSE_SHARE["cuda"]

@@ -12,7 +12,8 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, linear_function, linear_logprobs
-from liger_rl.block_sparse import BlockPlan, ChosenBlocks, plan_blocks
+from liger_rl.block_sparse import ChosenBlocks, plan_blocks
+from liger_rl.kernels.block_plan import BlockPlan
 
 
 class Head(Base):

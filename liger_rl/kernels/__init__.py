@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import bounds, choice, eager, kept, rows, scatter, selection
+from liger_rl.kernels import blocks, bounds, choice, eager, kept, rows, scatter, selection
 from liger_rl.kernels.statistics import Fold
 
 
@@ -62,7 +62,7 @@ def bounds_for(device: torch.device) -> ModuleType:
 
 
 def choice_for(device: torch.device) -> ModuleType:
-    """The module whose `choose`, `count` and `tile_means` run on `device`."""
+    """The module whose `choose`, `count`, `tile_means` and `tile_sums` run on `device`."""
     return _module(device, choice, "choice_triton")
 
 
@@ -76,10 +76,6 @@ def kept_for(device: torch.device) -> ModuleType:
     return _module(device, kept, "kept_triton")
 
 
-def blocks_for(device: torch.device) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None:
-    """The gradients from chosen blocks as kernels of their own, None on a device without them."""
-    if device.type != "cuda":
-        return None
-    from liger_rl.kernels import blocks
-
-    return blocks.grad_blocks
+def blocks_for(device: torch.device) -> ModuleType:
+    """The module whose `prepare` and `grad_blocks` run on `device`."""
+    return _module(device, blocks, "blocks_triton")

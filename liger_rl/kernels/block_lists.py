@@ -17,13 +17,15 @@ ITEMS = 16  # rows or tiles of which a program finds the places in their order
 
 
 class BlockLists(NamedTuple):
-    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks."""
+    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks.
 
-    total: int
-    row: Tensor  # (total,) int32, row of blocks
-    tile: Tensor  # (total,) int32, tile among all of the vocabulary, ascending
-    scale: Tensor  # (total,) float32
-    by_row: Tensor  # (total,) int32 positions, row by row
+    There is room for `most` of them, what comes after the last kept one meaning nothing.
+    """
+
+    row: Tensor  # (most,) int32, row of blocks
+    tile: Tensor  # (most,) int32, tile among all of the vocabulary, ascending
+    scale: Tensor  # (most,) float32
+    by_row: Tensor  # (most,) int32 positions, row by row
     row_end: Tensor  # (row blocks,) int32 into by_row
     row_count: Tensor  # (row blocks,) int32
     row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
@@ -32,18 +34,17 @@ class BlockLists(NamedTuple):
     tile_order: Tensor  # (tiles of the span,) int32
 
     @classmethod
-    def of(cls, scales: Tensor, first: int, total: int) -> "BlockLists":
-        """`scales` (row blocks, tiles of the span), the first of which is tile `first`; the host knows their total."""
+    def of(cls, scales: Tensor, first: int, most: int) -> "BlockLists":
+        """Of `scales` (row blocks, tiles of the span), the first of which is tile `first`, at most so many kept."""
         rows, tiles = scales.shape
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.
         ints = partial(torch.empty, dtype=torch.int32, device=scales.device)
         lists = cls(
-            total,
-            row=ints(total),
-            tile=ints(total),
-            scale=scales.new_empty(total),
-            by_row=ints(total),
+            row=ints(most),
+            tile=ints(most),
+            scale=scales.new_empty(most),
+            by_row=ints(most),
             row_end=ints(rows),
             row_count=ints(rows),
             row_order=ints(rows),
@@ -101,7 +102,7 @@ def _count_kernel(
 @triton.jit
 def _list_row(
     row, scales, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, block_scale, by_row,  # (total,)
+    block_row, block_tile, block_scale, by_row,  # (most,)
     tiles, first,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +151,7 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
 @triton.jit(do_not_specialize=["rows", "tiles", "first"])
 def _list_kernel(
     scales, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, block_scale, by_row,  # (total,)
+    block_row, block_tile, block_scale, by_row,  # (most,)
     row_end, row_order, tile_end, tile_order, rows, tiles, first,
     STEP: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip

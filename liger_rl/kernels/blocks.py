@@ -1,345 +1,56 @@
-"""Gradients from chosen blocks alone, as persistent Triton products.
-
-The kept blocks of dL/dlogits are recomputed and stored one after another, tile by tile of the vocabulary. The hidden
-states' gradient sums, for each row of blocks, their products with the weight; the weight's sums, for each tile, their
-products with the hidden states. Every sum has one program and a fixed order: no atomics, the same bits on every run.
-"""
+"""Gradients from chosen blocks alone, in plain PyTorch, on any device: the kept rows of one tile at a time."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.block_lists import BlockLists
-from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, MeanGradients, TokenGradients
+from liger_rl.kernels import eager, gemm
+from liger_rl.kernels.block_plan import BlockPlan, MeanGradients
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import on, transform_constants
-
-# One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
-# gradients 0.96 / 0.38 / 0.24 ms, then hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns
-# of the weight rather than a row) and weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the
-# dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
-# 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle. These
-# were with two tiles in flight; with three, because addresses are known a step ahead, the last is 1.90 ms.
-STEP = 64  # of the sums over a block's tokens or words
-HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
-STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
 
 
-@triton.jit
-def _blocks_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (V, H)
-    out,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
-    block_row,
-    block_tile,
-    block_scale,
-    count,
-    bias,
-    targets,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
-    tokens,
-    vocab,
-    hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-    TILE_HIDDEN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
-        row, tile = tl.load(block_row + block), tl.load(block_tile + block)
-        token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-        live = token < tokens
-        logits = tile_logits(
-            hidden, weight, bias, row, tile, column, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
-        grad = tile_gradient(
-            logits, token, live, column, targets, 0, lse_of, grad_logps, at_target, entropies, grad_entropies,
-            gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-        )  # fmt: skip
-        grad = tl.where(live[:, None] & (column < vocab)[None, :], grad * tl.load(block_scale + block), 0.0)
-        out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
+def prepare(scales: Tensor) -> Tensor:
+    """(row blocks, tiles) -> what `grad_blocks` needs of them, made before the host knows any of it.
 
-
-@triton.jit
-def _sum_row(
-    item, blocks, weight, out, block_tile, by_row, row_end, row_count, row_order, tokens, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Some columns of the hidden states' gradient for one row of blocks."""
-    STEPS: tl.constexpr = TILE_VOCAB // STEP
-    parts = tl.cdiv(hidden_size, COLUMNS)
-    # Neighbours share a row's blocks, and its tiles of the weight.
-    row, part = tl.load(row_order + item // parts), item % parts
-    total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
-    end = tl.load(row_end + row)
-    first = end - tl.load(row_count + row)
-    # Which block comes next is loaded a step ahead: a tile whose address is loaded in its own step is fetched one step
-    # before it is used, and not two.
-    block = tl.load(by_row + first, mask=first < end, other=0)
-    tile = tl.load(block_tile + block, mask=first < end, other=0)
-    for step in tl.range(first * STEPS, end * STEPS):
-        word = (step % STEPS) * STEP
-        grad = blocks.load([block * TILE_TOKENS, word])
-        total = tl.dot(grad, weight.load([tile * TILE_VOCAB + word, part * COLUMNS]), total)
-        block = tl.load(by_row + tl.minimum((step + 1) // STEPS, end - 1))
-        tile = tl.load(block_tile + block)
-    token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
-    place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
-    inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-    tl.store(place, total + tl.load(place, mask=inside, other=0.0), mask=inside)
-
-
-@triton.jit
-def _sum_tile(
-    item, blocks, hidden, out, start, block_row, tile_end, tile_count, tile_order, first, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Some columns of the weight's gradient for one tile of words, onto what each of them starts from."""
-    STEPS: tl.constexpr = TILE_TOKENS // STEP
-    parts = tl.cdiv(hidden_size, COLUMNS)
-    # Neighbours share a tile's blocks.
-    tile, part = tl.load(tile_order + item // parts), item % parts
-    total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
-    end = tl.load(tile_end + tile)
-    start_block = end - tl.load(tile_count + tile)
-    row = tl.load(block_row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
-    for step in tl.range(start_block * STEPS, end * STEPS):
-        token = (step % STEPS) * STEP
-        grad = blocks.load([step // STEPS * TILE_TOKENS + token, 0])
-        total = tl.dot(grad.T, hidden.load([row * TILE_TOKENS + token, part * COLUMNS]), total)
-        row = tl.load(block_row + tl.minimum((step + 1) // STEPS, end - 1))
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
-    place = start + (first + tile).to(tl.int64) * hidden_size + column
-    total += tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
-    out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
-
-
-@triton.jit(do_not_specialize=["first", "row_items"])
-def _sums_kernel(
-    row_items,  # programs that sum rows of blocks; the others sum tiles
-    row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
-    weight,  # descriptor of (V, H)
-    grad_hidden,  # (tokens, H) float32, added to
-    block_tile,
-    by_row,
-    row_end,
-    row_count,
-    row_order,
-    tokens,
-    tile_blocks,  # descriptor of the same blocks
-    hidden,  # descriptor of (tokens, H)
-    grad_weight,  # descriptor of (V, H)
-    weight_start,  # (tiles, H) float32
-    block_row,
-    tile_end,
-    tile_count,
-    tile_order,
-    first,  # tile of the vocabulary
-    hidden_size,
-    HIDDEN: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-    HIDDEN_COLUMNS: tl.constexpr,
-    WEIGHT_COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    item = tl.program_id(0)
-    if item < row_items:
-        if HIDDEN:
-            _sum_row(
-                item, row_blocks, weight, grad_hidden, block_tile, by_row, row_end, row_count, row_order, tokens,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
-            )  # fmt: skip
-    else:
-        if WEIGHT:
-            _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, weight_start, block_row, tile_end, tile_count,
-                tile_order, first, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
-            )  # fmt: skip
-
-
-@triton.jit
-def _bias_kernel(
-    blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
-    out,  # (V,)
-    start,  # (tiles,) float32, what each word of a tile starts from
-    tile_end,
-    tile_count,
-    first,
-    vocab,
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    column = tl.arange(0, TILE_VOCAB)
-    token = tl.arange(0, TILE_TOKENS)
-    total = tl.zeros((TILE_VOCAB,), tl.float32) + tl.load(start + first + tile)
-    end = tl.load(tile_end + tile)
-    for block in range(end - tl.load(tile_count + tile), end):
-        row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
-        total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
-    word = (first + tile) * TILE_VOCAB + column
-    tl.store(out + word, total.to(out.dtype.element_ty), mask=word < vocab)
+    Here the scale of each row in each tile.
+    """
+    return scales.repeat_interleave(BLOCK_TOKENS, 0)
 
 
 def grad_blocks(
-    hidden: Tensor,  # (n, H)
+    hidden: Tensor,  # (n, H) in the compute dtype
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
-    scales: Tensor,  # (row blocks, tiles) float32, 0 where a block is left out
-    counts: list[int],  # blocks kept in each tile
+    plan: BlockPlan,
+    means: Tensor,  # (n, tiles or more) of what is left out of dL/dlogits, by word, in the compute dtype
+    from_means: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
-    start: MeanGradients,
-    workspace: int,
+    needs: tuple[bool, bool],  # for weight and bias
+    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(n, H) float32, in the memory of `start`, (V, H) like the weight and (V,) like the bias; None as in `start`.
-
-    Where `epilogue.applies` says so. Blocks take `workspace` bytes at a time, or those of one tile of the vocabulary.
-    """
-    device = hidden.device
-    grad_weight = None
-    if start.weight is not None:
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan and the means."""
+    wanted = slice(plan.wanted)
+    hidden, targets, tokens = hidden[wanted], targets[wanted], tokens.take(wanted)
+    compute_dtype = hidden.dtype
+    grad_hidden = None if from_means is None else from_means[wanted]
+    start = MeanGradients.of(means[wanted], hidden, grad_hidden, (needs[0], needs[1] and bias is not None))
+    grad_weight = None if start.weight is None else torch.empty_like(weight)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
-    spans = _spans(counts, workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()))
-    largest = max(sum(counts[first:last]) for first, last in spans)
-    buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
-    with on(device):
-        for first, last in spans:
-            span = BlockLists.of(scales[:, first:last], first, sum(counts[first:last]))
-            if span.total:
-                _store_blocks(buffer, span, hidden, weight, bias, targets, tokens, transform)
-            _store_sums(start, grad_weight, buffer, span, hidden, weight, first)
-            if grad_bias is not None:
-                _bias_kernel[(last - first,)](
-                    buffer,
-                    grad_bias,
-                    start.bias,
-                    span.tile_end,
-                    span.tile_count,
-                    first,
-                    weight.shape[0],
-                    BLOCK_TOKENS,
-                    BLOCK_VOCAB,
-                )
+    row_scales = plan.lists[wanted]
+    for tile in range(len(plan.counts)):
+        span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
+        rows = row_scales[:, tile].nonzero().squeeze(1)
+        weight_tile, bias_tile = weight[span].to(compute_dtype), None if bias is None else bias[span]
+        logits = gemm.matmul(hidden[rows], weight_tile.T)
+        block = torch.empty_like(logits, dtype=compute_dtype)
+        scaled = tokens.take(rows).times(row_scales[rows, tile])
+        eager.grad(logits, targets[rows], span.start, bias_tile, transform, scaled, block)
+        if start.hidden is not None:
+            start.hidden.index_add_(0, rows, gemm.matmul(block, weight_tile))
+        if grad_weight is not None and start.weight is not None:
+            grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + start.weight[tile]
+        if grad_bias is not None and start.bias is not None:
+            grad_bias[span] = gemm.column_sums(block) + start.bias[tile]
     return start.hidden, grad_weight, grad_bias
-
-
-def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
-    """Runs of tiles with at most so many blocks, at least one tile each."""
-    if sum(counts) <= most:
-        return [(0, len(counts))]
-    spans, first, held = [], 0, 0
-    for tile, count in enumerate(counts):
-        if tile > first and held + count > most:
-            spans.append((first, tile))
-            first, held = tile, 0
-        held += count
-    return [*spans, (first, len(counts))]
-
-
-def _store_blocks(
-    buffer: Tensor,
-    span: BlockLists,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
-    transform: LogitTransform,
-) -> None:
-    programs = device_programs(hidden.device)
-    _blocks_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
-        span.row,
-        span.tile,
-        span.scale,
-        span.total,
-        None if bias is None else bias.contiguous(),
-        targets.contiguous(),
-        *(None if column is None else column.contiguous() for column in tokens),
-        hidden.shape[0],
-        weight.shape[0],
-        hidden.shape[1],
-        slope=transform.scale / transform.temperature,
-        **transform_constants(transform),
-        TILE_TOKENS=BLOCK_TOKENS,
-        TILE_VOCAB=BLOCK_VOCAB,
-        TILE_HIDDEN=TILE_HIDDEN,
-        PROGRAMS=programs,
-        num_stages=3,  # a fourth does not fit beside the block that is stored
-        num_warps=WARPS,
-    )
-
-
-def _store_sums(
-    start: MeanGradients,
-    grad_weight: Tensor | None,
-    buffer: Tensor,
-    span: BlockLists,
-    hidden: Tensor,
-    weight: Tensor,
-    first: int,
-) -> None:
-    """Both gradients in one launch: rows are few and long, tiles many and short, and fill what the rows leave idle."""
-    size = weight.shape[1]
-    row_items = (
-        triton.cdiv(size, HIDDEN_COLUMNS) * span.row_order.numel() if start.hidden is not None and span.total else 0
-    )
-    tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
-    if row_items + tile_items == 0:
-        return
-    _sums_kernel[(row_items + tile_items,)](
-        row_items,
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
-        TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
-        start.hidden,
-        span.tile,
-        span.by_row,
-        span.row_end,
-        span.row_count,
-        span.row_order,
-        hidden.shape[0],
-        TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
-        TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
-        # Without a gradient to write, a descriptor that nothing is written to.
-        TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
-        start.weight,
-        span.row,
-        span.tile_end,
-        span.tile_count,
-        span.tile_order,
-        first,
-        size,
-        HIDDEN=start.hidden is not None,
-        WEIGHT=grad_weight is not None,
-        TILE_TOKENS=BLOCK_TOKENS,
-        TILE_VOCAB=BLOCK_VOCAB,
-        HIDDEN_COLUMNS=HIDDEN_COLUMNS,
-        WEIGHT_COLUMNS=WEIGHT_COLUMNS,
-        STEP=STEP,
-        num_stages=STAGES,
-        num_warps=WARPS,
-    )

@@ -73,3 +73,14 @@ def tile_means(
     if vocab % BLOCK_VOCAB:
         sums[-1] *= BLOCK_VOCAB / (vocab % BLOCK_VOCAB)
     return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
+
+
+def tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(padded tiles, H) sums of the weight's rows over each tile, summed in float32; zeros for tiles that fill up."""
+    vocab, size = weight.shape
+    whole = vocab // BLOCK_VOCAB
+    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
+    sums[:whole] = weight[: whole * BLOCK_VOCAB].view(whole, BLOCK_VOCAB, size).sum(1, dtype=torch.float32)
+    if vocab % BLOCK_VOCAB:
+        sums[whole] = weight[whole * BLOCK_VOCAB :].sum(0, dtype=torch.float32)
+    return sums

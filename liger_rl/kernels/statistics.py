@@ -161,14 +161,6 @@ class TileBounds(NamedTuple):
         return TileBounds._make(None if part is None else part[..., tokens] for part in self)
 
 
-class MeanGradients(NamedTuple):
-    """What the means of left-out blocks give, float32; None where it is not asked for."""
-
-    hidden: Tensor | None  # (n, H)
-    weight: Tensor | None  # (tiles or more, H), the same for every word of a tile
-    bias: Tensor | None  # (tiles or more,)
-
-
 class TokenGradients(NamedTuple):
     """What the gradient of a tile of logits needs of each token, float32."""
 

@@ -1,0 +1,40 @@
+"""What a backward of chosen blocks is given by the host, and what it starts from."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import BLOCK_TOKENS
+
+
+class BlockPlan(NamedTuple):
+    """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
+
+    scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    lists: Any  # what `prepare` of the device's blocks made of the scales
+    counts: list[int]  # blocks kept in each tile
+    certain: int  # blocks of scale 1, the same for every seed
+    wanted: int  # tokens with a gradient, the first of all
+
+    @property
+    def share(self) -> float:
+        """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
+
+        What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
+        """
+        return self.certain / max(-(-self.wanted // BLOCK_TOKENS) * len(self.counts), 1)
+
+
+class MeanGradients(NamedTuple):
+    """What the means of left-out blocks give, float32; None where it is not asked for."""
+
+    hidden: Tensor | None  # (n, H)
+    weight: Tensor | None  # (tiles or more, H), the same for every word of a tile
+    bias: Tensor | None  # (tiles or more,)
+
+    @classmethod
+    def of(cls, means: Tensor, hidden: Tensor, from_means: Tensor | None, needs: tuple[bool, bool]) -> "MeanGradients":
+        """Of means (n, tiles or more) and hidden (n, H); `from_means` is hidden's own, `needs` for weight and bias."""
+        weight = gemm.matmul(means.T, hidden) if needs[0] else None
+        return cls(from_means, weight, gemm.column_sums(means) if needs[1] else None)
