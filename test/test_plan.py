@@ -259,7 +259,7 @@ def test_the_rule(options, path, kernels):
 def test_kept_blocks_take_no_more_than_planned(budget):
     """Where half of the blocks are kept: in as many spans as the kernels are told to make."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import blocks
+    from liger_rl.kernels import blocks_triton
 
     tokens, vocab, hidden_size = 8192, 128256, 2048
     plan = plan_linear_logprobs(tokens, vocab, hidden_size, **H200, grad_tolerance=1e-3, max_extra_bytes=budget)
@@ -270,7 +270,9 @@ def test_kept_blocks_take_no_more_than_planned(budget):
     )  # fmt: skip
     of_block = BLOCK_TOKENS * BLOCK_VOCAB * 2
     counts = [tokens // BLOCK_TOKENS // 2] * -(-vocab // BLOCK_VOCAB)
-    held = max(sum(counts[first:last]) for first, last in blocks._spans(counts, options.blocks_bytes // of_block))
+    held = max(
+        sum(counts[first:last]) for first, last in blocks_triton._spans(counts, options.blocks_bytes // of_block)
+    )
     rows = 4 * tokens * hidden_size + 2 * tokens * hidden_size  # the sum of their gradient, and the live ones
     assert held * of_block + rows + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
     assert budget is None or plan.extra_bytes <= budget
