@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_rl.host_answer import HostAnswer
 from liger_rl.kernels import blocks_for, bounds_for, choice_for, gemm
 from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.statistics import BLOCK_TOKENS, TileBounds, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.side_work import SideWork
 
@@ -85,9 +85,9 @@ def choose_blocks(
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     """Tell the host how much there is to do: the backward's one host sync."""
-    wanted, *counts = chosen.numbers.wait()
-    tiles, row_blocks = chosen.scales.shape[1], -(-wanted // BLOCK_TOKENS)
-    return BlockPlan(chosen.scales[:row_blocks], chosen.lists, counts[:tiles], sum(counts[tiles:]), wanted)
+    numbers = chosen.numbers.wait()
+    _, counts, certain = numbers.split([1, *2 * [chosen.scales.shape[1]]])
+    return BlockPlan(chosen.scales, chosen.lists, counts, int(counts.sum()), int(certain.sum()), int(numbers[0]))
 
 
 def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:

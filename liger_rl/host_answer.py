@@ -14,7 +14,8 @@ class HostAnswer:
             self._numbers, self._ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(numbers.device))
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Tensor:
+        """(k,) on the host."""
         if self._ready is not None:
             self._ready.synchronize()
-        return self._numbers.tolist()
+        return self._numbers

@@ -126,11 +126,10 @@ def token_gradients(
         rows, row_targets = _gather(hidden, live, options.compute_dtype), rows_of(targets, live)
         if chosen is not None:
             plan = plan_blocks(chosen)
-            wanted = slice(plan.wanted)
-            assert live is not None
-            live = live[wanted]
             if not plan.wanted or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
-                tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
+                wanted = slice(plan.wanted)
+                assert live is not None
+                tokens, live, rows, row_targets = tokens.take(wanted), live[wanted], rows[wanted], row_targets[wanted]
                 chosen = plan = None
         if chosen is None or plan is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
@@ -142,6 +141,7 @@ def token_gradients(
                 needs[1:3], options.blocks_bytes,
             )  # fmt: skip
             gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
+            live = None if live is None else live[: plan.wanted]
         del rows
         if gradients.hidden is not None:
             gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))

@@ -50,7 +50,7 @@ def live_tokens(
     answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> LiveTokens:
-        n, outside, largest, *others = answer.wait()
+        n, outside, largest, *others = answer.wait().tolist()
         if outside > 0:
             raise _outside(vocab, source, outside, largest)
         return LiveTokens(positions[:n], targets.numel(), others)
@@ -70,7 +70,7 @@ def ask_vocabulary(
     answer = HostAnswer(numbers)
 
     def wait() -> None:
-        _, outside, largest = answer.wait()
+        _, outside, largest = answer.wait().tolist()
         if outside > 0:
             raise _outside(vocab, source, outside, largest)
 

@@ -126,8 +126,8 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     given = (known, statistics(entropy), tokens, targets, order, scales, transform)
     choice_triton.tile_means(*given, V, torch.bfloat16)
     choice_triton.tile_sums(weight, torch.bfloat16)
-    scales, counts = ones(row_blocks, TILES), [row_blocks] * TILES
-    plan = BlockPlan(scales, blocks_triton.prepare(scales), counts, row_blocks * TILES, N)
+    scales, counts, kept = ones(row_blocks, TILES), torch.full((TILES,), row_blocks), row_blocks * TILES
+    plan = BlockPlan(scales, blocks_triton.prepare(scales), counts, kept, kept, N)
     means, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
     blocks_triton.grad_blocks(hidden, weight, bias, targets, tokens, plan, means, ones(N, H), transform, needs, 1 << 20)
 

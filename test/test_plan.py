@@ -14,6 +14,7 @@ from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logpro
 from liger_rl import logprobs as room
 from liger_rl.head_memory import LIBRARY_BYTES
 from liger_rl.kernels import gemm
+from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.projection import ProjectionOptions
@@ -269,10 +270,13 @@ def test_kept_blocks_take_no_more_than_planned(budget):
         chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, kernels_fit=True,
     )  # fmt: skip
     of_block = BLOCK_TOKENS * BLOCK_VOCAB * 2
-    counts = [tokens // BLOCK_TOKENS // 2] * -(-vocab // BLOCK_VOCAB)
-    held = max(
-        sum(counts[first:last]) for first, last in blocks_triton._spans(counts, options.blocks_bytes // of_block)
-    )
+    counts = torch.full((-(-vocab // BLOCK_VOCAB),), tokens // BLOCK_TOKENS // 2)
+    kept = int(counts.sum())
+    blocks = BlockPlan(torch.empty(0), None, counts, kept, kept, tokens)
+    spans = blocks_triton._spans(blocks, options.blocks_bytes // of_block)
+    assert [first for first, _, _ in spans] == [0, *(last for _, last, _ in spans[:-1])]
+    assert all(total == counts[first:last].sum() for first, last, total in spans)
+    held = max(total for _, _, total in spans)
     rows = 4 * tokens * hidden_size + 2 * tokens * hidden_size  # the sum of their gradient, and the live ones
     assert held * of_block + rows + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
     assert budget is None or plan.extra_bytes <= budget

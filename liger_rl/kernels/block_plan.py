@@ -13,7 +13,8 @@ class BlockPlan(NamedTuple):
 
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
     lists: Any  # what `prepare` of the device's blocks made of the scales
-    counts: list[int]  # blocks kept in each tile
+    counts: Tensor  # (tiles,) int64 on the host, blocks kept in each
+    kept: int  # in all
     certain: int  # blocks of scale 1, the same for every seed
     wanted: int  # tokens with a gradient, the first of all
 
@@ -23,7 +24,7 @@ class BlockPlan(NamedTuple):
 
         What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
         """
-        return self.certain / max(-(-self.wanted // BLOCK_TOKENS) * len(self.counts), 1)
+        return self.certain / max(-(-self.wanted // BLOCK_TOKENS) * self.counts.numel(), 1)
 
 
 class MeanGradients(NamedTuple):

@@ -39,7 +39,7 @@ def grad_blocks(
     grad_weight = None if start.weight is None else torch.empty_like(weight)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
     row_scales = plan.lists[wanted]
-    for tile in range(len(plan.counts)):
+    for tile in range(plan.counts.numel()):
         span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
         rows = row_scales[:, tile].nonzero().squeeze(1)
         weight_tile, bias_tile = weight[span].to(compute_dtype), None if bias is None else bias[span]

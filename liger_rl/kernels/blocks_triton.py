@@ -224,13 +224,13 @@ def grad_blocks(
     device = hidden.device
     # What the rest hold must meet no product, not even with zeros.
     hidden = hidden[: plan.wanted]
-    counts, start = plan.counts, None
-    spans = _spans(counts, workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()))
-    totals = [sum(counts[first:last]) for first, last in spans]
-    buffer = torch.empty(max(*totals, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
+    start = None
+    spans = _spans(plan, workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()))
+    largest = max(total for _, _, total in spans)
+    buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
     grad_weight = grad_bias = None
     with on(device):
-        for (first, last), total in zip(spans, totals, strict=True):
+        for first, last, total in spans:
             span = plan.lists
             if len(spans) > 1:
                 span = BlockLists.of(plan.scales[:, first:last], first, total)
@@ -261,17 +261,18 @@ def grad_blocks(
     return start.hidden, grad_weight, grad_bias
 
 
-def _spans(counts: list[int], most: int) -> list[tuple[int, int]]:
-    """Runs of tiles with at most so many blocks, at least one tile each."""
-    if sum(counts) <= most:
-        return [(0, len(counts))]
+def _spans(plan: BlockPlan, most: int) -> list[tuple[int, int, int]]:
+    """Runs of tiles with at most so many blocks, at least one tile each: (first, last, blocks)."""
+    if plan.kept <= most:
+        return [(0, plan.counts.numel(), plan.kept)]
+    counts = plan.counts.tolist()
     spans, first, held = [], 0, 0
     for tile, count in enumerate(counts):
         if tile > first and held + count > most:
-            spans.append((first, tile))
+            spans.append((first, tile, held))
             first, held = tile, 0
         held += count
-    return [*spans, (first, len(counts))]
+    return [*spans, (first, len(counts), held)]
 
 
 def _store_blocks(

@@ -27,8 +27,8 @@ from liger_rl.kernels.triton import on
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 MEAN_TOKENS, MEAN_TILES = 32, 32  # of a program
-# Sums of the weight run beside small kernels, to which two programs of a multiprocessor leave room.
-SUMMED_WORDS, SUMMED_COLUMNS, SUMS_PROGRAMS, SUMS_WARPS = 32, 256, 2, 4
+# Sums of the weight run beside small kernels, to which these programs of a multiprocessor leave half of its registers.
+SUMMED_WORDS, SUMMED_COLUMNS, SUMS_PROGRAMS, SUMS_WARPS, SUMS_REGISTERS = 32, 128, 4, 4, 64
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 PER_MASS, PER_MOMENT = tl.constexpr(1.0 / MASS_SCALE), tl.constexpr(1.0 / MOMENT_SCALE)
@@ -222,6 +222,6 @@ def tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
     with on(weight.device):
         _tile_sums_kernel[(min(items, SUMS_PROGRAMS * device_programs(weight.device)),)](
             weight, *weight.stride(), out, vocab, size, items, BLOCK_VOCAB, SUMMED_WORDS, SUMMED_COLUMNS,
-            num_warps=SUMS_WARPS,
+            num_warps=SUMS_WARPS, maxnreg=SUMS_REGISTERS,
         )  # fmt: skip
     return out
