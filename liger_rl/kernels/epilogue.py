@@ -123,6 +123,8 @@ def _gemm_fold_kernel(
     rivals,
     target_logits,  # (tokens,)
     kept,  # descriptor of (tokens, V), or None
+    references,  # (tokens,), or None
+    limit,
     tokens,
     vocab,
     hidden_size,
@@ -149,7 +151,7 @@ def _gemm_fold_kernel(
             hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
-        z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+        z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         place = vocab_tile.to(tl.int64) * tokens + token
         if logit_sums is not None:
             tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
@@ -158,8 +160,16 @@ def _gemm_fold_kernel(
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
+        target = tl.load(targets + token, mask=live, other=-1)
         if kept is not None:
-            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], exp.to(kept.dtype))
+            values = exp
+            if references is not None:
+                reference = tl.load(references + token, mask=live, other=0.0)
+                values *= tl.exp(tl.minimum(peak - reference, limit))[:, None]
+                if CAPPED:
+                    values *= 1.0 - square
+                values = tl.where(column[None, :] == target[:, None], 0.0, values)
+            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, tl.sum(exp, 1), mask=live)
         if moments is not None:
@@ -167,7 +177,6 @@ def _gemm_fold_kernel(
             tl.store(moments + place, moment, mask=live)
         if sums_sq is not None:
             tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
-        target = tl.load(targets + token, mask=live, other=-1)
         here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
         target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=here)
@@ -303,6 +312,8 @@ def _fold_rows(
             *parts[3:],
             state.target,
             None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
+            None if kept is None else kept.references,
+            0.0 if kept is None else kept.limit,
             n,
             vocab,
             hidden.shape[1],

@@ -16,14 +16,19 @@ from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
+# Nats above its reference from where on a token's values are held back. The exponent of bfloat16 ends at 88 of them, and
+# what a policy has drawn is nowhere near this limit.
+LIMIT = 40.0
 
 
 class Kept(NamedTuple):
     """The exponentials of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16 or float32, exp(z - peak)
+    values: Tensor  # (n, V) float16 or float32, exp(z - peak); what `scaled_triton` says where there are references
     peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every word is banned
     words: int  # in a tile, a power of two
+    references: Tensor | None = None  # (n,) float32
+    limit: float = LIMIT  # nats above a reference
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, words: int) -> "Kept":
@@ -38,7 +43,12 @@ class Kept(NamedTuple):
 
     def rows(self, rows: slice) -> "Kept":
         """Views of some tokens."""
-        return Kept(self.values[rows], self.peaks[:, rows], self.words)
+        references = None if self.references is None else self.references[rows]
+        return Kept(self.values[rows], self.peaks[:, rows], self.words, references, self.limit)
+
+    def relative_to(self, references: Tensor, dtype: torch.dtype) -> "Kept":
+        """The same memory for values of a dtype of the same size, relative to `references` (n,)."""
+        return self._replace(values=self.values.view(dtype), references=references)
 
 
 def keep(
