@@ -26,7 +26,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, transform_constants, transformed
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -125,6 +125,7 @@ def _gemm_fold_kernel(
     kept,  # descriptor of (tokens, V), or None
     references,  # (tokens,), or None
     limit,
+    heat,  # temperature / softcap
     tokens,
     vocab,
     hidden_size,
@@ -151,7 +152,7 @@ def _gemm_fold_kernel(
             hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
             TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
-        z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+        z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         place = vocab_tile.to(tl.int64) * tokens + token
         if logit_sums is not None:
             tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
@@ -160,23 +161,27 @@ def _gemm_fold_kernel(
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
-        target = tl.load(targets + token, mask=live, other=-1)
         if kept is not None:
             values = exp
             if references is not None:
                 reference = tl.load(references + token, mask=live, other=0.0)
                 values *= tl.exp(tl.minimum(peak - reference, limit))[:, None]
                 if CAPPED:
-                    values *= 1.0 - square
-                values = tl.where(column[None, :] == target[:, None], 0.0, values)
-            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
+                    # Of z, which is needed again anyway: there are no registers for another tile beside it.
+                    tanh = z * heat
+                    values *= 1.0 - tanh * tanh
+            values = values.to(kept.dtype)
+        total = tl.sum(exp, 1)
+        if kept is not None:
+            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values)
         tl.store(peaks + place, peak, mask=live)
-        tl.store(sums + place, tl.sum(exp, 1), mask=live)
+        tl.store(sums + place, total, mask=live)
         if moments is not None:
             moment = tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY), 1)
             tl.store(moments + place, moment, mask=live)
         if sums_sq is not None:
             tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
+        target = tl.load(targets + token, mask=live, other=-1)
         here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
         target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=here)
@@ -314,6 +319,7 @@ def _fold_rows(
             None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
             None if kept is None else kept.references,
             0.0 if kept is None else kept.limit,
+            heat_of(transform),
             n,
             vocab,
             hidden.shape[1],

@@ -16,8 +16,8 @@ from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
-# Nats above its reference from where on a token's values are held back. The exponent of bfloat16 ends at 88 of them, and
-# what a policy has drawn is nowhere near this limit.
+# Nats above a token's reference from which on its values are held back: bfloat16 ends at 88 of them, and a token whose
+# probability is exp(-40) is one that no policy has drawn.
 LIMIT = 40.0
 
 

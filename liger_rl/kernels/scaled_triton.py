@@ -5,11 +5,12 @@ that factor and g = dL/dlogp, an entropy without a gradient leaves
 
     dL/dx_v = slope g d_v (1[v = y] - p_v),
 
-which but for the target y is a factor of the token times exp(z_v) d_v. So a product's epilogue stores
+which but for the target y is a factor of the token times exp(z_v) d_v. So the epilogue of the product that makes the
+logits stores, in the dtype of the products,
 
-    E_v = exp(z_v - r) d_v for v != y, E_y = 0
+    E_v = exp(z_v - r) d_v,
 
-in the dtype of the products, and with H the hidden states and W the weight
+and once lse and g are known, E_y is set to 0 and with H the hidden states and W the weight
 
     dL/dH = slope (-g exp(r - lse) E @ W + g (1 - p_y) d_y W_y).
 
@@ -29,7 +30,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import on, transform_constants, transformed
+from liger_rl.kernels.triton import heat_of, on, transform_constants, transformed
 
 BLOCK, WARPS = 1024, 4  # of hidden
 WORDS_BLOCK = 1024  # of the vocabulary
@@ -73,11 +74,12 @@ def _references_kernel(
 
 
 @triton.jit
-def _beyond_kernel(
+def _settle_kernel(
     values,
     value_stride,
     peaks,
     peak_stride,
+    targets,
     references,
     lse_of,
     columns,
@@ -87,6 +89,10 @@ def _beyond_kernel(
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    values += row * value_stride
+    target = tl.load(targets + row)
+    if tl.program_id(1) == 0:
+        tl.store(values + target, 0.0)
     reference, lse = tl.load(references + row), tl.load(lse_of + row)
     # No peak is above lse, so every row with a tile at the limit is among these.
     if lse - reference > limit:
@@ -96,10 +102,10 @@ def _beyond_kernel(
             inside = column < columns
             known = tile * WORDS < columns
             peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + row, mask=known, other=LOWEST)
-            place = values + row * value_stride + column
-            stored = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            stored = tl.load(values + column, mask=inside, other=0.0).to(tl.float32)
             factor = tl.exp(peak - lse - tl.minimum(peak - reference, limit))
-            tl.store(place, (stored * factor[:, None]).to(values.dtype.element_ty), mask=inside)
+            settled = tl.where(column == target, 0.0, stored * factor[:, None])
+            tl.store(values + column, settled.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -173,7 +179,7 @@ def relative(
 
 
 def grad_hidden(
-    kept: Kept,  # (n, V) relative to references, as `epilogue.gemm_fold` leaves it; rows beyond the limit are changed
+    kept: Kept,  # (n, V) relative to references, as `epilogue.gemm_fold` leaves it; changed where the formula says so
     weight: Tensor,  # (V, H) of the values' dtype
     targets: Tensor,  # (n,)
     transform: LogitTransform,
@@ -189,13 +195,13 @@ def grad_hidden(
     if n == 0 or size == 0:
         return
     products = torch.empty(n, size, dtype=torch.float32, device=out.device)
-    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
     with on(out.device):
-        _beyond_kernel[(n, PROGRAMS)](
+        _settle_kernel[(n, PROGRAMS)](
             kept.values,
             kept.values.stride(0),
             kept.peaks,
             kept.peaks.stride(0),
+            targets.contiguous(),
             kept.references,
             tokens.lse,
             vocab,
@@ -222,7 +228,7 @@ def grad_hidden(
             size,
             kept.limit,
             slope=float(transform.scale / transform.temperature),
-            heat=float(heat),
+            heat=heat_of(transform),
             CAPPED=transform.softcap is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,
