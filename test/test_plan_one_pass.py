@@ -14,6 +14,7 @@ CASES = {
     "bias, transform": {"bias": True, "softcap": 5.0, "temperature": 0.7, "scale": 2.0},
     "everything": {"bias": True, "entropy_coef": 0.1, "softcap": 5.0, "temperature": 0.7, "metrics": "with_entropy"},
     "frozen weight": {"frozen": "weight"},
+    "frozen weight, no row left out": {"frozen": "weight", "advantages": "all"},
     "frozen hidden": {"frozen": "hidden"},
     "in place": {"in_place": True},
     "by sequence": {"loss_type": "gspo"},
@@ -226,7 +227,7 @@ def test_bad_options():
 
 @NEEDS_GPU
 @pytest.mark.parametrize("tight", [False, True], ids=["no budget", "least budget"])
-@pytest.mark.parametrize("name", ["plain", "everything", "in place", "by sequence"])
+@pytest.mark.parametrize("name", ["plain", "everything", "in place", "by sequence", "frozen weight, no row left out"])
 def test_prediction_at_the_size_of_a_training_step(name, tight):
     sizes = {"rows": 8, "length": 512, "vocab": 32000, "hidden_size": 2048}
     case = Case(CASES[name], torch.bfloat16, device="cuda", **sizes)

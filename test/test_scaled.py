@@ -61,9 +61,7 @@ def truth_of(hidden, weight, bias, targets, transform, g) -> tuple[Tensor, Tenso
     """-> dL/dhidden and dL/dlogits in float64, and what is exact of the tokens, rounded once."""
     leaf = hidden.double().requires_grad_()
     logits = oracles.linear_logits(leaf, weight, bias)
-    z = oracles.transformed(
-        logits, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale
-    )
+    z = oracles.transformed(logits, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale)
     logps = z.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     grads = torch.autograd.grad((logps * g.double()).sum(), (leaf, logits))
     with torch.no_grad():
