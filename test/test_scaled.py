@@ -103,11 +103,14 @@ def test_gradient_of_every_row(transform, bias, share):
     assert row_errors(found, expected).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("statistics_bytes", [None, 1])
-def test_tokens_from_certain_to_impossible(statistics_bytes, monkeypatch):
-    """p up to 1 - 1e-7 and down to exp(-200), the limit between them."""
-    if statistics_bytes is not None:
-        monkeypatch.setattr(epilogue, "STATISTICS_BYTES", statistics_bytes)
+@pytest.mark.parametrize("programs", [None, 1, 2])
+def test_tokens_from_certain_to_impossible(programs, monkeypatch):
+    """p up to 1 - 1e-7 and down to exp(-200), the limit between them; also in many blocks where one would do."""
+    if programs is not None:
+        monkeypatch.setattr(epilogue, "STATISTICS_BYTES", 1)
+        blocks = {"BLOCK": 32, "SETTLED_WORDS": 256, "SETTLE_PROGRAMS": programs}
+        for name, value in blocks.items():
+            monkeypatch.setattr(scaled_triton, name, value)
     hidden, weight, _, targets = make()
     odds = torch.tensor([16.0, 5.0, 0.0, -5.0, -39.0, -40.5, -60.0, -80.0, -200.0], device=DEVICE)
     odds = odds.repeat(TOKENS)[:TOKENS]

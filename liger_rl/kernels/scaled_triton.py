@@ -33,8 +33,9 @@ from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import heat_of, on, transform_constants, transformed
 
 BLOCK, WARPS = 1024, 4  # of hidden
-WORDS_BLOCK = 1024  # of the vocabulary
-PROGRAMS = 8  # that share a row beyond the limit, of which there are few
+# Of the vocabulary, and how many programs share a row. Nearly all rows are within the limit and have next to nothing to
+# be done, so programs are small.
+SETTLED_WORDS, SETTLE_PROGRAMS, SETTLE_WARPS = 1024, 8, 1
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's
 
 
@@ -196,7 +197,7 @@ def grad_hidden(
         return
     products = torch.empty(n, size, dtype=torch.float32, device=out.device)
     with on(out.device):
-        _settle_kernel[(n, PROGRAMS)](
+        _settle_kernel[(n, SETTLE_PROGRAMS)](
             kept.values,
             kept.values.stride(0),
             kept.peaks,
@@ -206,10 +207,10 @@ def grad_hidden(
             tokens.lse,
             vocab,
             kept.limit,
-            PROGRAMS=PROGRAMS,
-            TILES=max(1, WORDS_BLOCK // kept.words),
+            PROGRAMS=SETTLE_PROGRAMS,
+            TILES=max(1, SETTLED_WORDS // kept.words),
             WORDS=kept.words,
-            num_warps=WARPS,
+            num_warps=SETTLE_WARPS,
         )
         gemm.write(products, kept.values, weight)
         _rows_kernel[(n, triton.cdiv(size, BLOCK))](
