@@ -14,11 +14,11 @@ and once lse and g are known, E_y is set to 0 and with H the hidden states and W
 
     dL/dH = slope (-g exp(r - lse) E @ W + g (1 - p_y) d_y W_y).
 
-The reference r must be known before the product: it is z_y, clamped to be finite, of a float32 product of its own. How
-it is rounded does not matter, because it cancels. As lse - r = -logp >= 0, the exponent of bfloat16 has room for E
-unless the token is next to impossible. What is stored has therefore the factor exp(min(peak - r, limit)) in place of
-exp(peak - r), with `peak` that of the word's tile; where lse - r is above the limit this is undone with the peaks, and
-r replaced by lse.
+The reference r must be known before the product: it is z_y of a float32 product of its own. How it is rounded does not
+matter, because it cancels. As lse - r = -logp >= 0, the exponent of bfloat16 has room for E unless the token is next to
+impossible, or banned, with r = -inf. What is stored has therefore the factor exp(min(peak - r, limit)) in place of
+exp(peak - r), with the finite `peak` of the word's tile; where lse - r is above the limit this is undone with the peaks,
+and r replaced by lse.
 """
 
 import torch
@@ -36,7 +36,6 @@ BLOCK, WARPS = 1024, 4  # of hidden
 # Of the vocabulary, and how many programs share a row. Nearly all rows are within the limit and have next to nothing to
 # be done, so programs are small.
 SETTLED_WORDS, SETTLE_PROGRAMS, SETTLE_WARPS = 1024, 8, 1
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's
 
 
 @triton.jit
@@ -71,7 +70,7 @@ def _references_kernel(
     if bias is not None:
         logit += tl.load(bias + target).to(tl.float32)
     z, _ = transformed(logit, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
-    tl.store(references + row, tl.maximum(z, LOWEST))
+    tl.store(references + row, z)
 
 
 @triton.jit
@@ -92,8 +91,6 @@ def _settle_kernel(
     row = tl.program_id(0).to(tl.int64)
     values += row * value_stride
     target = tl.load(targets + row)
-    if tl.program_id(1) == 0:
-        tl.store(values + target, 0.0)
     reference, lse = tl.load(references + row), tl.load(lse_of + row)
     # No peak is above lse, so every row with a tile at the limit is among these.
     if lse - reference > limit:
@@ -102,11 +99,13 @@ def _settle_kernel(
             column = tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
             inside = column < columns
             known = tile * WORDS < columns
-            peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + row, mask=known, other=LOWEST)
+            peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + row, mask=known, other=0.0)
             stored = tl.load(values + column, mask=inside, other=0.0).to(tl.float32)
             factor = tl.exp(peak - lse - tl.minimum(peak - reference, limit))
             settled = tl.where(column == target, 0.0, stored * factor[:, None])
             tl.store(values + column, settled.to(values.dtype.element_ty), mask=inside)
+    elif tl.program_id(1) == 0:
+        tl.store(values + target, 0.0)
 
 
 @triton.jit
