@@ -254,7 +254,7 @@ def step(passes, frozen=("weight",), columns=(), **options) -> tuple[Tensor, lis
     ("frozen", "columns", "options"),
     [
         (("weight", "no bias"), (), {}),
-        (("weight", "no bias"), ("mask",), {"beta": 0.1, "scale": 2.0}),
+        (("weight", "no bias"), ("mask",), {"scale": 2.0}),
         (("weight", "bias"), ("mask",), {"softcap": 3.0, "temperature": 0.7}),
     ],
     ids=["plain", "scale", "softcap"],

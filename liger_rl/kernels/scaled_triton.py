@@ -17,7 +17,7 @@ and once lse and g are known, E_y is set to 0 and with H the hidden states and W
 The reference r must be known before the product: it is z_y of a float32 product of its own. How it is rounded does not
 matter, because it cancels. As lse - r = -logp >= 0, the exponent of bfloat16 has room for E unless the token is next to
 impossible, or banned, with r = -inf. What is stored has therefore the factor exp(min(peak - r, limit)) in place of
-exp(peak - r), with the finite `peak` of the word's tile; where lse - r is above the limit this is undone with the peaks,
+exp(peak - r), with the finite `peak` of a word's tile; where lse - r is above the limit this is undone with the peaks,
 and r replaced by lse.
 """
 
