@@ -87,6 +87,17 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.linalg.norm(found.double() - expected, dim=1) / torch.linalg.norm(expected, dim=1)
 
 
+@pytest.mark.parametrize(("transform", "bias"), CASES.values(), ids=CASES)
+def test_references_are_the_logits_of_the_targets(transform, bias, monkeypatch):
+    monkeypatch.setattr(scaled_triton, "BLOCK", 32)
+    hidden, weight, biases, targets = make(bias=bias)
+    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
+    z = oracles.linear_logits(hidden, weight, biases, **options)
+    kept = Kept.empty(TOKENS, VOCAB, DEVICE, DTYPE, 256)
+    found = scaled_triton.relative(kept, hidden, weight, biases, targets, transform).references
+    torch.testing.assert_close(found.double(), z.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(("transform", "bias"), CASES.values(), ids=CASES)
 def test_gradient_of_every_row(transform, bias, share):
