@@ -152,6 +152,20 @@ def test_banned_words(transform):
     assert row_errors(found, expected).max() < TOLERANCE
 
 
+def test_references_that_rounding_puts_above_lse():
+    """By more nats than float32 has exponentials of."""
+    hidden, weight, _, _ = make()
+    targets = (hidden.double() @ weight.double().T).argmax(1)
+    transform = LogitTransform(temperature=1e-9)
+    g = torch.randn(TOKENS).to(DEVICE)
+    expected, _, _ = truth_of(hidden, weight, None, targets, transform, g)
+    state, kept = folded(hidden, weight, None, targets, transform)
+    statistics = state.finish()
+    assert (kept.references - statistics.lse).max() > 100
+    found = grad_hidden(kept, weight, targets, transform, TokenGradients.of(statistics, g, None))
+    torch.testing.assert_close(found.double(), expected)
+
+
 @pytest.mark.parametrize("limit", [8.0, 2.0])
 @pytest.mark.parametrize(("transform", "bias"), CASES.values(), ids=CASES)
 def test_as_exact_as_rounding_the_gradient_of_the_logits(transform, bias, limit):
@@ -254,6 +268,8 @@ def step(passes, frozen=("weight",), columns=(), **options) -> tuple[Tensor, lis
     mask = torch.ones(ROWS, LENGTH, dtype=torch.bool, device=DEVICE)
     if "mask" in columns:
         mask[1, 7:] = mask[3, :9] = False
+        leaves[0].data[1, 7:], leaves[0].data[3, :9] = math.nan, math.inf
+        ids[1, 7:], ids[3, :9] = -100, VOCAB + 5
     # Metrics that read all log-probabilities, or else idle tokens would not be projected.
     module = FusedLinearGRPOLoss("grpo", passes=passes, **{"metrics": "basic", **options})
     loss = module(leaves[0], leaves[1], ids, advantages, mask, bias=leaves[2]).loss

@@ -18,7 +18,8 @@ The reference r must be known before the product: it is z_y of a float32 product
 matter, because it cancels. As lse - r = -logp >= 0, the exponent of bfloat16 has room for E unless the token is next to
 impossible, or banned, with r = -inf. What is stored has therefore the factor exp(min(peak - r, limit)) in place of
 exp(peak - r), with the finite `peak` of a word's tile; where lse - r is above the limit this is undone with the peaks,
-and r replaced by lse.
+and r replaced by lse. Rounding can put r above lse, by more than the limit only with logits of 1e7 or more: E is then
+as good as 0, and its factor 1, because exp(r - lse) may be inf.
 """
 
 import torch
@@ -134,7 +135,7 @@ def _rows_kernel(
     inside = column < size
     reference = tl.load(references + row)
     below = tl.load(lse_of + row) - reference
-    scale = -tl.load(grad_logps + row) * tl.where(below > limit, 1.0, tl.exp(-below))
+    scale = -tl.load(grad_logps + row) * tl.where(tl.abs(below) > limit, 1.0, tl.exp(-below))
     scale_of_target = tl.load(at_target + row)
     if CAPPED:
         tanh = reference * heat
