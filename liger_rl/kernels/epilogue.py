@@ -161,6 +161,8 @@ def _gemm_fold_kernel(
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
+        # Not after the values, which under a softcap would then spill.
+        total = tl.sum(exp, 1)
         if kept is not None:
             values = exp
             if references is not None:
@@ -170,10 +172,7 @@ def _gemm_fold_kernel(
                     # Of z, which is needed again anyway: there are no registers for another tile beside it.
                     tanh = z * heat
                     values *= 1.0 - tanh * tanh
-            values = values.to(kept.dtype)
-        total = tl.sum(exp, 1)
-        if kept is not None:
-            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values)
+            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, total, mask=live)
         if moments is not None:
