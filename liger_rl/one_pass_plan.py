@@ -166,8 +166,12 @@ def tile_vocab(vocab: int, options: ProjectionOptions) -> int:
 
 
 def scales_rows(options: ProjectionOptions, needs: Sequence[bool]) -> bool:
-    """Whether what the epilogue keeps may be the gradient but for a factor of each token: `needs` (for hidden, weight
-    and others) has hidden alone, entropies are not asked for, and bfloat16's exponents have room for it."""
+    """Whether what the epilogue keeps is the gradient but for a factor of each token, if no row is to be left out.
+
+    `needs` (for hidden, weight and others) has hidden alone: a product with the hidden states would sum over tokens,
+    each with its factor. No entropy is asked for, because its gradient is no such factor, and no tile is named, because
+    no epilogue keeps to it. And bfloat16's exponents have room, where float16's do not.
+    """
     alone = needs[0] and not any(needs[1:])
     return alone and not options.entropy and options.compute_dtype == torch.bfloat16 and options.chunk_vocab is None
 
@@ -244,7 +248,6 @@ class _Memory(NamedTuple):
         words = tile_words(options)
         width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // words) * words)
         kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, words) + 16
-        kept += 4 * scales_rows(options, shape.needs)  # references
         # The chunk's hidden states, those of them with a gradient, and the gradient, which is rounded at the end.
         rounds, copied = shape.dtype != torch.float32, shape.masked or shape.converts_rows
         rows = size * (itemsize * (copied + shape.masked) + 4 + rounds * shape.dtype.itemsize + 4 * shape.widens)
@@ -262,6 +265,7 @@ class _Memory(NamedTuple):
         if shape.bias:
             fixed, kept = fixed + 16 * shape.vocab, kept + 4 * shape.vocab // gemm.SUMMED_ROWS
         if shape.cuda and options.chunk_vocab is None and shape.epilogue_applies:
+            kept += 4 * scales_rows(options, shape.needs)  # references
             # Or, where a chunk has few tokens, float32 tiles after all.
             return cls(fixed + max(shape.statistics_bytes, logits * MIN_TOKENS * width), kept + rows + selected * width)
         return cls(fixed, kept + rows + (logits + selected) * width)
