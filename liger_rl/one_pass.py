@@ -2,8 +2,9 @@
 
 A chunk of tokens keeps its exponentials over the whole vocabulary (`liger_rl.kernels.kept`). Once its statistics are
 complete the caller says what dL/dlogp and dL/dentropy are, and the gradients are made at once, the exponentials turning
-into dL/dlogits in their own memory. What the loss is multiplied by afterwards multiplies these gradients in the
-backward.
+into dL/dlogits in their own memory. For hidden states alone (`scales_rows`) no pass over them is needed: they are
+dL/dlogits but for a factor of each token, which their product with the weight is multiplied by. What the loss is
+multiplied by afterwards multiplies these gradients in the backward.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,8 +4,12 @@ Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks:
 probability of a word is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside bfloat16 factors
 they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under 2^-24 of the
 largest one beside it. They are as wide as the gradient that takes their place.
+
+Where the gradient is wanted for hidden alone they may be relative to each token's target instead, in bfloat16: see
+`liger_rl.kernels.scaled_triton`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +28,7 @@ LIMIT = 40.0
 class Kept(NamedTuple):
     """The exponentials of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16 or float32, exp(z - peak); what `scaled_triton` says where there are references
+    values: Tensor  # (n, V) float16 or float32, exp(z - peak); with references bfloat16, see `scaled_triton`
     peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every word is banned
     words: int  # in a tile, a power of two
     references: Tensor | None = None  # (n,) float32
@@ -48,6 +52,7 @@ class Kept(NamedTuple):
 
     def relative_to(self, references: Tensor, dtype: torch.dtype) -> "Kept":
         """The same memory for values of a dtype of the same size, relative to `references` (n,)."""
+        assert math.exp(self.limit) < torch.finfo(dtype).max
         return self._replace(values=self.values.view(dtype), references=references)
 
 
