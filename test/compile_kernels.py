@@ -19,6 +19,7 @@ from liger_rl.kernels import (
     epilogue,
     kept_triton,
     rows_triton,
+    scaled_triton,
     scatter_triton,
     selection_triton,
     tiles,
@@ -104,6 +105,10 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     for rows in (None, torch.arange(N)):
         kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), out)
     kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
+    scaled = scaled_triton.relative(kept, hidden, weight, bias, targets, transform)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=scaled)
+    index = torch.arange(N) if entropy else None
+    scaled_triton.grad_hidden(scaled, weight, targets, transform, token_gradients(False), index, ones(N, H).bfloat16())
 
 
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:

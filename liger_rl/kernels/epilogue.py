@@ -26,7 +26,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, transform_constants, transformed
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -123,6 +123,9 @@ def _gemm_fold_kernel(
     rivals,
     target_logits,  # (tokens,)
     kept,  # descriptor of (tokens, V), or None
+    references,  # (tokens,), or None
+    limit,
+    heat,  # temperature / softcap
     tokens,
     vocab,
     hidden_size,
@@ -158,10 +161,20 @@ def _gemm_fold_kernel(
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
         exp = tl.exp(shifted)
+        # Not after the values, which under a softcap would then spill.
+        total = tl.sum(exp, 1)
         if kept is not None:
-            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], exp.to(kept.dtype))
+            values = exp
+            if references is not None:
+                reference = tl.load(references + token, mask=live, other=0.0)
+                values *= tl.exp(tl.minimum(peak - reference, limit))[:, None]
+                if CAPPED:
+                    # Of z, which is needed again anyway: there are no registers for another tile beside it.
+                    tanh = z * heat
+                    values *= 1.0 - tanh * tanh
+            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
-        tl.store(sums + place, tl.sum(exp, 1), mask=live)
+        tl.store(sums + place, total, mask=live)
         if moments is not None:
             moment = tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY), 1)
             tl.store(moments + place, moment, mask=live)
@@ -303,6 +316,9 @@ def _fold_rows(
             *parts[3:],
             state.target,
             None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
+            None if kept is None else kept.references,
+            0.0 if kept is None else kept.limit,
+            heat_of(transform),
             n,
             vocab,
             hidden.shape[1],

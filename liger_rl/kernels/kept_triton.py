@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, rough_log, transform_constants, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, rough_log, transform_constants, transformed
 
 # Words a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with 4096 words and
 # 8 warps they took 279 and 626.
@@ -155,7 +155,6 @@ def grad_kept(
         return
     values, peaks = kept.values[:, first:], kept.peaks[first // kept.words :]
     tiles = _tiles(columns, kept.words)
-    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
     with on(out.device):
         _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.words))](
             values,
@@ -170,7 +169,7 @@ def grad_kept(
             columns,
             first,
             slope=float(transform.scale / transform.temperature),
-            heat=float(heat),
+            heat=heat_of(transform),
             CAPPED=transform.softcap is not None,
             TILES=tiles,
             WORDS=kept.words,

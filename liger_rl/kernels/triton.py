@@ -283,6 +283,11 @@ def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
     }
 
 
+def heat_of(transform: LogitTransform) -> float:
+    """temperature / softcap, which makes a tanh of z; 0 without a softcap."""
+    return 0.0 if transform.softcap is None else transform.temperature / transform.softcap
+
+
 def _block(columns: int) -> int:
     return min(MAX_BLOCK, triton.next_power_of_2(columns))
 
