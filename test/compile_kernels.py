@@ -127,7 +127,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
     tiles.block_bounds(known, tokens, ranking.own, targets, order)
     scales = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
-    choice_triton.count(scales, order)
+    choice_triton.count(scales, order.int())
     given = (known, statistics(entropy), tokens, targets, order, scales, transform)
     choice_triton.tile_means(*given, V, torch.bfloat16)
     choice_triton.tile_sums(weight, torch.bfloat16)

@@ -333,7 +333,7 @@ def _weigh_kernel(
 def _rank_kernel(
     codes, entropy_codes, grad_logps, grad_entropies, own, targets,
     budget_at,  # () float64
-    key,  # (tokens,) int64
+    key,  # (tokens,) int32
     tiles, tokens, share,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -349,11 +349,12 @@ def _rank_kernel(
             token, live, tile, inside, tokens, TILE_VOCAB,
         )  # fmt: skip
         large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
-    half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int64)
+    half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int32)
     wanted = tl.load(grad_logps + token, mask=live, other=0.0) != 0
     if grad_entropies is not None:
         wanted |= tl.load(grad_entropies + token, mask=live, other=0.0) != 0
-    ranked = (LAST_KEY - half_octave) * KEY_TARGETS + tl.load(targets + token, mask=live, other=0)
+    target = tl.minimum(tl.load(targets + token, mask=live, other=0), KEY_TARGETS - 1).to(tl.int32)
+    ranked = (LAST_KEY - half_octave) * KEY_TARGETS + target
     tl.store(key + token, tl.where(wanted, ranked, LAST_OF_ALL), mask=live)
 
 
@@ -386,7 +387,7 @@ def rank_tokens(
     tiles, n = known.codes.shape
     device = targets.device
     own = torch.empty(n, dtype=torch.float32, device=device)
-    key = torch.empty(n, dtype=torch.int64, device=device)
+    key = torch.empty(n, dtype=torch.int32, device=device)
     energies = torch.empty(triton.cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
     grad_entropy = tokens.grad_entropy
     heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
