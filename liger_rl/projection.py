@@ -117,12 +117,14 @@ def fold_projection(
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
     free = options.chunks_are_free and low_rank is None
     whole_fold = gemm_fold_for(hidden, weight) if free else None
-    known = None
-    if bounded and free and (whole_fold is not None or not hidden.is_cuda):
-        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     if whole_fold is not None:
-        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known, "kept": kept}
-        return _finished(whole_fold(hidden, weight, bias, targets, options.transform, **wanted), options), known
+        return whole_fold(
+            hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
+            bounded=bounded, kept=kept, finish=lambda state: _finished(state, options),
+        )  # fmt: skip
+    known = None
+    if bounded and free and not hidden.is_cuda:
+        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     fold = for_device(hidden.device).fold
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
