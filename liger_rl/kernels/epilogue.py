@@ -244,35 +244,36 @@ def gemm_fold(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (N,)
+    targets: Tensor,  # (N,) in [0, V), unless the vocabulary goes on elsewhere
     transform: LogitTransform,
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    bounded: bool = False,
+    bounded: bool = False,  # not for a part of the vocabulary
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB words
-    finish: Callable[[Fold], TokenStatistics] = Fold.finish,
+    over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileBounds | None]:
-    """What `finish` makes of the fold of hidden @ weight.T, and bounds if asked for, where `applies` says so.
-
-    For bounds it may be asked about some of the tokens, too.
-    """
+    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `applies` says so."""
+    assert over_parts is None or not bounded
     n, vocab = hidden.shape[0], weight.shape[0]
     bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
-    # The one tile that has a target writes it, and in a part of the vocabulary none may.
-    target = torch.zeros(n, dtype=torch.float32, device=hidden.device)
+    # A target is written by the tile that has it, which in a part of the vocabulary may be none.
+    target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
 
     def memory() -> tuple[Fold, TileBounds | None]:
         state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
         return state, TileBounds.empty(n, vocab, hidden.device, entropy=entropy) if bounded else None
+
+    def finished(state: Fold) -> TokenStatistics:
+        return (state if over_parts is None else over_parts(state)).finish()
 
     if n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.
         tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
         state, bounds = memory()
         merge(tiles, state)
-        statistics = finish(state)
+        statistics = finished(state)
         if bounds is not None:
             tile_bounds(_statistics_of(tiles), statistics, targets, transform, bounds)
         return statistics, bounds
@@ -285,9 +286,9 @@ def gemm_fold(
         )
         merge(tiles, part)
         if bounds is not None:
-            tile_bounds(_statistics_of(tiles), finish(part), targets[rows], transform, bounds.columns(rows))
+            tile_bounds(_statistics_of(tiles), part.finish(), targets[rows], transform, bounds.columns(rows))
         del tiles  # or they would stay alive while the next ones are allocated
-    return finish(state), bounds
+    return finished(state), bounds
 
 
 def _fold_tiles(
