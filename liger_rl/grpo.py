@@ -190,17 +190,8 @@ class FusedLinearGRPOLoss(nn.Module):
             )
             given = self.terms.check(batch, ids.shape, ids.device)
             wanted = self.terms.tokens_with_a_say(given)
-            head = Head(hidden, weight, bias, ids, mask, wanted)
-            options = ProjectionOptions(
-                transform=self.transform,
-                entropy=self.terms.needs_entropy,
-                compute_dtype=compute_dtype,
-                chunk_tokens=self.chunk_tokens,
-                chunk_vocab=self.chunk_vocab,
-                weight_grad=weight_grad,
-                batch_invariant=self.batch_invariant,
-            )
-            in_one_pass = self._in_one_pass(head, given, options, low_rank, vocab_parallel)
+            inputs = CallInputs(hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted)
+            one_pass = self._one_pass(inputs, given, compute_dtype, weight_grad)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
@@ -208,35 +199,45 @@ class FusedLinearGRPOLoss(nn.Module):
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
-        if in_one_pass:
+        if one_pass is not None:
+            head, options = one_pass
             return loss_in_one_pass(head, self.terms, given, prepare, options, self.max_extra_bytes)
-        inputs = CallInputs(hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted)
         if vocab_parallel is not None and wanted is not None:
             inputs = inputs._replace(mask=counted_tokens(ids, mask, wanted), wanted=None)
-        found = self._logprobs(inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad)
+        found = self._logprobs(
+            inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad, compute_dtype=compute_dtype
+        )
         # Only now, so that the device has something to do while these small steps are launched.
         return prepare().evaluate(found.logps, found.entropy)
 
-    def _in_one_pass(
-        self,
-        head: Head,
-        given: AlignedBatch,
-        options: ProjectionOptions,
-        low_rank: Sequence[LowRank],
-        vocab_parallel: VocabParallel | None,
-    ) -> bool:
-        if self.passes == "two":
-            return False
+    def _one_pass(
+        self, inputs: CallInputs, given: AlignedBatch, compute_dtype: torch.dtype, weight_grad: Tensor | None
+    ) -> tuple[Head, ProjectionOptions] | None:
+        """The head of a call in one pass, and how to compute it; None for two."""
+        # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
+        if self.passes == "two" or (self.passes == "auto" and self.grad_tolerance != 0.0):
+            return None
+        hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted = inputs
+        head = Head(hidden, weight, bias, ids, mask, wanted)
         lacking = loss_obstacle(head, self.terms, given.segments, vocab_parallel)
         if self.passes == "auto" and lacking is not None:
-            return False
+            return None
+        options = ProjectionOptions(
+            transform=self.transform,
+            entropy=self.terms.needs_entropy,
+            compute_dtype=compute_dtype,
+            chunk_tokens=self.chunk_tokens,
+            chunk_vocab=self.chunk_vocab,
+            weight_grad=weight_grad,
+            batch_invariant=self.batch_invariant,
+        )
         shape, together = head.shape(options, low_rank), head.together(self.terms.locality)
         lacking = lacking or one_pass_obstacle(
             shape, together=together, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape,
             max_extra_bytes=self.max_extra_bytes,
         )  # fmt: skip
         taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=self.max_extra_bytes)
-        return taken and any(head.needs)
+        return (head, options) if taken and any(head.needs) else None
 
     @torch.no_grad()
     def reference_logps(
@@ -257,7 +258,14 @@ class FusedLinearGRPOLoss(nn.Module):
         inputs = CallInputs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel)
         return self._logprobs(inputs, entropy=False).logps
 
-    def _logprobs(self, inputs: CallInputs, *, entropy: bool, weight_grad: Tensor | None = None) -> LogProbs:
+    def _logprobs(
+        self,
+        inputs: CallInputs,
+        *,
+        entropy: bool,
+        weight_grad: Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,  # as `check_linear` said of these inputs, None if it has not yet
+    ) -> LogProbs:
         options = LinearOptions(
             transform=self.transform,
             entropy=entropy,
@@ -270,7 +278,7 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=self.batch_invariant,
             weight_grad=weight_grad,
         )
-        return wanted_logprobs(inputs, options)
+        return wanted_logprobs(inputs, options, compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.terms}, {self.transform}"

@@ -12,7 +12,7 @@ class HostAnswer:
         self._ready: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._numbers, self._ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(numbers.device))
+            self._ready.record(torch.cuda.current_stream(numbers.device.index))
 
     def wait(self) -> Tensor:
         """(k,) on the host."""

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.invariant import fold_invariant
-from liger_rl.kernels import blocks_for, scatter_for
+from liger_rl.kernels import blocks_for, gemm, scatter_for
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
@@ -82,7 +82,7 @@ def fold_tokens(
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of the live tokens, and bounds as `fold_projection` gives them."""
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
-    with torch.autocast(hidden.device.type, enabled=False):
+    with gemm.without_autocast(hidden.device):
         rows = _gather(hidden, live, options.compute_dtype)
         live_targets = rows_of(targets, live)
         if options.batch_invariant:
@@ -102,7 +102,7 @@ def token_gradients(
 ) -> ProjectionGradients:
     """Gradients shaped like the inputs and of their dtypes."""
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
-    with torch.autocast(hidden.device.type, enabled=False), whole_head(options.gather, weight, bias):
+    with gemm.without_autocast(hidden.device), whole_head(options.gather, weight, bias):
         if grad_logps is None:
             assert grad_entropy is not None
             grad_logps = torch.zeros_like(grad_entropy)

@@ -173,11 +173,14 @@ class LinearOptions(NamedTuple):
     gather: Gather | None = None
 
 
-def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
-    """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at."""
-    check_eager(inputs.vocab_parallel, *inputs, *low_rank_tensors(inputs.low_rank))
-    original = inputs.weight
-    inputs = localized(inputs)
+def wanted_logprobs(given: CallInputs, options: LinearOptions, dtype: torch.dtype | None = None) -> LogProbs:
+    """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at.
+
+    `dtype` is what `check_linear` said of these inputs, where they have been checked before.
+    """
+    check_eager(given.vocab_parallel, *given, *low_rank_tensors(given.low_rank))
+    original = given.weight
+    inputs = localized(given)
     hidden, weight, targets, mask, bias, low_rank, vocab_parallel, wanted = inputs
     transform, entropy, fixed_shape = options.transform, options.entropy, options.fixed_shape
     grad_tolerance, unbiased, weight_grad = options.grad_tolerance, options.unbiased, options.weight_grad
@@ -210,7 +213,8 @@ def wanted_logprobs(inputs: CallInputs, options: LinearOptions) -> LogProbs:
         raise ValueError("weight_grad must be None under torch.compile, whose graphs write to no tensor from outside")
     with whole_head(options.gather, weight, bias):
         shard = None if vocab_parallel is None else vocab_parallel.shard_of(weight, facts, known_by=original)
-        dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=options.compute_dtype)
+        if dtype is None or inputs is not given:
+            dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=options.compute_dtype)
         check_weight_grad(weight_grad, original, grad_tolerance)
         kernels_fit = False
         if options.max_extra_bytes is not None:

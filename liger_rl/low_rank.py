@@ -66,7 +66,7 @@ class _Inputs(torch.autograd.Function):
 def inputs_forward(hidden: Tensor, a: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(N, H), (r, H) -> hidden @ a.T (N, r) float32, 0 for the tokens that an index or a mask leaves out."""
     out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with gemm.without_autocast(hidden.device):
         factor = a.to(dtype)
         for rows in _parts(hidden, index):
             out[rows] = gemm.matmul(_taken(hidden, rows, index).to(dtype), factor.T)
@@ -79,7 +79,7 @@ def inputs_backward(
     """Gradients of `inputs_forward` for hidden and a."""
     grad_hidden = torch.zeros_like(hidden) if needs[0] else None
     total = torch.zeros_like(a, dtype=torch.float32) if needs[1] else None
-    with torch.autocast(hidden.device.type, enabled=False):
+    with gemm.without_autocast(hidden.device):
         factor = a.to(dtype)
         for rows in _parts(hidden, index):
             part = _taken(grad, rows, index).to(dtype)

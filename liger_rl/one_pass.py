@@ -68,7 +68,7 @@ def one_pass(
     totals = _Totals(hidden, weight, bias, plan, needs, in_place=in_place)
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_words(options))
-    with torch.autocast(hidden.device.type, enabled=False):
+    with gemm.without_autocast(hidden.device):
         for chunk in chunks:
             index = _index(live, chunk)
             rows, row_targets = hidden[index].to(options.compute_dtype).contiguous(), targets[index]

@@ -117,12 +117,16 @@ def fold_projection(
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
     free = options.chunks_are_free and low_rank is None
     whole_fold = gemm_fold_for(hidden, weight) if free else None
-    known = None
-    if bounded and free and (whole_fold is not None or not hidden.is_cuda):
-        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
+    shard = options.shard
+    over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
     if whole_fold is not None:
-        wanted = {"entropy": options.entropy, "extras": options.extras, "bounds": known, "kept": kept}
-        return _finished(whole_fold(hidden, weight, bias, targets, options.transform, **wanted), options), known
+        return whole_fold(
+            hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
+            bounded=bounded, kept=kept, over_parts=over_ranks,
+        )  # fmt: skip
+    known = None
+    if bounded and free and not hidden.is_cuda:
+        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     fold = for_device(hidden.device).fold
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
@@ -145,16 +149,10 @@ def fold_projection(
             if by_tile is not None:
                 eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
-    statistics = _finished(state, options)
+    statistics = (state if over_ranks is None else over_ranks(state)).finish()
     if known is not None and by_tile is not None:
         bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
     return statistics, known
-
-
-def _finished(state: Fold, options: ProjectionOptions) -> TokenStatistics:
-    if options.shard is not None:
-        state = state.over_ranks(options.shard.maximum, options.shard.total)
-    return state.finish()
 
 
 class ProjectionGradients(NamedTuple):

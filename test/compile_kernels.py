@@ -94,9 +94,8 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     targets = torch.zeros(N, dtype=torch.long)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    bounds = TileBounds.empty(N, V, CPU, entropy=entropy)
     extras = EXTRAS if entropy else ()
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, bounds=bounds)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, bounded=True)
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)

@@ -270,7 +270,7 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
     targets = torch.where(torch.rand(tokens, device=DEVICE) < 0.5, best, torch.randint(0, vocab, (tokens,)).to(DEVICE))
     extras = options.pop("extras", ())
     assert not options
-    found = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras).finish()
+    found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras)
     doubles = [None if x is None else x.double() for x in (hidden, weight, bias)]
     logps, entropies = oracles.logprobs(
         doubles[0], doubles[1], targets, bias=doubles[2],
@@ -295,10 +295,10 @@ def test_product_with_fold_under_another_default_dtype():
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
     hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
     inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
-    expected = epilogue.gemm_fold(*inputs, entropy=True).finish()
+    expected, _ = epilogue.gemm_fold(*inputs, entropy=True)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = epilogue.gemm_fold(*inputs, entropy=True).finish()
+        found, _ = epilogue.gemm_fold(*inputs, entropy=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
@@ -313,8 +313,8 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
     weight[[40, 50, 550]] = 2.0 * hidden[:1]
     hidden[:] = hidden[:1]
     targets = torch.tensor([40, 50, 550, 7], device=DEVICE).repeat(32)
-    found = epilogue.gemm_fold(hidden, weight, None, targets, LogitTransform(), entropy=False, extras=("is_top1",))
-    assert found.finish().is_top1.tolist() == [True, False, False, False] * 32
+    found, _ = epilogue.gemm_fold(hidden, weight, None, targets, LogitTransform(), entropy=False, extras=("is_top1",))
+    assert found.is_top1.tolist() == [True, False, False, False] * 32
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

@@ -16,7 +16,7 @@ import oracles
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, one_pass, projection
 from liger_rl.kernels import epilogue, scaled_triton
 from liger_rl.kernels.kept import LIMIT, Kept
-from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -69,12 +69,13 @@ def truth_of(hidden, weight, bias, targets, transform, g) -> tuple[Tensor, Tenso
     return *grads, tokens
 
 
-def folded(hidden, weight, bias, targets, transform, limit=LIMIT) -> tuple[Fold, Kept]:
+def folded(hidden, weight, bias, targets, transform, limit=LIMIT) -> tuple[TokenStatistics, Kept]:
     kept = Kept.empty(hidden.shape[0], weight.shape[0], DEVICE, hidden.dtype, 256)._replace(limit=limit)
     kept.values.fill_(math.nan)
     kept.peaks.fill_(math.nan)
     kept = scaled_triton.relative(kept, hidden, weight, bias, targets, transform)
-    return epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=kept), kept
+    statistics, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=kept)
+    return statistics, kept
 
 
 def grad_hidden(kept, weight, targets, transform, tokens) -> Tensor:
@@ -106,9 +107,9 @@ def test_gradient_of_every_row(transform, bias, share):
     g = torch.randn(TOKENS).to(DEVICE)
     expected, _, tokens = truth_of(*given, transform, g)
     plain, _ = folded(*given, transform)
-    limit = LIMIT if share == 0.0 else (-plain.finish().logps).quantile(1.0 - share).item()
-    state, kept = folded(*given, transform, limit)
-    beyond = state.finish().logps < -limit
+    limit = LIMIT if share == 0.0 else (-plain.logps).quantile(1.0 - share).item()
+    statistics, kept = folded(*given, transform, limit)
+    beyond = statistics.logps < -limit
     assert beyond.float().mean().item() == pytest.approx(share, abs=0.01)
     found = grad_hidden(kept, given[1], given[3], transform, tokens)
     assert row_errors(found, expected).max() < TOLERANCE
@@ -128,8 +129,8 @@ def test_tokens_from_certain_to_impossible(programs, monkeypatch):
     hidden = aimed(hidden, weight, targets, odds)
     g = torch.randn(TOKENS).to(DEVICE)
     expected, _, tokens = truth_of(hidden, weight, None, targets, LogitTransform(), g)
-    state, kept = folded(hidden, weight, None, targets, LogitTransform())
-    logps = state.finish().logps
+    statistics, kept = folded(hidden, weight, None, targets, LogitTransform())
+    logps = statistics.logps
     assert (logps < -LIMIT - 19).any()
     assert (logps > -2e-7).any() or CUDA  # bfloat16 hidden states are not so finely aimed
     found = grad_hidden(kept, weight, targets, LogitTransform(), tokens)
@@ -146,8 +147,8 @@ def test_banned_words(transform):
     targets[3:] = targets[3:] % 190 + 60
     g = torch.randn(TOKENS).to(DEVICE)
     expected, _, tokens = truth_of(hidden, weight, bias, targets, transform, g)
-    state, kept = folded(hidden, weight, bias, targets, transform)
-    assert torch.equal(state.finish().logps.isfinite(), torch.arange(TOKENS, device=DEVICE) >= 3) or transform.softcap
+    statistics, kept = folded(hidden, weight, bias, targets, transform)
+    assert torch.equal(statistics.logps.isfinite(), torch.arange(TOKENS, device=DEVICE) >= 3) or transform.softcap
     found = grad_hidden(kept, weight, targets, transform, tokens)
     assert row_errors(found, expected).max() < TOLERANCE
 
@@ -159,8 +160,7 @@ def test_references_that_rounding_puts_above_lse():
     transform = LogitTransform(temperature=1e-9)
     g = torch.randn(TOKENS).to(DEVICE)
     expected, _, _ = truth_of(hidden, weight, None, targets, transform, g)
-    state, kept = folded(hidden, weight, None, targets, transform)
-    statistics = state.finish()
+    statistics, kept = folded(hidden, weight, None, targets, transform)
     assert (kept.references - statistics.lse).max() > 100
     found = grad_hidden(kept, weight, targets, transform, TokenGradients.of(statistics, g, None))
     torch.testing.assert_close(found.double(), expected)
@@ -183,11 +183,11 @@ def test_as_exact_as_rounding_the_gradient_of_the_logits(transform, bias, limit)
 @pytest.mark.parametrize(("transform", "bias"), CASES.values(), ids=CASES)
 def test_statistics_are_what_they_are_without(transform, bias):
     hidden, weight, bias, targets = make(torch.bfloat16 if CUDA else torch.float16, bias)
-    state, kept = folded(hidden, weight, bias, targets, transform, 8.0)
+    statistics, kept = folded(hidden, weight, bias, targets, transform, 8.0)
     plain = Kept.empty(TOKENS, VOCAB, DEVICE, torch.bfloat16, 256)
     for other in (None, plain):
-        without = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=other)
-        for mine, expected in zip(state, without, strict=True):
+        without, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=other)
+        for mine, expected in zip(statistics, without, strict=True):
             assert mine is expected is None or torch.equal(mine, expected)
     assert torch.equal(kept.peaks, plain.peaks)
 
@@ -213,8 +213,8 @@ def test_nan_stays_in_its_row(at_target):
         hidden[5] = 0.0
         targets[5], targets[targets == 9] = 9, 10
         bias[9] = math.nan
-    state, kept = folded(hidden, weight, bias, targets, LogitTransform())
-    tokens = TokenGradients.of(state.finish(), torch.ones(TOKENS, device=DEVICE), None)
+    statistics, kept = folded(hidden, weight, bias, targets, LogitTransform())
+    tokens = TokenGradients.of(statistics, torch.ones(TOKENS, device=DEVICE), None)
     found = grad_hidden(kept, weight, targets, LogitTransform(), tokens)
     rows = found.isnan().any(1)
     assert rows[5]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import blocks, bounds, choice, eager, kept, rows, scatter, selection
-from liger_rl.kernels.statistics import Fold
+from liger_rl.kernels.statistics import TileBounds, TokenStatistics
 
 
 def _module(device: torch.device, plain: ModuleType, compiled: str) -> ModuleType:
@@ -34,7 +34,7 @@ def selection_for(device: torch.device) -> ModuleType:
     return _module(device, selection, "selection_triton")
 
 
-def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., Fold] | None:
+def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., tuple[TokenStatistics, TileBounds | None]] | None:
     """The fold of hidden (N, H) @ weight (V, H).T in the product's own epilogue, None where that kernel does not apply.
 
     It applies on GPUs with a tensor memory accelerator (compute capability 9.0 on), to bfloat16 or float16 matrices of

@@ -44,8 +44,8 @@ UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two square
 # 15.3%, 7.0% and 4.7%; by entropy 10.3%, 5.1% and 3.9%; by target alone 12.9%, 5.1% and 3.3%. A tenth or ten times
 # as many moves these by less than a tenth of them.
 LARGE = 20.0
-# A key is a class of tokens, counted down from the one with most large tiles, and the target within it, the last of them
-# standing for all from there on: of 32 bits, which sort in half of the time of 64.
+# A key is a class of tokens, counted down from the one with most large tiles, and the target within it, of which the
+# last stands for all from there on: 32 bits in all, which sort in half of the time of 64.
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
 

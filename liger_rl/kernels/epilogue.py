@@ -6,7 +6,8 @@ token and tile instead of 4 bytes a logit written, read and thrown away. The gra
 to the dtype of the products that it goes into.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from liger_rl.kernels.statistics import (
     TileBounds,
     TileStatistics,
     TokenGradients,
+    TokenStatistics,
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
@@ -43,7 +45,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
     """Whether this path takes (N, H) @ (V, H).T: Hopper or later, one 16-bit dtype, rows that TMA can address."""
-    if not hidden.is_cuda or torch.cuda.get_device_capability(hidden.device) < CAPABILITY:
+    if not hidden.is_cuda or device_capability(hidden.device) < CAPABILITY:
         return False
     if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES:
         return False
@@ -255,55 +257,68 @@ def gemm_fold(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (N,)
+    targets: Tensor,  # (N,) in [0, V), unless the vocabulary goes on elsewhere
     transform: LogitTransform,
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    bounds: TileBounds | None = None,  # written for all N tokens
-    kept: Kept | None = None,  # the same, in tiles of TILE_VOCAB words
-) -> Fold:
-    """The whole fold of hidden @ weight.T, where `applies` says so."""
-    n = hidden.shape[0]
-    state = Fold.start(n, hidden.device, entropy=entropy, extras=extras, written=True)
-    bytes_per_token = 4 * _kinds(state) * -(-weight.shape[0] // TILE_VOCAB)
+    bounded: bool = False,  # not for a part of the vocabulary
+    kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB words
+    over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
+) -> tuple[TokenStatistics, TileBounds | None]:
+    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `applies` says so."""
+    assert over_parts is None or not bounded
+    n, vocab = hidden.shape[0], weight.shape[0]
+    bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
+    # A target is written by the tile that has it, which in a part of the vocabulary may be none.
+    target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
+
+    def memory() -> tuple[Fold, TileBounds | None]:
+        state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
+        return state, TileBounds.empty(n, vocab, hidden.device, entropy=entropy) if bounded else None
+
+    def finished(state: Fold) -> TokenStatistics:
+        return (state if over_parts is None else over_parts(state)).finish()
+
     if n <= step:
-        # Without the slices, each of which the product would wait for.
-        _fold_rows(hidden, weight, bias, targets, transform, state, bounds, kept)
-        return state
+        # Without slices, and without memory that it does not write itself: the device waits for the product.
+        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
+        state, bounds = memory()
+        merge(tiles, state)
+        statistics = finished(state)
+        if bounds is not None:
+            tile_bounds(_statistics_of(tiles), statistics, targets, transform, bounds)
+        return statistics, bounds
+    state, bounds = memory()
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        known = None if bounds is None else bounds.columns(rows)
-        part = None if kept is None else kept.rows(rows)
-        _fold_rows(hidden[rows], weight, bias, targets[rows], transform, state.take(rows), known, part)
-    return state
+        part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
+        tiles = _fold_tiles(
+            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
+        )
+        merge(tiles, part)
+        if bounds is not None:
+            tile_bounds(_statistics_of(tiles), part.finish(), targets[rows], transform, bounds.columns(rows))
+        del tiles  # or they would stay alive while the next ones are allocated
+    return finished(state), bounds
 
 
-def _kinds(state: Fold) -> int:
-    """Statistics that each vocabulary tile leaves of a token: all but the target, which is in one tile alone."""
-    return sum(values is not None for values in state) - 1
-
-
-def _fold_rows(
+def _fold_tiles(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     transform: LogitTransform,
-    state: Fold,
-    bounds: TileBounds | None,
+    target: Tensor,  # (n,), written
     kept: Kept | None,
-) -> None:
+    *,
+    entropy: bool,
+    extras: Collection[str],
+) -> Fold:
+    """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    tiles = -(-vocab // TILE_VOCAB)
-    parts = Fold._make(
-        # The target is in one tile alone: its kernel writes it where it belongs.
-        whole
-        if whole is None or whole is state.target
-        else torch.empty(tiles, n, dtype=torch.float32, device=hidden.device)
-        for whole in state
-    )
+    tiles = Fold.unwritten((-(-vocab // TILE_VOCAB), n), target, entropy=entropy, extras=extras)
     programs = device_programs(hidden.device)
     with on(hidden.device):
         _gemm_fold_kernel[(programs,)](
@@ -311,10 +326,10 @@ def _fold_rows(
             TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
-            parts.peak,
-            parts.sum_exp,
-            *parts[3:],
-            state.target,
+            tiles.peak,
+            tiles.sum_exp,
+            *tiles[3:],
+            target,
             None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
             None if kept is None else kept.references,
             0.0 if kept is None else kept.limit,
@@ -331,12 +346,14 @@ def _fold_rows(
             num_stages=STAGES if kept is None else STORING_STAGES,
             num_warps=WARPS,
         )
-    merge(parts, state)
     if kept is not None:
         assert kept.words == TILE_VOCAB
-        kept.peaks.copy_(parts.peak)
-    if bounds is not None:
-        tile_bounds(TileStatistics(parts.peak, parts.sum_exp, parts.moment), state.finish(), targets, transform, bounds)
+        kept.peaks.copy_(tiles.peak)
+    return tiles
+
+
+def _statistics_of(tiles: Fold) -> TileStatistics:
+    return TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment)
 
 
 def gemm_grad(
@@ -382,6 +399,13 @@ def gemm_grad(
     return out
 
 
+@cache
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """As torch.cuda's, which takes microseconds to look it up."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
 def device_programs(device: torch.device) -> int:
     """One for each multiprocessor; the interpreter, on CPU, runs them in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,5 +1,7 @@
 """Products and sums of matrices that take low-precision numbers and keep their float32 accumulators."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,12 @@ from torch import Tensor
 SUMMED_ROWS = 256
 # Before 2.10, addmm with an out_dtype takes no float32 to add to.
 ADDS_TO_FLOAT32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """The context in which products take their factors as they are."""
+    # Switching off what is off takes the host as long as a launch.
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

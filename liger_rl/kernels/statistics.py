@@ -37,27 +37,38 @@ class Fold(NamedTuple):
     rival: Tensor | None  # (n,) max of z_v over the words before the target, for is_top1
 
     @classmethod
-    def start(
-        cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = (), written: bool = False
-    ) -> "Fold":
-        """The fold of no tile. One that is to be written as a whole (`written`) starts with the target alone, which no
-        tile of a part of the vocabulary may have."""
+    def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
+        """The fold of no tile."""
 
         def full(value: float) -> Tensor:
             return torch.full((n,), value, dtype=torch.float32, device=device)
 
-        def start(value: float) -> Tensor:
-            return torch.empty(n, dtype=torch.float32, device=device) if written else full(value)
-
         # The lowest finite peak instead of -inf: (peak - new peak) * 0 stays 0 in the moment's update.
         return cls(
-            start(torch.finfo(torch.float32).min),
-            start(0.0),
+            full(torch.finfo(torch.float32).min),
             full(0.0),
-            start(0.0) if entropy else None,
-            start(0.0) if "log_sum_sq_probs" in extras else None,
-            start(0.0) if "mean_logits" in extras else None,
-            start(-math.inf) if "is_top1" in extras else None,
+            full(0.0),
+            full(0.0) if entropy else None,
+            full(0.0) if "log_sum_sq_probs" in extras else None,
+            full(0.0) if "mean_logits" in extras else None,
+            full(-math.inf) if "is_top1" in extras else None,
+        )
+
+    @classmethod
+    def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
+        """Memory for all but the target, (..., n) each, where a kernel writes it as a whole."""
+
+        def part() -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+        return cls(
+            part(),
+            part(),
+            target,
+            part() if entropy else None,
+            part() if "log_sum_sq_probs" in extras else None,
+            part() if "mean_logits" in extras else None,
+            part() if "is_top1" in extras else None,
         )
 
     def take(self, rows: slice) -> "Fold":

@@ -298,4 +298,5 @@ def _warps(block: int) -> int:
 
 def on(device: torch.device):
     """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    # By its index, which is looked up in no time.
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
