@@ -11,17 +11,16 @@ trained weight have much in common, so that a sum which is a thousandth off is a
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.host_answer import HostAnswer
-from liger_rl.kernels import blocks_for, bounds_for, choice_for, gemm
+from liger_rl.kernels import bounds_for, choice_for, gemm
 from liger_rl.kernels.block_plan import BlockPlan
+from liger_rl.kernels.choice import tile_sums
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.side_work import SideWork
 
 # With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
 # blocks that are left out come back for it on average, far fewer where their sizes differ.
@@ -42,10 +41,10 @@ class ChosenBlocks:
 
     order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS of which make a row of blocks; without a gradient last
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
-    lists: Any  # what `prepare` of the device's blocks made of the scales
+    counted: Tensor  # see `choice.count`
+    numbers: HostAnswer  # the same
     means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
     from_means: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
-    numbers: HostAnswer  # see `choice.count`
 
 
 def choose_blocks(
@@ -60,34 +59,31 @@ def choose_blocks(
     *,
     needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
-    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait.
-
-    All that blocks need is made here, whether or not there turn out to be enough to leave out: what the host has to do
-    after it has waited, the device waits for.
-    """
-    device = targets.device
-    kernels, chooser = bounds_for(device), choice_for(device)
-    sums = SideWork(device, lambda: chooser.tile_sums(weight, compute_dtype)) if needs_hidden else None
+    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
+    kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
     ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance.relative)
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
     scales = chooser.choose(energies, ranking.budget)
     if tolerance.seed is not None:
         scales = _sampled(energies, scales != 0, tolerance.seed)
-    numbers = HostAnswer(chooser.count(scales, ranking.key))
+    counted = chooser.count(scales, ranking.key)
+    numbers = HostAnswer(counted)
     means = chooser.tile_means(
         known, statistics, tokens, targets, order, scales, transform, weight.shape[0], compute_dtype
     )
-    lists = blocks_for(device).prepare(scales)
-    from_means = None if sums is None else gemm.matmul(means, sums.wait())
-    return ChosenBlocks(order, scales, lists, means, from_means, numbers)
+    from_means = None
+    if needs_hidden:
+        sums = tile_sums(weight, compute_dtype) if known.weight_sums is None else known.weight_sums
+        from_means = gemm.matmul(means, sums)
+    return ChosenBlocks(order, scales, counted, numbers, means, from_means)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     """Tell the host how much there is to do: the backward's one host sync."""
     numbers = chosen.numbers.wait()
     _, counts, certain = numbers.split([1, *2 * [chosen.scales.shape[1]]])
-    return BlockPlan(chosen.scales, chosen.lists, counts, int(counts.sum()), int(certain.sum()), int(numbers[0]))
+    return BlockPlan(chosen.scales, chosen.counted, counts, int(counts.sum()), int(certain.sum()), int(numbers[0]))
 
 
 def _sampled(energies: Tensor, kept: Tensor, seed: int) -> Tensor:

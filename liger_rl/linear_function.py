@@ -42,7 +42,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head = HeadInputs(hidden, weight, bias, targets, live, low_inputs, low_weight)
         bounded = options.tolerance is not None and any(ctx.needs_input_grad)
-        statistics, known = fold_tokens(head, options, bounded=bounded)
+        statistics, known = fold_tokens(head, options, bounded=bounded, with_sums=ctx.needs_input_grad[0])
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
         vocab = weight.shape[0] if options.shard is None else options.shard.vocab
@@ -78,7 +78,7 @@ class HeadInputs(NamedTuple):
 
 
 def fold_tokens(
-    head: HeadInputs, options: ProjectionOptions, *, bounded: bool
+    head: HeadInputs, options: ProjectionOptions, *, bounded: bool, with_sums: bool = False
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of the live tokens, and bounds as `fold_projection` gives them."""
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
@@ -88,7 +88,9 @@ def fold_tokens(
         if options.batch_invariant:
             return fold_invariant(rows, weight, bias, live_targets, options), None
         low_rank = _low_rank_rows(low_inputs, low_weight, live)
-        return fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
+        return fold_projection(
+            rows, weight, bias, live_targets, options, low_rank, bounded=bounded, with_sums=with_sums
+        )
 
 
 def token_gradients(
@@ -107,7 +109,7 @@ def token_gradients(
             assert grad_entropy is not None
             grad_logps = torch.zeros_like(grad_entropy)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-        chosen = plan = picked = None
+        chosen = plan = begun = picked = None
         if keeps_shape(live):
             live = live & has_gradient(tokens)
             tokens = tokens.silenced(live)
@@ -125,24 +127,29 @@ def token_gradients(
             live = picked if live is None else live[picked]
         rows, row_targets = _gather(hidden, live, options.compute_dtype), rows_of(targets, live)
         if chosen is not None:
+            share = DENSE_SHARE[kind_of(hidden.device)]
+            begun = blocks_for(hidden.device).begin(
+                rows, weight, bias, row_targets, tokens, chosen.scales, chosen.counted, options.transform,
+                options.blocks_bytes, int(share * chosen.scales.numel()),
+            )  # fmt: skip
             plan = plan_blocks(chosen)
-            if not plan.wanted or plan.share > DENSE_SHARE[kind_of(hidden.device)]:
+            if not plan.wanted or plan.share > share:
                 wanted = slice(plan.wanted)
                 assert live is not None
                 tokens, live, rows, row_targets = tokens.take(wanted), live[wanted], rows[wanted], row_targets[wanted]
-                chosen = plan = None
+                chosen = plan = begun = None
         if chosen is None or plan is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
             gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
             del low_rank
         else:
             of_hidden, of_weight, of_bias = blocks_for(hidden.device).grad_blocks(
-                rows, weight, bias, row_targets, tokens, plan, chosen.means, chosen.from_means, options.transform,
-                needs[1:3], options.blocks_bytes,
+                begun, rows, weight, bias, row_targets, tokens, plan, chosen.means, chosen.from_means,
+                options.transform, needs[1:3],
             )  # fmt: skip
             gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
             live = None if live is None else live[: plan.wanted]
-        del rows
+        del rows, begun
         if gradients.hidden is not None:
             gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))
         if gradients.low_rank_inputs is not None and low_inputs is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels.choice import tile_sums
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import (
@@ -106,6 +107,7 @@ def fold_projection(
     low_rank: LowRankRows | None = None,
     *,
     bounded: bool = False,
+    with_sums: bool = False,  # of the weight, beside the bounds
     kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its words
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
@@ -120,10 +122,13 @@ def fold_projection(
     shard = options.shard
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
     if whole_fold is not None:
-        return whole_fold(
+        # The device, whose tokens the host has just waited for, has nothing else to do until the product is launched.
+        weight_sums = tile_sums(weight, options.compute_dtype) if bounded and with_sums else None
+        statistics, known = whole_fold(
             hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
             bounded=bounded, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
+        return statistics, None if known is None else known._replace(weight_sums=weight_sums)
     known = None
     if bounded and free and not hidden.is_cuda:
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)

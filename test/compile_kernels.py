@@ -129,11 +129,13 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     choice_triton.count(scales, order.int())
     given = (known, statistics(entropy), tokens, targets, order, scales, transform)
     choice_triton.tile_means(*given, V, torch.bfloat16)
-    choice_triton.tile_sums(weight, torch.bfloat16)
     scales, counts, kept = ones(row_blocks, TILES), torch.full((TILES,), row_blocks), row_blocks * TILES
-    plan = BlockPlan(scales, blocks_triton.prepare(scales), counts, kept, kept, N)
+    counted = torch.cat([torch.tensor([N]), counts, counts])
+    given = (hidden, weight, bias, targets, tokens)
+    begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, kept)
+    plan = BlockPlan(scales, counted, counts, kept, kept, N)
     means, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(hidden, weight, bias, targets, tokens, plan, means, ones(N, H), transform, needs, 1 << 20)
+    blocks_triton.grad_blocks(begun, *given, plan, means, ones(N, H), transform, needs)
 
 
 def main() -> None:

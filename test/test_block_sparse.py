@@ -9,7 +9,7 @@ import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
 from liger_rl.block_sparse import Tolerance, choose_blocks, plan_blocks
-from liger_rl.kernels import blocks, bounds, choice, choice_for
+from liger_rl.kernels import blocks, blocks_for, bounds, choice, choice_for
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -295,7 +295,7 @@ def test_flat_distributions_take_the_dense_products(monkeypatch):
     """Where nearly every block is kept the exact backward is the faster one, and it is what runs."""
     leaves, targets, grad = batch("unsure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     shares = recorded_shares(monkeypatch)
-    monkeypatch.setattr(linear_function, "blocks_for", None)  # would be called in vain
+    monkeypatch.setattr(blocks_for(DEVICE), "grad_blocks", None)  # would be called in vain
     found = gradients(leaves, targets, grad, grad_tolerance=1e-5)
     assert shares == [1.0]
     for mine, other in zip(found, gradients(leaves, targets, grad), strict=True):
@@ -491,11 +491,12 @@ KERNEL_CASES = [
 ]
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["begun", "late"])
 @pytest.mark.parametrize("workspace", [3 * BLOCK_TOKENS * BLOCK_VOCAB * 2, 1 << 30], ids=["spans", "whole"])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"), KERNEL_CASES)
-def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, workspace):
-    """Triton's against plain PyTorch's, in several spans of tiles and in one."""
+def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, workspace, late):
+    """Triton's against plain PyTorch's, in several spans of tiles and in one, the first begun before or not."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import blocks_triton
 
@@ -518,12 +519,15 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     hidden[wanted:] = torch.nan
     means = torch.randn(tokens, tiles).to(DEVICE, LOW)
     from_means = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
-    counts, certain = (scales != 0).sum(0).cpu(), int((scales == 1).sum())
+    counted = choice.count(scales, torch.where(torch.arange(tokens) < wanted, 0, bounds.NOT_WANTED).int().to(DEVICE))
+    counts = counted[1 : 1 + tiles].cpu()
+    kept = int(counts.sum())
+    plan = BlockPlan(scales, counted, counts, kept, int((scales == 1).sum()), wanted)
+    given = (hidden, weight, biases, targets, per_token)
     found, expected = (
         kernels.grad_blocks(
-            hidden, weight, biases, targets, per_token,
-            BlockPlan(scales, kernels.prepare(scales), counts, int(counts.sum()), certain, wanted),
-            means, None if from_means is None else from_means.clone(), transform, needs[1:], workspace,
+            kernels.begin(*given, scales, counted, transform, workspace, kept - late), *given, plan, means,
+            None if from_means is None else from_means.clone(), transform, needs[1:],
         )
         for kernels in (blocks_triton, blocks)
     )  # fmt: skip
@@ -631,19 +635,6 @@ def test_means_as_kernels(tokens, vocab, transform, entropy):
     assert found[:, :tiles].any()
 
 
-@pytest.mark.parametrize(("vocab", "size"), [(1000, 72), (256, 300), (5, 1), (2304, 40)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sums_of_tiles_as_kernels(vocab, size, dtype):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
-
-    weight = torch.randn(vocab, size, dtype=dtype, device=DEVICE)
-    for given in (weight, weight.T.contiguous().T):
-        found = choice_triton.tile_sums(given, dtype)
-        assert found.shape == (choice.padded_tiles(vocab), size)
-        torch.testing.assert_close(found, choice.tile_sums(weight, dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
-
-
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("entropy", [False, True])
 def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
@@ -660,8 +651,7 @@ def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
     grad = torch.randn(tokens, device="cuda")
     shares = recorded_shares(monkeypatch)
     found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
-    for module in (block_sparse, linear_function):
-        monkeypatch.setattr(module, "blocks_for", lambda device: blocks)
+    monkeypatch.setattr(linear_function, "blocks_for", lambda device: blocks)
     plain = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=3e-2)
     assert shares[0] == shares[1]
     assert 0 < shares[0] < linear_function.DENSE_SHARE["cuda"]

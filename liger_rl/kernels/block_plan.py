@@ -1,6 +1,6 @@
 """What a backward of chosen blocks is given by the host, and what it starts from."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ class BlockPlan(NamedTuple):
     """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
 
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
-    lists: Any  # what `prepare` of the device's blocks made of the scales
-    counts: Tensor  # (tiles,) int64 on the host, blocks kept in each
+    counted: Tensor  # as `choice.count` gives it, of which the rest is known to the host
+    counts: Tensor  # (tiles,) int64, blocks kept in each
     kept: int  # in all
     certain: int  # blocks of scale 1, the same for every seed
     wanted: int  # tokens with a gradient, the first of all

@@ -9,8 +9,19 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradient
 from liger_rl.kernels.transform import LogitTransform
 
 
-def prepare(scales: Tensor) -> Tensor:
-    """(row blocks, tiles) -> what `grad_blocks` needs of them, made before the host knows any of it.
+def begin(
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    scales: Tensor,  # (row blocks, tiles), see `BlockPlan`
+    counted: Tensor,  # as `choice.count` gives it
+    transform: LogitTransform,
+    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
+    most: int,  # nothing need be done if more blocks are kept
+) -> Tensor:
+    """Whatever can be done before the host knows of any block, for `grad_blocks` with the same inputs.
 
     Here the scale of each row in each tile.
     """
@@ -18,6 +29,7 @@ def prepare(scales: Tensor) -> Tensor:
 
 
 def grad_blocks(
+    begun: Tensor,  # as `begin` gave it
     hidden: Tensor,  # (n, H) in the compute dtype
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -28,7 +40,6 @@ def grad_blocks(
     from_means: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
     needs: tuple[bool, bool],  # for weight and bias
-    workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan and the means."""
     wanted = slice(plan.wanted)
@@ -38,7 +49,7 @@ def grad_blocks(
     start = MeanGradients.of(means[wanted], hidden, grad_hidden, (needs[0], needs[1] and bias is not None))
     grad_weight = None if start.weight is None else torch.empty_like(weight)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
-    row_scales = plan.lists[wanted]
+    row_scales = begun[wanted]
     for tile in range(plan.counts.numel()):
         span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
         rows = row_scales[:, tile].nonzero().squeeze(1)

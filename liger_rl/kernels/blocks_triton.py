@@ -5,6 +5,8 @@ states' gradient sums, for each row of blocks, their products with the weight; t
 products with the hidden states. Every sum has one program and a fixed order: no atomics, the same bits on every run.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,15 +31,19 @@ HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "room", "most"])
 def _blocks_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (V, H)
-    out,  # descriptor of (count * BLOCK_TOKENS, BLOCK_VOCAB)
+    out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
     block_row,
     block_tile,
     block_scale,
-    count,
+    tile_end,  # (tiles,)
+    tiles,
+    room,  # the first so many blocks are computed,
+    most,  # and none if there are more than these
+    wanted,  # tokens with a gradient, () int64
     bias,
     targets,
     lse_of,
@@ -45,7 +51,6 @@ def _blocks_kernel(
     at_target,
     entropies,
     grad_entropies,
-    tokens,
     vocab,
     hidden_size,
     gain,
@@ -61,6 +66,9 @@ def _blocks_kernel(
     TILE_HIDDEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    tokens = tl.load(wanted)
+    kept = tl.load(tile_end + tiles - 1)
+    count = tl.where(kept > most, 0, tl.minimum(kept, room))
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         row, tile = tl.load(block_row + block), tl.load(block_tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -201,13 +209,40 @@ def _bias_kernel(
     tl.store(out + word, total.to(out.dtype.element_ty), mask=word < vocab)
 
 
-def prepare(scales: Tensor) -> BlockLists:
-    """As `blocks.prepare`: lists of all kept blocks, with room for every block."""
-    with on(scales.device):
-        return BlockLists.of(scales, 0, scales.numel())
+class Begun(NamedTuple):
+    """The first blocks, computed before the host knows how many there are."""
+
+    lists: BlockLists  # of all, with room for every block
+    buffer: Tensor  # (room * BLOCK_TOKENS, BLOCK_VOCAB): the first blocks, tile by tile,
+    most: int  # unless more blocks are kept than this
+
+
+def begin(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    tokens: TokenGradients,
+    scales: Tensor,
+    counted: Tensor,
+    transform: LogitTransform,
+    workspace: int,
+    most: int,
+) -> Begun:
+    """As `blocks.begin`, where `epilogue.applies` says so: the device need not wait for a host that waits for it."""
+    rows, tiles = scales.shape
+    # At least those of a tile, which is never split.
+    room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)
+    buffer = torch.empty(room * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=hidden.device)
+    with on(hidden.device):
+        lists = BlockLists.of(scales, 0, rows * tiles)
+        if rows:
+            _store_blocks(buffer, lists, most, hidden, weight, bias, targets, tokens, counted, transform)
+    return Begun(lists, buffer, most)
 
 
 def grad_blocks(
+    begun: Begun,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -218,36 +253,28 @@ def grad_blocks(
     from_means: Tensor | None,
     transform: LogitTransform,
     needs: tuple[bool, bool],
-    workspace: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `blocks.grad_blocks`, where `epilogue.applies` says so; a tile of the vocabulary may pass the workspace."""
-    device = hidden.device
-    # What the rest hold must meet no product, not even with zeros.
-    hidden = hidden[: plan.wanted]
-    start = None
-    spans = _spans(plan, workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()))
-    largest = max(total for _, _, total in spans)
-    buffer = torch.empty(max(largest, 1) * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=device)
-    grad_weight = grad_bias = None
-    with on(device):
+    """As `blocks.grad_blocks`."""
+    spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
+    start = grad_weight = grad_bias = None
+    with on(hidden.device):
         for first, last, total in spans:
-            span = plan.lists
-            if len(spans) > 1:
-                span = BlockLists.of(plan.scales[:, first:last], first, total)
-            if total:
-                _store_blocks(buffer, span, total, hidden, weight, bias, targets, tokens, transform)
+            span = begun.lists if len(spans) == 1 else BlockLists.of(plan.scales[:, first:last], first, total)
+            if total and (first > 0 or plan.kept > begun.most):
+                _store_blocks(begun.buffer, span, total, hidden, weight, bias, targets, tokens, plan.counted, transform)
             if start is None:
-                # The device waits for the first of the blocks alone, the host having waited for their numbers.
-                rows = None if from_means is None else from_means[: plan.wanted]
-                start = MeanGradients.of(means[: plan.wanted], hidden, rows, (needs[0], needs[1] and bias is not None))
+                # What the rest hold must meet no product, not even with zeros.
+                rows = hidden[: plan.wanted]
+                by_row = None if from_means is None else from_means[: plan.wanted]
+                start = MeanGradients.of(means[: plan.wanted], rows, by_row, (needs[0], needs[1] and bias is not None))
                 if start.weight is not None:
                     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
-            _store_sums(start, grad_weight, buffer, span, total, hidden, weight, first)
+            _store_sums(start, grad_weight, begun.buffer, span, total, rows, weight, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
-                    buffer,
+                    begun.buffer,
                     grad_bias,
                     start.bias,
                     span.tile_end,
@@ -278,12 +305,13 @@ def _spans(plan: BlockPlan, most: int) -> list[tuple[int, int, int]]:
 def _store_blocks(
     buffer: Tensor,
     span: BlockLists,
-    total: int,
+    most: int,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     tokens: TokenGradients,
+    counted: Tensor,
     transform: LogitTransform,
 ) -> None:
     programs = device_programs(hidden.device)
@@ -294,11 +322,14 @@ def _store_blocks(
         span.row,
         span.tile,
         span.scale,
-        total,
+        span.tile_end,
+        span.tile_end.numel(),
+        buffer.shape[0] // BLOCK_TOKENS,
+        most,
+        counted,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
         *(None if column is None else column.contiguous() for column in tokens),
-        hidden.shape[0],
         weight.shape[0],
         hidden.shape[1],
         slope=transform.scale / transform.temperature,

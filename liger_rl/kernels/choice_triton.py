@@ -10,7 +10,6 @@ from torch import Tensor
 
 from liger_rl.kernels.bounds import NOT_WANTED
 from liger_rl.kernels.choice import BUDGET_UNITS, padded_tiles
-from liger_rl.kernels.epilogue import device_programs
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -27,8 +26,6 @@ from liger_rl.kernels.triton import on
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 MEAN_TOKENS, MEAN_TILES = 32, 32  # of a program
-# Sums of the weight run beside small kernels, to which these programs of a multiprocessor leave half of its registers.
-SUMMED_WORDS, SUMMED_COLUMNS, SUMS_PROGRAMS, SUMS_WARPS, SUMS_REGISTERS = 32, 128, 4, 4, 64
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 PER_MASS, PER_MOMENT = tl.constexpr(1.0 / MASS_SCALE), tl.constexpr(1.0 / MOMENT_SCALE)
@@ -123,33 +120,6 @@ def _means_kernel(
     tl.store(out + position[:, None] * width + tile[None, :], mean.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["vocab", "items"])
-def _tile_sums_kernel(
-    weight,
-    row_stride,
-    column_stride,
-    out,  # (padded tiles, size)
-    vocab,
-    size,
-    items,  # parts of tiles
-    TILE_VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    parts = tl.cdiv(size, COLUMNS)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        first = item // parts * TILE_VOCAB
-        column = item % parts * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < size
-        total = tl.zeros((WORDS, COLUMNS), tl.float32)
-        for start in tl.static_range(0, TILE_VOCAB, WORDS):
-            word = first + start + tl.arange(0, WORDS)
-            place = weight + word.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
-            total += tl.load(place, mask=(word < vocab)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        sums = tl.sum(total, 0).to(out.dtype.element_ty)
-        tl.store(out + (item // parts).to(tl.int64) * size + column, sums, mask=inside)
-
-
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
     """As `choice.choose`; the budget in float64."""
     ascending, place = energies.flatten().sort(stable=True)
@@ -211,17 +181,4 @@ def tile_means(
             TOKENS=MEAN_TOKENS,
             TILES=MEAN_TILES,
         )
-    return out
-
-
-def tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `choice.tile_sums`."""
-    vocab, size = weight.shape
-    out = torch.empty(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
-    items = out.shape[0] * triton.cdiv(size, SUMMED_COLUMNS)
-    with on(weight.device):
-        _tile_sums_kernel[(min(items, SUMS_PROGRAMS * device_programs(weight.device)),)](
-            weight, *weight.stride(), out, vocab, size, items, BLOCK_VOCAB, SUMMED_WORDS, SUMMED_COLUMNS,
-            num_warps=SUMS_WARPS, maxnreg=SUMS_REGISTERS,
-        )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
-BLOCKS_BYTES = 160 << 20  # of kept blocks of a gradient at a time; a tile of the vocabulary is never split
+BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of the vocabulary is never split
 ALIGNMENT_BYTES = 16
 
 

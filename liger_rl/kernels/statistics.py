@@ -153,6 +153,7 @@ class TileBounds(NamedTuple):
     entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
     entropy_beside_target: Tensor | None  # (n,) float32
     moments: Tensor | None  # (tiles, n) float16, times MOMENT_SCALE
+    weight_sums: Tensor | None = None  # see `choice.tile_sums`; None leaves them to the backward
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileBounds":
@@ -169,7 +170,8 @@ class TileBounds(NamedTuple):
 
     def columns(self, tokens: slice) -> "TileBounds":
         """Views of some tokens."""
-        return TileBounds._make(None if part is None else part[..., tokens] for part in self)
+        *by_token, weight_sums = self
+        return TileBounds._make([*(None if part is None else part[..., tokens] for part in by_token), weight_sums])
 
 
 class TokenGradients(NamedTuple):
