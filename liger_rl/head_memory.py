@@ -110,7 +110,7 @@ class HeadShape:
     @property
     def sum_bytes(self) -> int:
         """The float32 sum of the gradient of the hidden states, unless it becomes the gradient itself."""
-        if self.dtype == torch.float32 and not self.masked:
+        if self.dtype == torch.float32 and not self.masked and not self.bounded:  # bounds put rows in order
             return 0
         rounded = min(self.tokens, scatter.ROWS) * self.hidden_size * self.dtype.itemsize
         return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked and not self.cuda else 0)

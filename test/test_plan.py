@@ -293,6 +293,15 @@ def test_rows_in_an_order_of_their_own_are_planned():
     assert plan.path == "block-sparse"
 
 
+def test_gradients_of_rows_in_an_order_of_their_own_are_planned():
+    """Under autocast, without a mask: their float32 sum is there before the rows are put in order and converted."""
+    tokens, vocab, hidden_size = 32768, 128256, 8192
+    options = H200 | {"dtype": torch.float32, "weight_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+    plan = plan_linear_logprobs(tokens, vocab, hidden_size, **options, masked=False, grad_tolerance=1e-3)
+    assert (4 + 4 + 2) * tokens * hidden_size + LIBRARY_BYTES["cuda"] <= plan.backward.extra_bytes
+    assert plan.path == "block-sparse"
+
+
 def test_a_budget_under_the_epilogue_keeps_the_backward_exact():
     """Blocks are told apart by the epilogue alone."""
     options = H200 | {"grad_tolerance": 1e-3, "vocab": 128256, "hidden_size": 1024}
