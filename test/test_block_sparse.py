@@ -474,6 +474,29 @@ def test_gradients_whose_squares_leave_float32(size):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
 
 
+def test_the_sums_of_the_weight_are_made_in_the_forward(monkeypatch):
+    """Where a GPU would wait for its product; two backwards find them, and none are made for frozen hidden states."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import epilogue
+
+    leaves, targets, grad = batch("sure", tokens=520, vocab=1000, dtype=LOW)
+    exact = gradients(leaves, targets, grad)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(projection, "gemm_fold_for", lambda hidden, weight: epilogue.gemm_fold)
+    shares = recorded_shares(monkeypatch)
+    found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], grad_tolerance=1e-2)
+    for room in (block_sparse, projection):
+        monkeypatch.setattr(room, "tile_sums", None)  # would be called in vain
+    for _ in range(2):
+        again = torch.autograd.grad(found.logps, leaves, grad, retain_graph=True)
+        for mine, other in zip(again, exact, strict=True):
+            assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(LOW).eps
+    leaves[0].requires_grad_(False)
+    gradients(leaves, targets, grad, grad_tolerance=1e-2)
+    assert len(shares) == 3
+    assert max(shares) < linear_function.DENSE_SHARE[DEVICE.type]
+
+
 def test_a_named_chunk_keeps_the_backward_exact():
     leaves, targets, grad = batch("sure")
     expected = gradients(leaves, targets, grad, chunk_vocab=512)
@@ -578,6 +601,7 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     )
     torch.testing.assert_close(ranked.budget, expected.budget, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(ranked.own, expected.own, rtol=1e-4, atol=1e-7)
+    assert ranked.key.dtype == expected.key.dtype == torch.int32
     # A bound may be just above the threshold here and just under it there.
     assert (ranked.key == expected.key).float().mean() >= 0.95
     assert (ranked.key != expected.key).sum() <= 0.05 * tokens
@@ -587,6 +611,25 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     order = torch.randperm(tokens).to(DEVICE)
     found = tiles.block_bounds(other, per_token, own, targets, order)
     torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
+
+
+def test_targets_past_the_last_of_a_key():
+    """They stay in the class of their token: those with more large tiles come first, whatever the target."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import tiles
+
+    vocab = bounds.TARGETS + 1000
+    known = TileBounds.empty(3, vocab, DEVICE, entropy=False)
+    for part in known[:4]:
+        part.zero_()
+    known.codes.fill_(bounds.LARGEST_CODE)
+    known.codes[:4, :2] = 0  # four large tiles of two tokens
+    targets = torch.tensor([vocab - 1, bounds.TARGETS - 1, 0], device=DEVICE)
+    statistics = TokenStatistics(torch.full((3,), -1.0, device=DEVICE), torch.ones(3, device=DEVICE), None)
+    gradients = TokenGradients.of(statistics, torch.ones(3, device=DEVICE), None)
+    for kernels in (tiles, bounds):
+        keys = kernels.rank_tokens(known, statistics, gradients, targets, PLAIN, 0.1).key.tolist()
+        assert 0 <= keys[0] == keys[1] < keys[2] < bounds.NOT_WANTED
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 130)])
@@ -603,7 +646,7 @@ def test_choices_as_kernels(shape, room):
     scales = choice_triton.choose(energies, budget * energies.nansum().double())
     assert torch.equal(scales, choice.choose(energies, budget * energies.nansum().double()))
     scales = torch.where(scales == 0, torch.randint_like(scales, 3) * 1.5, scales)
-    key = torch.randint(3, (1500,)).to(DEVICE)
+    key = torch.randint(3, (1500,), dtype=torch.int32, device=DEVICE)
     key[key == 1] = bounds.NOT_WANTED
     assert torch.equal(choice_triton.count(scales, key), choice.count(scales, key))
 
