@@ -149,7 +149,7 @@ def plan_linear_logprobs(
                         bias, scale or softcap, temperature; 8 for the entropy; 8 for extras); backward likewise, 4 + c
                         (c in the epilogue)
         block-sparse    also 3 bytes (6 with the entropy) of each token and 256 words, and in place of Tv (bytes per
-                        logit) cTv of kept blocks, at most 160 MiB, at least those of 256 words
+                        logit) cTv of kept blocks, at most 152 MiB, at least those of 256 words
         one pass        64 MiB, 256 N  +  m (cV + V / 64 + H (2c + 4 + s))  +  m cV / 16 where tokens may have no
                         gradient  +  the sum, 4VH or none  +  the epilogue's statistics, or mV / 16 (bytes per logit; 28
                         on CPU, 4 more for a softcap, 8 for the entropy)

@@ -50,7 +50,7 @@ def live_tokens(
     asked = torch.cat([numbers, *counts]) if counts else numbers
 
     def wait() -> LiveTokens:
-        # No HostAnswer, which takes the host longer: nothing is launched in between that this would wait for.
+        # No HostAnswer, which takes the host longer: little if anything is launched in between that this waits for.
         n, outside, largest, *others = asked.tolist()
         if outside > 0:
             raise _outside(vocab, source, outside, largest)

@@ -28,7 +28,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{"passes": "two"}, {"passes": "one"}, {"grad_tolerance": 1e-3}], ids=str)
 def test_launches_before_the_first_product(options):
-    """Twelve select the tokens, on CUDA one kernel; two pick rows and ids; three start the fold, on CUDA one."""
+    """Twelve select the tokens, on CUDA one kernel; two pick rows and ids; three start the fold, on CUDA none."""
     hidden, weight = torch.randn(8, 64, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)
     ids, mask, advantages = torch.randint(512, (8, 64)), torch.rand(8, 64) < 0.8, torch.randn(8)
     loss = FusedLinearGRPOLoss("dapo", beta=0.0, **options)

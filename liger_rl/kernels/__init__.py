@@ -86,5 +86,5 @@ def kept_for(device: torch.device) -> ModuleType:
 
 
 def blocks_for(device: torch.device) -> ModuleType:
-    """The module whose `prepare` and `grad_blocks` run on `device`."""
+    """The module whose `begin` and `grad_blocks` run on `device`."""
     return _module(device, blocks, "blocks_triton")
