@@ -133,10 +133,11 @@ def token_gradients(
                 options.blocks_bytes, int(share * chosen.scales.numel()),
             )  # fmt: skip
             plan = plan_blocks(chosen)
+            wanted = slice(plan.wanted)
+            assert live is not None
+            live = live[wanted]
             if not plan.wanted or plan.share > share:
-                wanted = slice(plan.wanted)
-                assert live is not None
-                tokens, live, rows, row_targets = tokens.take(wanted), live[wanted], rows[wanted], row_targets[wanted]
+                tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
                 chosen = plan = begun = None
         if chosen is None or plan is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
@@ -148,7 +149,6 @@ def token_gradients(
                 options.transform, needs[1:3],
             )  # fmt: skip
             gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
-            live = None if live is None else live[: plan.wanted]
         del rows, begun
         if gradients.hidden is not None:
             gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))

@@ -288,14 +288,14 @@ def grad_blocks(
     return start.hidden, grad_weight, grad_bias
 
 
-def _spans(plan: BlockPlan, most: int) -> list[tuple[int, int, int]]:
+def _spans(plan: BlockPlan, room: int) -> list[tuple[int, int, int]]:
     """Runs of tiles with at most so many blocks, at least one tile each: (first, last, blocks)."""
-    if plan.kept <= most:
+    if plan.kept <= room:
         return [(0, plan.counts.numel(), plan.kept)]
     counts = plan.counts.tolist()
     spans, first, held = [], 0, 0
     for tile, count in enumerate(counts):
-        if tile > first and held + count > most:
+        if tile > first and held + count > room:
             spans.append((first, tile, held))
             first, held = tile, 0
         held += count

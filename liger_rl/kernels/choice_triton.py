@@ -21,7 +21,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import gradient_at_target, slope_at
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import on
+from liger_rl.kernels.triton import heat_of, on
 
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
@@ -154,7 +154,6 @@ def tile_means(
     width = padded_tiles(vocab)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
     grad_entropy = tokens.grad_entropy
-    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
     with on(targets.device):
         _means_kernel[(triton.cdiv(n, MEAN_TOKENS), triton.cdiv(width, MEAN_TILES))](
             known.masses,
@@ -174,7 +173,7 @@ def tile_means(
             width,
             vocab,
             float(transform.scale / transform.temperature),
-            float(heat),
+            heat_of(transform),
             CAPPED=transform.softcap is not None,
             BLOCK_TOKENS=BLOCK_TOKENS,
             TILE_VOCAB=BLOCK_VOCAB,

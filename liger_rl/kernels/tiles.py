@@ -39,7 +39,7 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on
 
 # Of a program, and of one step of its loop. Few tokens leave it to a step's width to keep an H200 busy: 3564 tokens of
 # 501 tiles take 8, 16 and 10 us to merge, bound and rank, and 17, 30 and 24 with 32 tokens, 32 tiles and 4 warps.
@@ -250,7 +250,6 @@ def tile_bounds(
 ) -> None:
     """As `bounds.tile_bounds`; `out` may be some columns of all."""
     count, n = tiles.peaks.shape
-    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             *tiles,
@@ -268,7 +267,7 @@ def tile_bounds(
             count,
             n,
             out.codes.stride(0),
-            float(heat),
+            heat_of(transform),
             CAPPED=transform.softcap is not None,
             TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=MERGE_TOKENS,
@@ -396,7 +395,6 @@ def rank_tokens(
     key = torch.empty(n, dtype=torch.int32, device=device)
     energies = torch.empty(triton.cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
     grad_entropy = tokens.grad_entropy
-    heat = 0.0 if transform.softcap is None else transform.temperature / transform.softcap
     with on(device):
         _weigh_kernel[(energies.numel(),)](
             statistics.logps,
@@ -411,7 +409,7 @@ def rank_tokens(
             own,
             energies,
             n,
-            float(heat),
+            heat_of(transform),
             CAPPED=transform.softcap is not None,
             TOKENS=BLOCK_TOKENS,
         )
