@@ -130,7 +130,7 @@ def token_gradients(
             share = DENSE_SHARE[kind_of(hidden.device)]
             begun = blocks_for(hidden.device).begin(
                 rows, weight, bias, row_targets, tokens, chosen.scales, chosen.counted, options.transform,
-                options.blocks_bytes, int(share * chosen.scales.numel()),
+                options.blocks_bytes, int(share * chosen.scales.shape[1]),
             )  # fmt: skip
             plan = plan_blocks(chosen)
             wanted = slice(plan.wanted)

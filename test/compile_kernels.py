@@ -132,7 +132,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     scales, counts, kept = ones(row_blocks, TILES), torch.full((TILES,), row_blocks), row_blocks * TILES
     counted = torch.cat([torch.tensor([N]), counts, counts])
     given = (hidden, weight, bias, targets, tokens)
-    begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, kept)
+    begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(scales, counted, counts, kept, kept, N)
     means, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
     blocks_triton.grad_blocks(begun, *given, plan, means, ones(N, H), transform, needs)

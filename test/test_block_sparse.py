@@ -514,7 +514,7 @@ KERNEL_CASES = [
 ]
 
 
-@pytest.mark.parametrize("late", [0, 1], ids=["begun", "late"])
+@pytest.mark.parametrize("late", [False, True], ids=["begun", "late"])
 @pytest.mark.parametrize("workspace", [3 * BLOCK_TOKENS * BLOCK_VOCAB * 2, 1 << 30], ids=["spans", "whole"])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"), KERNEL_CASES)
@@ -549,7 +549,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     given = (hidden, weight, biases, targets, per_token)
     found, expected = (
         kernels.grad_blocks(
-            kernels.begin(*given, scales, counted, transform, workspace, kept - late), *given, plan, means,
+            kernels.begin(*given, scales, counted, transform, workspace, 0 if late else tiles), *given, plan, means,
             None if from_means is None else from_means.clone(), transform, needs[1:],
         )
         for kernels in (blocks_triton, blocks)

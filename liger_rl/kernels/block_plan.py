@@ -19,12 +19,16 @@ class BlockPlan(NamedTuple):
     wanted: int  # tokens with a gradient, the first of all
 
     @property
+    def row_blocks(self) -> int:
+        return -(-self.wanted // BLOCK_TOKENS)
+
+    @property
     def share(self) -> float:
         """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
 
         What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
         """
-        return self.certain / max(-(-self.wanted // BLOCK_TOKENS) * self.counts.numel(), 1)
+        return self.certain / max(self.row_blocks * self.counts.numel(), 1)
 
 
 class MeanGradients(NamedTuple):

@@ -19,7 +19,7 @@ def begin(
     counted: Tensor,  # as `choice.count` gives it
     transform: LogitTransform,
     workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
-    most: int,  # nothing need be done if more blocks are kept
+    most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
 ) -> Tensor:
     """Whatever can be done before the host knows of any block, for `grad_blocks` with the same inputs.
 

@@ -31,7 +31,7 @@ HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
 
 
-@triton.jit(do_not_specialize=["tiles", "room", "most"])
+@triton.jit(do_not_specialize=["tiles", "room", "most_of_row"])
 def _blocks_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (V, H)
@@ -42,7 +42,7 @@ def _blocks_kernel(
     tile_end,  # (tiles,)
     tiles,
     room,  # the first so many blocks are computed,
-    most,  # and none if there are more than these
+    most_of_row,  # and none if a row of blocks has more than these on average
     wanted,  # tokens with a gradient, () int64
     bias,
     targets,
@@ -68,7 +68,7 @@ def _blocks_kernel(
 ):
     tokens = tl.load(wanted)
     kept = tl.load(tile_end + tiles - 1)
-    count = tl.where(kept > most, 0, tl.minimum(kept, room))
+    count = tl.where(kept > most_of_row * tl.cdiv(tokens, TILE_TOKENS), 0, tl.minimum(kept, room))
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         row, tile = tl.load(block_row + block), tl.load(block_tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -214,7 +214,7 @@ class Begun(NamedTuple):
 
     lists: BlockLists  # of all, with room for every block
     buffer: Tensor  # (room * BLOCK_TOKENS, BLOCK_VOCAB): the first blocks, tile by tile,
-    most: int  # unless more blocks are kept than this
+    most_of_row: int  # unless a row of blocks has more than these on average
 
 
 def begin(
@@ -227,7 +227,7 @@ def begin(
     counted: Tensor,
     transform: LogitTransform,
     workspace: int,
-    most: int,
+    most_of_row: int,
 ) -> Begun:
     """As `blocks.begin`, where `epilogue.applies` says so: the device need not wait for a host that waits for it."""
     rows, tiles = scales.shape
@@ -237,8 +237,8 @@ def begin(
     with on(hidden.device):
         lists = BlockLists.of(scales, 0, rows * tiles)
         if rows:
-            _store_blocks(buffer, lists, most, hidden, weight, bias, targets, tokens, counted, transform)
-    return Begun(lists, buffer, most)
+            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform)
+    return Begun(lists, buffer, most_of_row)
 
 
 def grad_blocks(
@@ -260,8 +260,10 @@ def grad_blocks(
     with on(hidden.device):
         for first, last, total in spans:
             span = begun.lists if len(spans) == 1 else BlockLists.of(plan.scales[:, first:last], first, total)
-            if total and (first > 0 or plan.kept > begun.most):
-                _store_blocks(begun.buffer, span, total, hidden, weight, bias, targets, tokens, plan.counted, transform)
+            if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
+                _store_blocks(
+                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform
+                )
             if start is None:
                 # What the rest hold must meet no product, not even with zeros.
                 rows = hidden[: plan.wanted]
@@ -305,7 +307,7 @@ def _spans(plan: BlockPlan, room: int) -> list[tuple[int, int, int]]:
 def _store_blocks(
     buffer: Tensor,
     span: BlockLists,
-    most: int,
+    most_of_row: int,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -325,7 +327,7 @@ def _store_blocks(
         span.tile_end,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
-        most,
+        most_of_row,
         counted,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
