@@ -127,7 +127,7 @@ def loss_in_one_pass(
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
     whole = _Whole(prepare, index, shape)
-    parts = _Parts(prepare, live.positions)
+    parts = _Parts(prepare, index)
     found = one_pass(
         flat_hidden, head.weight, head.bias, flat_targets, index, chunks, whole if len(chunks) == 1 else parts,
         options, plan, head.needs, select=selected,
@@ -170,11 +170,11 @@ class _Whole:
 class _Parts:
     """The gradients of a loss that is the sum of its chunks' parts."""
 
-    def __init__(self, prepare: Callable[[], PreparedLoss], positions: Tensor) -> None:
-        self.prepare, self.positions = prepare, positions
+    def __init__(self, prepare: Callable[[], PreparedLoss], index: Tensor | None) -> None:
+        self.prepare, self.index = prepare, index
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        part = self.prepare().take(self.positions[chunk])
+        part = self.prepare().take(chunk if self.index is None else self.index[chunk])
         return _gradients(lambda *values: part.evaluate(*values).loss, logps, entropy)
 
 

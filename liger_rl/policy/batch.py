@@ -48,17 +48,19 @@ class AlignedBatch:
         }
         return replace(self, **clean, mask=~masked)
 
-    def take(self, positions: Tensor) -> "AlignedBatch":
+    def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
         """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and
-        the rows of a padded batch become segments."""
+        with `sequences` the rows of a padded batch become segments."""
 
         def taken(column: Tensor | None) -> Tensor | None:
             return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]
 
         columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in TOKEN_COLUMNS}
-        segments = self.segments
-        if self.mask.dim() == 2:
+        segments = self.segments if sequences else None
+        if self.mask.dim() == 2 and sequences:
             rows, width = self.mask.shape
+            if isinstance(positions, slice):
+                positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
             segments = Segments(index=positions // max(width, 1), count=rows)
         elif segments is not None:
             segments = replace(segments, index=segments.index[positions])

@@ -176,12 +176,14 @@ class PreparedLoss(NamedTuple):
     weights: Tensor | None  # one per token; None leaves tokens unreduced
     entropy_count: Tensor | None = None  # (), tokens in the mean of an entropy bonus; None counts those at hand
 
-    def take(self, positions: Tensor) -> "PreparedLoss":
+    def take(self, positions: Tensor | slice) -> "PreparedLoss":
         """The part of some tokens, (n,) flat positions, without metrics: parts add up to the whole loss where the
         terms' locality allows it."""
         weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
         terms = replace(self.terms, metrics="none")
-        return PreparedLoss(terms, self.batch.take(positions), weights, self.batch.mask.sum())
+        batch = self.batch.take(positions, sequences=terms.locality != "token")
+        entropy_count = self.batch.mask.sum() if terms.entropy_bonus.entropy_coef != 0.0 else None
+        return PreparedLoss(terms, batch, weights, entropy_count)
 
     def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
         terms, batch = self.terms, self.batch
