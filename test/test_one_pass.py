@@ -211,6 +211,37 @@ def test_packed_tokens(preset, chunk_tokens, device, passes_taken):
     assert error(found.grads[1], padded.grads[1]) < 1e-5
 
 
+class WeighedBySequence:
+    """A token's gradient depends on that token alone, and on which sequence it is of."""
+
+    token_local = True
+
+    def __call__(self, logps, batch):
+        return TokenLoss(-batch.advantages * logps * (1.0 + batch.segments.index.to(logps.dtype)))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("objective", ["grpo", "gspo", WeighedBySequence()], ids=["grpo", "gspo", "own"])
+def test_chunks_where_every_token_counts(objective, packed, device, passes_taken):
+    """Those are views and no gathered copies; the sequences that a packed batch names reach every objective."""
+    data = batch(device=device)
+    data = data._replace(columns={**data.columns, "mask": torch.ones_like(data.columns["mask"])})
+    more = {}
+    if packed:
+        rows, length = data.ids.shape
+        columns = {name: c.view(rows, -1).expand(rows, length).flatten() for name, c in data.columns.items()}
+        data = data._replace(hidden=data.hidden.flatten(0, 1), ids=data.ids.flatten(), columns=columns)
+        more["segments"] = Segments(index=torch.arange(rows, device=device).repeat_interleave(length), count=rows)
+    elif not isinstance(objective, str):
+        pytest.skip("rows of a padded batch are no segments in two passes")
+    options = {} if isinstance(objective, str) else {"reduction": TokenMean()}
+    chunk_tokens = 7
+    if objective == "gspo":
+        chunk_tokens = None if packed else 2 * data.ids.shape[1]  # a packed batch is in one chunk, a padded one in rows
+    assert_same(*both(objective, options, data, chunk_tokens=chunk_tokens, **more))
+    assert passes_taken[0] > 1 or chunk_tokens is None
+
+
 def test_on_policy_without_old(device):
     data = batch(device=device)
     del data.columns["old_per_token_logps"]

@@ -56,7 +56,7 @@ class AlignedBatch:
             return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]
 
         columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in TOKEN_COLUMNS}
-        segments = self.segments if sequences else None
+        segments = self.segments
         if self.mask.dim() == 2 and sequences:
             rows, width = self.mask.shape
             if isinstance(positions, slice):
