@@ -72,16 +72,14 @@ def _blocks_kernel(
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         row, tile = tl.load(block_row + block), tl.load(block_tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        word, first = tl.arange(0, TILE_VOCAB), tile * TILE_VOCAB
         live = token < tokens
-        logits = tile_logits(
-            hidden, weight, bias, row, tile, column, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
+        logits = tile_logits(hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
         grad = tile_gradient(
-            logits, token, live, column, targets, 0, lse_of, grad_logps, at_target, entropies, grad_entropies,
+            logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
             gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
         )  # fmt: skip
-        grad = tl.where(live[:, None] & (column < vocab)[None, :], grad * tl.load(block_scale + block), 0.0)
+        grad = tl.where(live[:, None] & (word < vocab - first)[None, :], grad * tl.load(block_scale + block), 0.0)
         out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
 
 

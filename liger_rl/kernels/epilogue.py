@@ -28,7 +28,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, transform_constants, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, transform_constants, flushed_exp, transformed
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -40,6 +40,7 @@ TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
+LAST_WORD = tl.constexpr(2**30)  # behind those of any tile
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -68,7 +69,7 @@ def _place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def tile_logits(
-    hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
+    hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """-> one tile of hidden @ weight.T + bias in float32."""
@@ -78,23 +79,37 @@ def tile_logits(
         b = weight.load([vocab_tile * TILE_VOCAB, step * TILE_HIDDEN])
         logits = tl.dot(a, b.T, logits)
     if bias is not None:
+        column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
     return logits
 
 
 @triton.jit
+def word_of(targets, token, live, first):
+    """-> where a token's target is, counted from the word `first`, in 32 bits; before it all are -1.
+
+    Ids have 64 bits, in which each of a tile's comparisons with its words would take two instructions.
+    """
+    target = tl.load(targets + token, mask=live, other=-1) - first
+    return tl.minimum(tl.maximum(target, -1), LAST_WORD).to(tl.int32)
+
+
+@triton.jit
 def tile_gradient(
-    logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
+    logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
     gain, cap, inverse, inverse_rest, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
 ):  # fmt: skip
-    """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise."""
+    """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise.
+
+    `word` counts the tile's from 0, and `first` is the id of that one.
+    """
     z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
     log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
-    p = tl.exp(log_p)
-    target = tl.load(targets + token, mask=live, other=-1) - first
+    p = flushed_exp(log_p)
+    target = word_of(targets, token, live, first)
     g = tl.load(grad_logps + token, mask=live, other=0.0)
     g_target = tl.load(at_target + token, mask=live, other=0.0)
-    grad = tl.where(column[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
+    grad = tl.where(word[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
     if entropies is not None:
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
         entropy = tl.load(entropies + token, mask=live, other=0.0)
@@ -148,21 +163,21 @@ def _gemm_fold_kernel(
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        word = tl.arange(0, TILE_VOCAB)
         live = token < tokens
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
-        )  # fmt: skip
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
+        )
+        inside = (word < vocab - vocab_tile * TILE_VOCAB)[None, :]
         z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         place = vocab_tile.to(tl.int64) * tokens + token
         if logit_sums is not None:
-            tl.store(logit_sums + place, tl.sum(tl.where((column < vocab)[None, :], z, 0.0), 1), mask=live)
-        z = tl.where((column < vocab)[None, :], z, float("-inf"))
+            tl.store(logit_sums + place, tl.sum(tl.where(inside, z, 0.0), 1), mask=live)
+        z = tl.where(inside, z, float("-inf"))
         # The lowest finite number where every word is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         shifted = z - peak[:, None]
-        exp = tl.exp(shifted)
+        exp = flushed_exp(shifted)
         # Not after the values, which under a softcap would then spill.
         total = tl.sum(exp, 1)
         if kept is not None:
@@ -182,12 +197,11 @@ def _gemm_fold_kernel(
             tl.store(moments + place, moment, mask=live)
         if sums_sq is not None:
             tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
-        target = tl.load(targets + token, mask=live, other=-1)
-        here = live & (target >= vocab_tile * TILE_VOCAB) & (target < (vocab_tile + 1) * TILE_VOCAB)
-        target_z = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
-        tl.store(target_logits + token, target_z, mask=here)
+        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
+        target_z = tl.sum(tl.where(word[None, :] == target[:, None], z, 0.0), 1)
+        tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
         if rivals is not None:
-            rival = tl.max(tl.where(column[None, :] < target[:, None], z, float("-inf")), 1)
+            rival = tl.max(tl.where(word[None, :] < target[:, None], z, float("-inf")), 1)
             tl.store(rivals + place, rival, mask=live)
 
 
@@ -226,29 +240,28 @@ def _gemm_grad_kernel(
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         live = token < tokens
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, column, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
-        )  # fmt: skip
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
+        )
+        tile_first = first + vocab_tile * TILE_VOCAB
         if HALVED:
             left, right = halves(logits)
-            column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB // 2)
+            word = tl.arange(0, TILE_VOCAB // 2)
             grad = tile_gradient(
-                left, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
+                left, token, live, word, targets, tile_first, lse_of, grad_logps, at_target, entropies, grad_entropies,
                 gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
             grad = tile_gradient(
-                right, token, live, column + TILE_VOCAB // 2, targets, first, lse_of, grad_logps, at_target, entropies,
+                right, token, live, word + TILE_VOCAB // 2, targets, tile_first, lse_of, grad_logps, at_target, entropies,
                 grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + TILE_VOCAB // 2], grad.to(out.dtype))
         else:
             grad = tile_gradient(
-                logits, token, live, column, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-                gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
+                logits, token, live, tl.arange(0, TILE_VOCAB), targets, tile_first, lse_of, grad_logps, at_target,
+                entropies, grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
 
