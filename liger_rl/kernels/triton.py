@@ -38,11 +38,29 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _tanh(u):
+def _tanh(x, gain):
+    """tanh(gain x), with a gain above 0."""
     # exp of a negative number never overflows; the absolute error is one rounding of 1.
-    e = flushed_exp(-2.0 * tl.abs(u))
-    tanh = (1.0 - e) * _reciprocal(1.0 + e)
-    return tl.where(u < 0, -tanh, tanh)
+    e = tl.exp2(_magnitude(x) * (gain * (-2.0 * LOG2_E)))
+    return _copysign((1.0 - e) * _reciprocal(1.0 + e), x)
+
+
+@triton.jit
+def _magnitude(x):
+    """|x| as part of what reads it: of tl.abs a product makes two instructions."""
+    if INTERPRETED:
+        return tl.abs(x)
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _copysign(magnitude, sign):
+    """In one instruction, where a choice takes two."""
+    if INTERPRETED:
+        return tl.where(sign < 0, -magnitude, magnitude)
+    return tl.inline_asm_elementwise(
+        "copysign.f32 $0, $2, $1;", "=f,f,f", [magnitude, sign], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -71,12 +89,12 @@ def transformed(x, gain, cap, inverse, inverse_rest, SCALED: tl.constexpr, CAPPE
     """-> z and tanh^2 of float32 logits x; the numbers and flags are those of `transform_constants`."""
     z = x
     square = 0.0
-    if SCALED:
-        z = z * gain
     if CAPPED:
-        tanh = _tanh(z)
+        tanh = _tanh(x, gain)
         square = tanh * tanh
         z = tanh * cap
+    elif SCALED:
+        z = x * gain
     if HEATED:
         # As good as a quotient, for two instructions. The rounded reciprocal alone would be a slightly different
         # temperature for every logit, which adds up to more.
