@@ -28,7 +28,7 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, transform_constants, flushed_exp, transformed
+from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, flushed_exp, heat_of, on, transform_constants, transformed
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -254,8 +254,8 @@ def _gemm_grad_kernel(
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
             grad = tile_gradient(
-                right, token, live, word + TILE_VOCAB // 2, targets, tile_first, lse_of, grad_logps, at_target, entropies,
-                grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
+                right, token, live, word + TILE_VOCAB // 2, targets, tile_first, lse_of, grad_logps, at_target,
+                entropies, grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
             )  # fmt: skip
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + TILE_VOCAB // 2], grad.to(out.dtype))
         else:
