@@ -23,8 +23,8 @@ from liger_rl.logprobs import (
     wanted_logprobs,
 )
 from liger_rl.low_rank import LowRank
-from liger_rl.one_pass_loss import Head, loss_in_one_pass, loss_obstacle
-from liger_rl.one_pass_plan import Passes, one_pass_obstacle, takes_one_pass
+from liger_rl.one_pass_loss import Head, OnePassCall, count_tokens, loss_in_one_pass, loss_obstacle
+from liger_rl.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
 from liger_rl.plan import check_budget, check_passes
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
@@ -36,7 +36,7 @@ from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.segments import Segments
 from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import counted_tokens
+from liger_rl.tokens import LiveTokens, counted_tokens
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -63,10 +63,11 @@ class FusedLinearGRPOLoss(nn.Module):
             all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
             and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
-            then takes two passes, but where one chunk holds every token or max_extra_bytes allows it. The rule is that
-            of `plan_linear_logprobs`, which shows what is taken. Not with a grad_tolerance, float16 products, low_rank
-            terms, a sharded head (a vocab_parallel, DTensors) or under torch.compile, where the backward has to be a
-            second pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
+            that count. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a
+            grad_tolerance, float16 products, low_rank terms, a sharded head (a vocab_parallel, DTensors) or under
+            torch.compile, where the backward has to be a second pass, nor with fixed_shape or batch_invariant: it
+            picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -199,21 +200,25 @@ class FusedLinearGRPOLoss(nn.Module):
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
+        live = None
         if one_pass is not None:
-            head, options = one_pass
-            return loss_in_one_pass(head, self.terms, given, prepare, options, self.max_extra_bytes)
+            counted = count_tokens(one_pass.head, self.terms, given)
+            plan = one_pass.plan(counted)
+            if plan is not None:
+                return loss_in_one_pass(one_pass.head, counted, prepare, one_pass.options, plan)
+            live = counted.live
         if vocab_parallel is not None and wanted is not None:
             inputs = inputs._replace(mask=counted_tokens(ids, mask, wanted), wanted=None)
         found = self._logprobs(
-            inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad, compute_dtype=compute_dtype
+            inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad, compute_dtype=compute_dtype, live=live
         )
         # Only now, so that the device has something to do while these small steps are launched.
         return prepare().evaluate(found.logps, found.entropy)
 
     def _one_pass(
         self, inputs: CallInputs, given: AlignedBatch, compute_dtype: torch.dtype, weight_grad: Tensor | None
-    ) -> tuple[Head, ProjectionOptions] | None:
-        """The head of a call in one pass, and how to compute it; None for two."""
+    ) -> OnePassCall | None:
+        """None for two passes, whatever tokens count."""
         # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
         if self.passes == "two" or (self.passes == "auto" and self.grad_tolerance != 0.0):
             return None
@@ -232,12 +237,17 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=self.batch_invariant,
         )
         shape, together = head.shape(options, low_rank), head.together(self.terms.locality)
-        lacking = lacking or one_pass_obstacle(
-            shape, together=together, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape,
-            max_extra_bytes=self.max_extra_bytes,
-        )  # fmt: skip
-        taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=self.max_extra_bytes)
-        return (head, options) if taken and any(head.needs) else None
+        lacking = lacking or one_pass_obstacle(shape, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape)
+        if self.passes == "auto" and lacking is not None:
+            return None
+        budget = self.max_extra_bytes
+        lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
+        taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
+        # Within a budget fewer tokens may have the room that all of them have not, for which two passes must have it.
+        possible = taken or (
+            budget is not None and (mask is not None or wanted is not None) and budget >= shape.least_bytes
+        )
+        return OnePassCall(head, options, taken, budget) if possible and any(head.needs) else None
 
     @torch.no_grad()
     def reference_logps(
@@ -265,6 +275,7 @@ class FusedLinearGRPOLoss(nn.Module):
         entropy: bool,
         weight_grad: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,  # as `check_linear` said of these inputs, None if it has not yet
+        live: LiveTokens | None = None,  # None if they have not been counted yet
     ) -> LogProbs:
         options = LinearOptions(
             transform=self.transform,
@@ -278,7 +289,7 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=self.batch_invariant,
             weight_grad=weight_grad,
         )
-        return wanted_logprobs(inputs, options, compute_dtype)
+        return wanted_logprobs(inputs, options, compute_dtype, live)
 
     def extra_repr(self) -> str:
         return f"{self.terms}, {self.transform}"

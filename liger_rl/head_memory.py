@@ -183,6 +183,11 @@ class HeadShape:
         per_column = self.itemsize * (self.converts_weight + (self.rank > 0)) + 4 * self.widens
         return self.columns * (tiles.vocab * per_column + tiles.tokens * 4 * self.widens)
 
+    @property
+    def least_bytes(self) -> int:
+        """Of two passes without blocks, in the smallest tiles."""
+        return self.peak(self.smallest_tiles, kernel=False)
+
     def forward_bytes(self, tiles: Tiles, *, kernel: bool) -> int:
         fixed = self.vectors + self.copies + self.made_up
         if kernel:

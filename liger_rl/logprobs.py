@@ -21,7 +21,7 @@ from liger_rl.logit_rows import LogitRows, LogitRowsOptions
 from liger_rl.low_rank import LowRank
 from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
-from liger_rl.tokens import ask_vocabulary, counted_tokens, live_tokens
+from liger_rl.tokens import LiveTokens, ask_vocabulary, counted_tokens, live_tokens
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -173,10 +173,13 @@ class LinearOptions(NamedTuple):
     gather: Gather | None = None
 
 
-def wanted_logprobs(given: CallInputs, options: LinearOptions, dtype: torch.dtype | None = None) -> LogProbs:
+def wanted_logprobs(
+    given: CallInputs, options: LinearOptions, dtype: torch.dtype | None = None, counted: LiveTokens | None = None
+) -> LogProbs:
     """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at.
 
-    `dtype` is what `check_linear` said of these inputs, where they have been checked before.
+    `dtype` is what `check_linear` said of these inputs, where they have been checked before, and `counted` what
+    `live_tokens` said, where it has been asked.
     """
     check_eager(given.vocab_parallel, *given, *low_rank_tensors(given.low_rank))
     original = given.weight
@@ -241,7 +244,9 @@ def wanted_logprobs(given: CallInputs, options: LinearOptions, dtype: torch.dtyp
         ids = targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = weight.shape[0] if shard is None else shard.vocab
         known_shape = fixed_shape or compiled
-        selected = None if known_shape else live_tokens(ids, mask, vocab, "weight", wanted=wanted)
+        selected = None
+        if not known_shape and counted is None:
+            selected = live_tokens(ids, mask, vocab, "weight", wanted=wanted)
         flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), ids.view(-1)
         if shard is not None:
             flat_targets = shard.local(flat_targets)
@@ -260,7 +265,9 @@ def wanted_logprobs(given: CallInputs, options: LinearOptions, dtype: torch.dtyp
             shard=shard,
         )
         live: Tensor | None  # mask, index or None, see `rows_of`
-        if selected is not None:
+        if counted is not None:
+            live = counted.selection
+        elif selected is not None:
             # As late as possible: from this sync on the device waits for the host to launch the product.
             live = selected().selection
         elif fixed_shape:

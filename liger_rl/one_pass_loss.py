@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from liger_rl.head_memory import HeadShape
 from liger_rl.logprobs import spread
 from liger_rl.low_rank import LowRank
 from liger_rl.one_pass import WithGradients, one_pass
-from liger_rl.one_pass_plan import plan_one_pass
+from liger_rl.one_pass_plan import OnePassPlan, drawback, plan_one_pass
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.segments import Segments
 from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import counted_tokens, live_tokens
+from liger_rl.tokens import LiveTokens, counted_tokens, live_tokens
 
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05
@@ -90,20 +90,25 @@ def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
 
 
-def loss_in_one_pass(
-    head: Head,
-    terms: PolicyTerms,
-    given: AlignedBatch,  # as `terms.check` returned it
-    prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
-    options: ProjectionOptions,
-    max_extra_bytes: int | None = None,
-) -> PolicyLoss:
-    """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
+class CountedTokens(NamedTuple):
+    """Which tokens count, and what of them decides how chunks are made."""
 
-    One host sync counts the live tokens; where many of them can have no gradient, one more a chunk picks the others.
+    live: LiveTokens
+    rows: list[int]  # live tokens of each sequence, where these are rows that no chunk may part; else empty
+    together: int  # the most that no chunk may part
+    selected: bool  # whether rows without a gradient are worth being left out
+
+    @property
+    def number(self) -> int:
+        return self.live.positions.numel()
+
+
+def count_tokens(head: Head, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
+    """The forward's one host sync; raises ValueError for an id that is outside the vocabulary.
+
+    `given` is what `terms.check` returned.
     """
     shape = head.targets.shape
-    flat_hidden, flat_targets = head.hidden.reshape(-1, head.hidden.shape[-1]), head.targets.reshape(-1)
     in_rows = terms.locality == "sequence" and len(shape) == 2
     # Of some tokens that are wanted, all may have a gradient.
     hopeful = terms.may_have_gradient(given) if head.wanted is None else None
@@ -113,24 +118,53 @@ def loss_in_one_pass(
     if hopeful is not None:
         counts.append(counted_tokens(head.targets, head.mask, hopeful).sum()[None])
     live = live_tokens(head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts)()
-    n, index = live.positions.numel(), live.selection
-    row_counts = live.counts[: shape[0]] if in_rows else []
+    n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
     selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
-    together = max([1, *row_counts]) if in_rows else min(n, head.together(terms.locality))
-    plan = plan_one_pass(head.shape(options), tokens=n, together=together, max_extra_bytes=max_extra_bytes)
-    assert plan is not None
+    together = max([1, *rows]) if in_rows else min(n, head.together(terms.locality))
+    return CountedTokens(live, rows, together, selected)
+
+
+class OnePassCall(NamedTuple):
+    """A call that one pass may be taken for."""
+
+    head: Head
+    options: ProjectionOptions
+    certain: bool  # else there is no room for all tokens, and their number decides
+    max_extra_bytes: int | None
+
+    def plan(self, counted: CountedTokens) -> OnePassPlan | None:
+        """Of the tokens that were counted; None where two passes are to be taken."""
+        shape, budget = self.head.shape(self.options), self.max_extra_bytes
+        tokens, together = counted.number, counted.together
+        if not self.certain and drawback(shape, tokens=tokens, together=together, max_extra_bytes=budget) is not None:
+            return None
+        return plan_one_pass(shape, tokens=tokens, together=together, max_extra_bytes=budget)
+
+
+def loss_in_one_pass(
+    head: Head,
+    counted: CountedTokens,
+    prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
+    options: ProjectionOptions,
+    plan: OnePassPlan,  # of as many tokens as were counted
+) -> PolicyLoss:
+    """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
+
+    Where many of the tokens can have no gradient, one host sync a chunk picks the others.
+    """
+    shape, n, index = head.targets.shape, counted.number, counted.live.selection
     if n <= plan.chunk_tokens:
         chunks = [slice(0, n)] if n else []
-    elif in_rows:
-        chunks = _whole_rows(row_counts, plan.chunk_tokens)
+    elif counted.rows:
+        chunks = _whole_rows(counted.rows, plan.chunk_tokens)
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
     whole = _Whole(prepare, index, shape)
     parts = _Parts(prepare, index)
     found = one_pass(
-        flat_hidden, head.weight, head.bias, flat_targets, index, chunks, whole if len(chunks) == 1 else parts,
-        options, plan, head.needs, select=selected,
+        head.hidden.reshape(-1, head.hidden.shape[-1]), head.weight, head.bias, head.targets.reshape(-1), index, chunks,
+        whole if len(chunks) == 1 else parts, options, plan, head.needs, select=counted.selected,
     )  # fmt: skip
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
     loss = WithGradients.apply(loss.detach(), head.hidden, head.weight, head.bias, found.gradients, options.weight_grad)

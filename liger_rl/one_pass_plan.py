@@ -29,6 +29,8 @@ VOCAB_TILES = 16
 # for one, 2.6e-3 for two, 2.9e-3 for three. Chunks whose gradients partly cancel have sums larger than the whole: two
 # of a model's own tokens gave 3.2e-3, and a sum in float32 2.6e-3 (`ours-one-pass-2048` in benchmark/results).
 MAX_ROUNDINGS = 2
+# The same where a budget has no room for a float32 sum: 3.2e-3 for four independent chunks.
+MAX_ROUNDINGS_OF_BUDGET = 4
 CHUNK_TOKENS_ALIGNMENT = 128
 
 
@@ -48,7 +50,8 @@ class OnePassPlan:
 def plan_one_pass(
     shape: HeadShape, *, tokens: int | None = None, together: int = 1, max_extra_bytes: int | None = None
 ) -> OnePassPlan | None:
-    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many.
+    """One or two chunks if the memory of a float32 sum makes that possible, which then is not needed; else many, or
+    with a budget that has no room for that sum up to MAX_ROUNDINGS_OF_BUDGET.
 
     Args:
         tokens: those that count, as far as is known; None is all of the shape.
@@ -60,10 +63,12 @@ def plan_one_pass(
     tokens = shape.tokens if tokens is None else tokens
     together = tokens if shape.in_place else min(together, tokens)
     sum_dtype = torch.float32 if shape.needs[1] else None
+    fewest = max(together, 0 if max_extra_bytes is None else _enough(shape, tokens))
     room, large = (_room(shape, beside_sum=beside, max_extra_bytes=max_extra_bytes) for beside in (True, False))
-    if _sum_bytes(shape) and large >= _tokens_of_rounded_chunks(tokens, together):
+    roundings = MAX_ROUNDINGS if max_extra_bytes is None or room >= fewest else MAX_ROUNDINGS_OF_BUDGET
+    if _sum_bytes(shape) and large >= _tokens_of_rounded_chunks(tokens, together, roundings):
         sum_dtype, room = shape.weight_dtype, large
-    if room < max(together, 0 if max_extra_bytes is None else _enough(shape, tokens)):
+    if room < fewest:
         return None
     even = math.ceil(tokens / max(1, math.ceil(tokens / max(room, 1))))
     even = math.ceil(even / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
@@ -82,20 +87,13 @@ def least_one_pass_bytes(shape: HeadShape, *, together: int = 1) -> int:
     memory, fewest = _Memory.of(shape), max(together, _enough(shape, shape.tokens))
     least = memory.fixed + _sum_bytes(shape) + memory.per_token * fewest
     if _sum_bytes(shape):
-        of_rounded = max(fewest, _tokens_of_rounded_chunks(shape.tokens, together))
+        of_rounded = max(fewest, _tokens_of_rounded_chunks(shape.tokens, together, MAX_ROUNDINGS_OF_BUDGET))
         least = min(least, memory.fixed + memory.per_token * of_rounded)
     return least
 
 
-def one_pass_obstacle(
-    shape: HeadShape,
-    *,
-    together: int = 1,
-    grad_tolerance: float = 0.0,
-    fixed_shape: bool = False,
-    max_extra_bytes: int | None = None,
-) -> str | None:
-    """What one pass would need and does not have, None where nothing is missing."""
+def one_pass_obstacle(shape: HeadShape, *, grad_tolerance: float = 0.0, fixed_shape: bool = False) -> str | None:
+    """What one pass would need and does not have, but for room (`lack_of_room`); None where nothing is missing."""
     if grad_tolerance != 0.0:
         return f"grad_tolerance = 0.0, got {grad_tolerance}: blocks are left out of a second pass"
     if fixed_shape:
@@ -106,6 +104,11 @@ def one_pass_obstacle(
         return "bfloat16 or float32 products: gradients that are made before the loss is scaled vanish in float16"
     if shape.rank:
         return "a head without low_rank terms"
+    return None
+
+
+def lack_of_room(shape: HeadShape, *, together: int, max_extra_bytes: int | None) -> str | None:
+    """What chunks would need to hold all of the shape's tokens, None where they have it."""
     if plan_one_pass(shape, together=together, max_extra_bytes=max_extra_bytes) is not None:
         return None
     if max_extra_bytes is not None:
@@ -134,15 +137,16 @@ def takes_one_pass(
     return drawback(shape, together=together, max_extra_bytes=max_extra_bytes) is None
 
 
-def drawback(shape: HeadShape, *, together: int, max_extra_bytes: int | None) -> str | None:
-    """Why "auto" does not take one pass where nothing stands against it; None where it does."""
+def drawback(shape: HeadShape, *, tokens: int | None = None, together: int, max_extra_bytes: int | None) -> str | None:
+    """Why "auto" does not take one pass of so many tokens, None being all, where nothing stands against it; or None."""
+    tokens = shape.tokens if tokens is None else tokens
     if shape.options.chunk_tokens is not None or shape.options.chunk_vocab is not None:
         return "a chunk is named, which bounds a tile, where one pass holds the whole vocabulary"
-    plan = plan_one_pass(shape, together=together, max_extra_bytes=max_extra_bytes)
-    if plan is None or plan.room < _enough(shape, shape.tokens):
+    plan = plan_one_pass(shape, tokens=tokens, together=together, max_extra_bytes=max_extra_bytes)
+    if plan is None or plan.room < _enough(shape, tokens):
         return "chunks are too small for one pass to pay"
     beside = max_extra_bytes is None and _sum_bytes(shape) > 0
-    if beside and _room(shape, beside_sum=True, max_extra_bytes=None) < shape.tokens:
+    if beside and _room(shape, beside_sum=True, max_extra_bytes=None) < tokens:
         least = least_one_pass_bytes(shape, together=together)
         return (
             "one pass needs memory of the weight's size for the sum of its gradient, which max_extra_bytes of at least "
@@ -210,12 +214,12 @@ def _enough(shape: HeadShape, tokens: int) -> int:
     return min(MIN_CHUNK_TOKENS[kind_of(shape.device)], tokens)
 
 
-def _tokens_of_rounded_chunks(tokens: int, together: int) -> int:
-    """Of a chunk, if MAX_ROUNDINGS are to hold them all.
+def _tokens_of_rounded_chunks(tokens: int, together: int, chunks: int) -> int:
+    """Of a chunk, if so many are to hold them all.
 
     All chunks but the last may stay short of being full by all but one of the tokens that are not parted.
     """
-    return min(tokens, math.ceil((tokens + (MAX_ROUNDINGS - 1) * (together - 1)) / MAX_ROUNDINGS))
+    return min(tokens, math.ceil((tokens + (chunks - 1) * (together - 1)) / chunks))
 
 
 def _sum_bytes(shape: HeadShape) -> int:
@@ -267,6 +271,7 @@ class _Memory(NamedTuple):
             fixed, kept = fixed + 16 * shape.vocab, kept + 4 * shape.vocab // gemm.SUMMED_ROWS
         if shape.cuda and options.chunk_vocab is None and shape.epilogue_applies:
             kept += 4 * scales_rows(options, shape.needs)  # references
+            statistics = 4 * shape.kinds * -(-shape.vocab // BLOCK_VOCAB)
             # Or, where a chunk has few tokens, float32 tiles after all.
-            return cls(fixed + max(shape.statistics_bytes, logits * MIN_TOKENS * width), kept + rows + selected * width)
+            return cls(fixed + logits * MIN_TOKENS * width, kept + rows + selected * width + statistics)
         return cls(fixed, kept + rows + (logits + selected) * width)

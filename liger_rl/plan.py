@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from liger_rl.one_pass_plan import (
     OnePassPlan,
     Passes,
     drawback,
+    lack_of_room,
     least_one_pass_bytes,
     mebibytes,
     one_pass_obstacle,
@@ -124,7 +124,8 @@ def plan_linear_logprobs(
     beside the parts that no chunk changes; without one, as fit 544 MiB (64 MiB on CPU) with what is kept of them and
     the float32 gradient of their hidden states. The gradient of a 16-bit weight is summed in 4VH bytes of float32;
     where one or two chunks would hold all tokens if they had that memory, they get it (without a budget beside the
-    544 MiB), and the gradient is rounded after each of them.
+    544 MiB), and the gradient is rounded after each of them; after each of up to four where a budget has no room for
+    the sum and a chunk of 512 tokens.
 
     Else the path is "block-sparse" where a `grad_tolerance` is given and blocks can be told apart (see
     `linear_logprobs`), else "two passes". In each direction the product with its work in the epilogue is taken where it
@@ -151,11 +152,14 @@ def plan_linear_logprobs(
         block-sparse    also 3 bytes (6 with the entropy) of each token and 256 words, and in place of Tv (bytes per
                         logit) cTv of kept blocks, at most 152 MiB, at least those of 256 words
         one pass        64 MiB, 256 N  +  m (cV + V / 64 + H (2c + 4 + s))  +  m cV / 16 where tokens may have no
-                        gradient  +  the sum, 4VH or none  +  the epilogue's statistics, or mV / 16 (bytes per logit; 28
-                        on CPU, 4 more for a softcap, 8 for the entropy)
+                        gradient  +  the sum, 4VH or none  +  mV / 16 (bytes per logit; 28 on CPU, 4 more for a softcap,
+                        8 for the entropy), or with the epilogue its statistics, mV / 32, half as much more with the
+                        entropy, and 128 V for few tokens
 
     Counts of live tokens are not known beforehand: costs are those of all `tokens`, and where some may be masked, m is
-    all that a chunk has room for.
+    all that a chunk has room for. A call with a budget that has no room for all tokens in one pass, but has it for two,
+    counts them first, and "auto" takes one pass where there is room for those that count: a plan of that many `tokens`
+    says so.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
@@ -206,16 +210,14 @@ def plan_linear_logprobs(
     )
     if passes == "two" or not any(needs):
         return _two_passes(shape, grad_tolerance, fixed_shape, max_extra_bytes)
-    obstacle = partial(
-        one_pass_obstacle, shape, together=together, grad_tolerance=grad_tolerance, fixed_shape=fixed_shape
-    )
+    obstacle = one_pass_obstacle(shape, grad_tolerance=grad_tolerance, fixed_shape=fixed_shape)
     least = least_one_pass_bytes(shape, together=together)
-    lacking, possible = obstacle(max_extra_bytes=max_extra_bytes), obstacle(max_extra_bytes=least) is None
+    lacking = obstacle or lack_of_room(shape, together=together, max_extra_bytes=max_extra_bytes)
+    possible = obstacle is None and lack_of_room(shape, together=together, max_extra_bytes=least) is None
     if takes_one_pass(passes, shape, lacking, together=together, max_extra_bytes=max_extra_bytes):
         chunks = plan_one_pass(shape, together=together, max_extra_bytes=max_extra_bytes)
         assert chunks is not None
-        of_two = shape.peak(shape.smallest_tiles, kernel=False)
-        plan = _one_pass(shape, chunks, least if passes == "one" else min(least, of_two))
+        plan = _one_pass(shape, chunks, least if passes == "one" else min(least, shape.least_bytes))
     else:
         why = f"one pass needs {lacking}"
         if lacking is None:
@@ -249,7 +251,7 @@ def _two_passes(shape: HeadShape, grad_tolerance: float, fixed_shape: bool, max_
     # Under what the epilogue takes there are tiles, and no blocks; but for bits that are promised.
     optional = kernel and not invariant
     epilogue_least = known_bytes + shape.peak(smallest, kernel=kernel)
-    least = exact.peak(smallest, kernel=False) if optional else epilogue_least
+    least = exact.least_bytes if optional else epilogue_least
     forward_tiles, backward_tiles = shape.default_tiles(kernel=kernel)
     if max_extra_bytes is not None:
         if max_extra_bytes < least:

@@ -32,6 +32,13 @@ VARIANTS = {
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
+    "ours-360-mib": Variant(
+        "liger_rl, at most 360 MiB",
+        "ours",
+        {"passes": "auto", "max_extra_bytes": 360 << 20},
+        "chooses between one pass and two by the tokens that count; the 360 MiB include 64 that cuBLAS may take, and "
+        "took before the step",
+    ),
     "ours-in-place": Variant(
         "liger_rl, dW in place",
         "ours",
@@ -51,6 +58,7 @@ OURS = "ours"
 # Not on a case that names no others: one tolerance stands for all, one choice of chunks, one owner of the gradient.
 SPECIAL = (
     "ours-one-pass-2048",
+    "ours-360-mib",
     "ours-in-place",
     "ours-1e-4",
     "ours-3e-3",

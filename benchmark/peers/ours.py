@@ -26,16 +26,17 @@ class Head(Base):
         passes: str = "two",
         in_place: bool = False,
         chunk_tokens: int | None = None,
+        max_extra_bytes: int | None = None,
     ) -> None:
         self.grad_tolerance, self.passes, self.in_place = grad_tolerance, passes, in_place
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.max_extra_bytes = chunk_tokens, max_extra_bytes
         self._total: Tensor | None = None
         self._share: float | None = None
 
     def reason(self, case: Case, device: str) -> str | None:
         if self.grad_tolerance and case.task != STEP:
             return "a tolerance is of gradients"
-        if self.passes == "one" and case.task != STEP:
+        if self.passes != "two" and case.task != STEP:
             return "passes differ in their gradients"
         if self.in_place and (case.task != STEP or case.frozen):
             return "the weight has no gradient"
@@ -63,6 +64,7 @@ class Head(Base):
             grad_tolerance=self.grad_tolerance,
             passes=self.passes,
             chunk_tokens=self.chunk_tokens,
+            max_extra_bytes=self.max_extra_bytes,
         )
         self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
