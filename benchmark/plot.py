@@ -30,7 +30,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "ours": {"color": "#1f6fb4", "marker": "o", "linewidth": 2.4},
     "ours-one-pass": {"color": "#12507b", "marker": "h"},
     "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
-    "ours-360-mib": {"color": "#3949ab", "marker": "d"},
+    "ours-400-mib": {"color": "#3949ab", "marker": "d"},
     "ours-in-place": {"color": "#26c6da", "marker": "p"},
     "ours-1e-4": {"color": "#0b2f55", "marker": "o"},
     "ours-1e-3": {"color": "#4aa3df", "marker": "o", "linewidth": 2.4},
