@@ -289,6 +289,32 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
         assert_extras(found, z, targets)
 
 
+@pytest.mark.parametrize("softcap", [None, 100.0])
+def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
+    """However large the logit of the word that leads: what rounding it leaves is not taken for probability."""
+    from liger_rl.kernels import epilogue
+
+    tokens, vocab = 256, 600
+    leads = torch.linspace(8.0, 150.0, tokens)
+    hidden = torch.zeros(tokens, 64)
+    hidden[:, 0], hidden[:, 1:] = leads, 0.1 * torch.randn(tokens, 63)
+    weight = 0.1 * torch.randn(vocab, 64)
+    targets = torch.randint(vocab, (tokens,))
+    weight[:, 0] = -0.5
+    weight[300, 0] = 1.0
+    targets[:] = 300
+    inputs = hidden.to(DEVICE, torch.float16), weight.to(DEVICE, torch.float16), None, targets.to(DEVICE)
+    found, _ = epilogue.gemm_fold(*inputs, LogitTransform(softcap=softcap), entropy=True, extras=EXTRAS)
+    logps, _ = oracles.logprobs(inputs[0].double(), inputs[1].double(), inputs[3], softcap=softcap)
+    sure = logps > -1e-9
+    assert 20 < sure.sum() < tokens
+    torch.testing.assert_close(found.logps.double(), logps, rtol=1e-5, atol=1e-6)
+    assert found.logps[sure].abs().max() < 1.5e-7
+    assert (found.logps <= 0).all()
+    assert found.entropy[sure].abs().max() < 3e-7
+    assert found.log_sum_sq_probs[sure].abs().max() < 3e-7
+
+
 def test_product_with_fold_under_another_default_dtype():
     from liger_rl.kernels import epilogue
 

@@ -28,7 +28,16 @@ from liger_rl.kernels.statistics import (
 )
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, flushed_exp, heat_of, on, transform_constants, transformed
+from liger_rl.kernels.triton import (
+    LN_2,
+    LOWEST_LOG_PROBABILITY,
+    exp_of_difference,
+    flushed_exp,
+    heat_of,
+    on,
+    transform_constants,
+    transformed,
+)
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -176,8 +185,8 @@ def _gemm_fold_kernel(
         z = tl.where(inside, z, float("-inf"))
         # The lowest finite number where every word is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(z, 1), LOWEST)
-        shifted = z - peak[:, None]
-        exp = flushed_exp(shifted)
+        exp, exponent, rest = exp_of_difference(z, peak)
+        factor = 1.0 - rest
         # Not after the values, which under a softcap would then spill.
         total = tl.sum(exp, 1)
         if kept is not None:
@@ -191,12 +200,12 @@ def _gemm_fold_kernel(
                     values *= 1.0 - tanh * tanh
             kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
-        tl.store(sums + place, total, mask=live)
+        tl.store(sums + place, total * factor, mask=live)
         if moments is not None:
-            moment = tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY), 1)
-            tl.store(moments + place, moment, mask=live)
+            moment = tl.sum(exp * tl.maximum(exponent, LOWEST_LOG_PROBABILITY), 1)
+            tl.store(moments + place, (moment * LN_2 - total * rest) * factor, mask=live)
         if sums_sq is not None:
-            tl.store(sums_sq + place, tl.sum(exp * exp, 1), mask=live)
+            tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
         target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
         target_z = tl.sum(tl.where(word[None, :] == target[:, None], z, 0.0), 1)
         tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
