@@ -308,7 +308,8 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     logps, _ = oracles.logprobs(inputs[0].double(), inputs[1].double(), inputs[3], softcap=softcap)
     sure = logps > -1e-9
     assert 20 < sure.sum() < tokens
-    torch.testing.assert_close(found.logps.double(), logps, rtol=1e-5, atol=1e-6)
+    # Of the others lse is known to a few of its last digits.
+    assert ((found.logps.double() - logps).abs() <= 3 * 2**-23 * 2 ** inputs[0][:, 0].double().log2().ceil()).all()
     assert found.logps[sure].abs().max() < 1.5e-7
     assert (found.logps <= 0).all()
     assert found.entropy[sure].abs().max() < 3e-7

@@ -185,25 +185,25 @@ def _gemm_fold_kernel(
         z = tl.where(inside, z, float("-inf"))
         # The lowest finite number where every word is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(z, 1), LOWEST)
-        exp, exponent, rest = exp_of_difference(z, peak)
-        factor = 1.0 - rest
+        exp, exponent, factor, rest = exp_of_difference(z, peak)
         # Not after the values, which under a softcap would then spill.
         total = tl.sum(exp, 1)
         if kept is not None:
-            values = exp
+            scale = factor
             if references is not None:
                 reference = tl.load(references + token, mask=live, other=0.0)
-                values *= tl.exp(tl.minimum(peak - reference, limit))[:, None]
-                if CAPPED:
-                    # Of z, which is needed again anyway: there are no registers for another tile beside it.
-                    tanh = z * heat
-                    values *= 1.0 - tanh * tanh
+                scale *= tl.exp(tl.minimum(peak - reference, limit))
+            values = exp * scale[:, None]
+            if CAPPED and references is not None:
+                # Of z, which is needed again anyway: there are no registers for another tile beside it.
+                tanh = z * heat
+                values *= 1.0 - tanh * tanh
             kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, total * factor, mask=live)
         if moments is not None:
             moment = tl.sum(exp * tl.maximum(exponent, LOWEST_LOG_PROBABILITY), 1)
-            tl.store(moments + place, (moment * LN_2 - total * rest) * factor, mask=live)
+            tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
         if sums_sq is not None:
             tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
         target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)

@@ -33,17 +33,19 @@ def flushed_exp(x):
 
 @triton.jit
 def exp_of_difference(z, peak):
-    """z (M, N) and peak (M,) -> e, b (M, N) and r (M,) with exp(z - peak) = e (1 - r) and z - peak = b ln 2 - r.
+    """z (M, N), peak (M,) its maximum -> e, b (M, N), f, r (M,): exp(z - peak) = e f and z - peak = (b - r) ln 2.
 
-    b is a power of two's exponent, rounded once in one instruction, where a difference and its exponential round three
-    times in three. r is what rounding peak / ln 2 left of it, 1e-5 at most for a peak under 100.
+    e is 2^b, and b is rounded once in one instruction, where a difference and its exponential round twice in two. r is
+    what rounding the peak's exponent left, under 1e-5 for a peak under 100, and f is 2^-r.
     """
     # -inf, where every word is banned, minus the lowest number must not become NaN.
     peak = tl.maximum(peak, HALF_LOWEST)
-    high = peak * LOG2_E
-    rest = tl.fma(peak, LOG2_E, -high) * LN_2
-    exponent = tl.fma(z, LOG2_E, -high[:, None])
-    return tl.exp2(exponent), exponent, rest
+    # Of numbers as large what differs is 16 apart: the smaller has probability 0, by this exponent too, and r is 0.
+    unit = tl.where(tl.abs(peak) < 2.0**28, LOG2_E, 2.0)
+    high = peak * unit
+    rest = tl.fma(peak, unit, -high)
+    exponent = tl.fma(z, unit[:, None], -high[:, None])
+    return tl.exp2(exponent), exponent, tl.exp2(-rest), rest
 
 
 @triton.jit
@@ -56,9 +58,29 @@ def _reciprocal(x):
 
 @triton.jit
 def _tanh(x, gain):
-    """tanh(gain x) to 2.4e-7, absolute: five instructions."""
-    # Beyond float32 the exponential is infinite and its reciprocal 0.
-    return 1.0 - 2.0 * _reciprocal(1.0 + tl.exp2(x * (gain * (2.0 * LOG2_E))))
+    """tanh(gain x) to 2.4e-7, absolute, with a gain above 0: six instructions."""
+    # An odd function, or the mean of many logits would be off. Beyond float32 the exponential is infinite, and its
+    # reciprocal 0.
+    e = tl.exp2(_magnitude(x) * (gain * (2.0 * LOG2_E)))
+    return _copysign(1.0 - 2.0 * _reciprocal(1.0 + e), x)
+
+
+@triton.jit
+def _magnitude(x):
+    """|x| as part of what reads it: of tl.abs a product makes two instructions."""
+    if INTERPRETED:
+        return tl.abs(x)
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _copysign(magnitude, sign):
+    """In one instruction, where a choice takes two."""
+    if INTERPRETED:
+        return tl.where(sign < 0, -magnitude, magnitude)
+    return tl.inline_asm_elementwise(
+        "copysign.f32 $0, $2, $1;", "=f,f,f", [magnitude, sign], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
