@@ -244,8 +244,10 @@ class FusedLinearGRPOLoss(nn.Module):
         lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
         taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
         # Within a budget fewer tokens may have the room that all of them have not, for which two passes must have it.
+        # A bias counts as the weight there.
+        of_two = replace(shape, needs=(head.needs[0], any(head.needs[1:])))
         possible = taken or (
-            budget is not None and (mask is not None or wanted is not None) and budget >= shape.least_bytes
+            budget is not None and (mask is not None or wanted is not None) and budget >= of_two.least_bytes
         )
         return OnePassCall(head, options, taken, budget) if possible and any(head.needs) else None
 

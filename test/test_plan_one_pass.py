@@ -59,7 +59,7 @@ class Case:
         self.sizes = rows * length, vocab, hidden_size
 
     def plan(self, **more):
-        return plan_linear_logprobs(*self.sizes, **self.known, **more)
+        return plan_linear_logprobs(*self.sizes, **(self.known | more))
 
     def run(self, **more):
         """-> peak beside results and gradients, loss, gradients."""
@@ -186,11 +186,12 @@ def test_tokens_that_count_decide_within_a_budget(loss_type, passes_taken, monke
             assert torch.linalg.norm((mine - other).float()) <= 6e-3 * torch.linalg.norm(other.float())
 
 
-def test_a_budget_too_small_for_two_passes_does_not_wait_for_few_tokens():
+@pytest.mark.parametrize("options", [{}, {"bias": True, "frozen": "weight"}], ids=["plain", "bias alone"])
+def test_a_budget_too_small_for_two_passes_does_not_wait_for_few_tokens(options):
     """Whether a call is possible depends on shapes alone, or a run would end at its first full batch."""
-    case = Case({"metrics": "loss"}, torch.bfloat16, rows=30)
+    case = Case({"metrics": "loss"} | options, torch.bfloat16, rows=30, vocab=20000)
     case.mask[1:] = False
-    least = case.plan(passes="two").least_bytes
+    least = case.plan(passes="two", needs=(True, True)).least_bytes  # with a bias's gradient as with the weight's
     assert case.plan(passes="one").one_pass_bytes > least
     case.run(passes="auto", max_extra_bytes=least)
     with pytest.raises(ValueError, match=f"max_extra_bytes must be at least {least} "):
