@@ -158,8 +158,9 @@ def plan_linear_logprobs(
 
     Counts of live tokens are not known beforehand: costs are those of all `tokens`, and where some may be masked, m is
     all that a chunk has room for. A call with a budget that has no room for all tokens in one pass, but has it for two,
-    counts them first, and "auto" takes one pass where there is room for those that count: a plan of that many `tokens`
-    says so.
+    counts them first if it has a mask or leaves out advantages of 0, and "auto" takes one pass where there is room for
+    those that count: a plan of that many `tokens` says so, but for the 256 bytes of each other. That one pass may take
+    more of the budget than the two passes that the plan of all tokens shows.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
