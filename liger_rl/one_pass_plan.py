@@ -101,8 +101,10 @@ def one_pass_obstacle(shape: HeadShape, *, grad_tolerance: float = 0.0, fixed_sh
         return "fixed_shape = False: the host has to know which rows make a chunk"
     if shape.options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
-    if shape.options.compute_dtype == torch.float16:
-        return "bfloat16 or float32 products: gradients that are made before the loss is scaled vanish in float16"
+    # Of what has a gradient and what it is made in. Autocast to bfloat16 leaves a float16 weight its own.
+    wanted = [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
+    if torch.float16 in (shape.options.compute_dtype, *wanted):
+        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     if shape.rank:
         return "a head without low_rank terms"
     return None

@@ -689,6 +689,20 @@ def test_float16_and_split_sequences_take_two_passes(passes_taken):
     assert not passes_taken
 
 
+@pytest.mark.parametrize("narrow", ["hidden", "weight"])
+def test_float16_gradients_of_other_products_take_two_passes(narrow, passes_taken):
+    """Autocast makes the products' dtype, not that of the gradients, which are rounded before the loss is scaled."""
+    data = batch()
+    data = data._replace(**{name: getattr(data, name).half() for name in (narrow, "bias")})
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match="products and gradients"):
+            step(FusedLinearGRPOLoss("grpo", passes="one"), data)
+        step(FusedLinearGRPOLoss("grpo"), data)
+        assert not passes_taken
+        step(FusedLinearGRPOLoss("grpo"), data, frozen=(narrow, "bias"))
+    assert passes_taken == [1]
+
+
 def test_passes_is_one_of_three():
     with pytest.raises(ValueError, match=r"passes must be one of \['auto', 'one', 'two'\], got 'three'"):
         FusedLinearGRPOLoss("grpo", passes="three")
