@@ -65,9 +65,9 @@ class FusedLinearGRPOLoss(nn.Module):
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
             then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
             that count. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a
-            grad_tolerance, float16 products, low_rank terms, a sharded head (a vocab_parallel, DTensors) or under
-            torch.compile, where the backward has to be a second pass, nor with fixed_shape or batch_invariant: it
-            picks rows, and has tiles of its own.
+            grad_tolerance, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel, DTensors)
+            or under torch.compile, where the backward has to be a second pass, nor with fixed_shape or batch_invariant:
+            it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
@@ -243,13 +243,17 @@ class FusedLinearGRPOLoss(nn.Module):
         budget = self.max_extra_bytes
         lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
         taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
-        # Within a budget fewer tokens may have the room that all of them have not, for which two passes must have it.
-        # A bias counts as the weight there.
-        of_two = replace(shape, needs=(head.needs[0], any(head.needs[1:])))
-        possible = taken or (
-            budget is not None and (mask is not None or wanted is not None) and budget >= of_two.least_bytes
-        )
-        return OnePassCall(head, options, taken, budget) if possible and any(head.needs) else None
+        if not any(head.needs):
+            return None
+        if not taken:
+            # Within a budget fewer tokens may have the room that all of them have not.
+            if budget is None or (mask is None and wanted is None):
+                return None
+            # Two passes must have room for all, or a run would end at its first full batch; a bias is the head's there.
+            of_two = replace(shape, needs=(head.needs[0], any(head.needs[1:])))
+            if budget < of_two.least_bytes:
+                return None
+        return OnePassCall(head, options, shape, taken, budget)
 
     @torch.no_grad()
     def reference_logps(

@@ -125,9 +125,10 @@ class HeadShape:
         means = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size
         if self.cuda:
             return known + blocks + means
-        # Also the sums that bounds are made of with the steps to them, words that fill up the last tile, the rows of
-        # one tile, and a weight that PyTorch converts before it sums.
-        sums = 64 * self.tokens * tiles + 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
+        # Also the sums that bounds are made of with the steps to them, or later one tile's logits with the steps to
+        # their gradient; words that fill up the last tile, the rows of one tile, and a weight that is converted.
+        sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)
+        sums += 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
         converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
         return known + blocks + means + sums + 12 * self.tokens * self.hidden_size + converted
 

@@ -129,16 +129,16 @@ class OnePassCall(NamedTuple):
 
     head: Head
     options: ProjectionOptions
+    shape: HeadShape
     certain: bool  # else there is no room for all tokens, and their number decides
     max_extra_bytes: int | None
 
     def plan(self, counted: CountedTokens) -> OnePassPlan | None:
         """Of the tokens that were counted; None where two passes are to be taken."""
-        shape, budget = self.head.shape(self.options), self.max_extra_bytes
-        tokens, together = counted.number, counted.together
-        if not self.certain and drawback(shape, tokens=tokens, together=together, max_extra_bytes=budget) is not None:
+        tokens, together, budget = counted.number, counted.together, self.max_extra_bytes
+        if not self.certain and drawback(self.shape, tokens=tokens, together=together, max_extra_bytes=budget):
             return None
-        return plan_one_pass(shape, tokens=tokens, together=together, max_extra_bytes=budget)
+        return plan_one_pass(self.shape, tokens=tokens, together=together, max_extra_bytes=budget)
 
 
 def loss_in_one_pass(

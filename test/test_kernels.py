@@ -299,10 +299,9 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     hidden = torch.zeros(tokens, 64)
     hidden[:, 0], hidden[:, 1:] = leads, 0.1 * torch.randn(tokens, 63)
     weight = 0.1 * torch.randn(vocab, 64)
-    targets = torch.randint(vocab, (tokens,))
     weight[:, 0] = -0.5
     weight[300, 0] = 1.0
-    targets[:] = 300
+    targets = torch.full((tokens,), 300)
     inputs = hidden.to(DEVICE, torch.float16), weight.to(DEVICE, torch.float16), None, targets.to(DEVICE)
     found, _ = epilogue.gemm_fold(*inputs, LogitTransform(softcap=softcap), entropy=True, extras=EXTRAS)
     logps, _ = oracles.logprobs(inputs[0].double(), inputs[1].double(), inputs[3], softcap=softcap)

@@ -134,9 +134,8 @@ def test_a_chunk_follows_the_budget(passes_taken):
     assert passes_taken[0] > passes_taken[1] > passes_taken[2] == passes_taken[3] == 1  # the live tokens fit sooner
 
 
-def chunks_planned(tokens, budget, dtype=torch.bfloat16, **more):
-    more = {"passes": "one", "dtype": dtype, "masked": False} | more
-    plan = plan_linear_logprobs(tokens, 4000, 512, device="cpu", max_extra_bytes=budget, **more)
+def chunks_planned(tokens, budget):
+    plan = plan_linear_logprobs(tokens, 4000, 512, device="cpu", max_extra_bytes=budget, passes="one", masked=False)
     return -(-tokens // plan.forward.tiles.tokens), plan
 
 
