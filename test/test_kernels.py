@@ -315,6 +315,25 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     assert found.log_sum_sq_probs[sure].abs().max() < 3e-7
 
 
+@pytest.mark.parametrize("level", [2.6e8, -5e8, 6e8, 1e30, 3e38, -3e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("banned", [False, True])
+def test_large_logits_in_the_epilogue(level, banned):
+    """Words that all have one logit are as likely as each other, and ones that are far below have no share."""
+    from liger_rl.kernels import epilogue
+
+    hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (130, 600))
+    bias = torch.full((600,), level, device=DEVICE)
+    lower = torch.tensor(-math.inf, device=DEVICE)
+    bias[:300] = lower if banned else bias[:300].nextafter(lower)
+    targets = torch.randint(300, 600, (130,), device=DEVICE)
+    found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, LogitTransform(), entropy=True, extras=EXTRAS)
+    z = bias.double().expand(130, -1)
+    p = z.softmax(-1)
+    torch.testing.assert_close(found.logps.double(), z.log_softmax(-1)[:, 300], rtol=0.0, atol=2e-6)
+    torch.testing.assert_close(found.entropy.double(), -p.xlogy(p).sum(-1), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(found.log_sum_sq_probs.double(), p.square().sum(-1).log(), rtol=0.0, atol=2e-6)
+
+
 def test_product_with_fold_under_another_default_dtype():
     from liger_rl.kernels import epilogue
 

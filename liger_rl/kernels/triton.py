@@ -21,7 +21,6 @@ LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 
 MAX_BLOCK = 4096
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-HALF_LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 
 
@@ -38,10 +37,9 @@ def exp_of_difference(z, peak):
     e is 2^b, and b is rounded once in one instruction, where a difference and its exponential round twice in two. r is
     what rounding the peak's exponent left, under 1e-5 for a peak under 100, and f is 2^-r.
     """
-    # -inf, where every word is banned, minus the lowest number must not become NaN.
-    peak = tl.maximum(peak, HALF_LOWEST)
-    # Of numbers as large what differs is 16 apart: the smaller has probability 0, by this exponent too, and r is 0.
-    unit = tl.where(tl.abs(peak) < 2.0**28, LOG2_E, 2.0)
+    # Of larger numbers what differs is 32 apart: the smaller has probability 0, also by 2 to that power, and r is 0. A
+    # factor of more than 1 would make the largest peaks infinite.
+    unit = tl.where(tl.abs(peak) < 2.0**29, LOG2_E, 1.0)
     high = peak * unit
     rest = tl.fma(peak, unit, -high)
     exponent = tl.fma(z, unit[:, None], -high[:, None])
