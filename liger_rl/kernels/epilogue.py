@@ -176,6 +176,7 @@ def _gemm_fold_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
+    WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -195,8 +196,9 @@ def _gemm_fold_kernel(
         z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         place = vocab_tile.to(tl.int64) * tokens + token
         if logit_sums is not None:
-            tl.store(logit_sums + place, tl.sum(tl.where(inside, z, 0.0), 1), mask=live)
-        z = tl.where(inside, z, float("-inf"))
+            tl.store(logit_sums + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
+        if not WHOLE:
+            z = tl.where(inside, z, float("-inf"))
         # The lowest finite number where every word is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(z, 1), LOWEST)
         exp, exponent, factor, rest = exp_of_difference(z, peak)
@@ -374,6 +376,7 @@ def _fold_tiles(
             vocab,
             hidden.shape[1],
             **transform_constants(transform),
+            WHOLE=vocab % TILE_VOCAB == 0,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=TILE_HIDDEN,
