@@ -4,10 +4,11 @@ A block is BLOCK_TOKENS tokens times BLOCK_VOCAB words of dL/dlogits. The forwar
 squares. The smallest are left out while their bounds add up to at most tolerance^2 times a lower bound of the whole
 gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
 
-What is left out of a token's row of a block is replaced by its mean, which the forward knows too. That only lowers the
-error, and it keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a
-trained weight have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden. Means cost a
-256th of the dense products.
+What is left out of a token's row of a block is replaced by its sum, which the forward knows too, shared among the words
+as they share the tile's mass where the mean hidden state is (`choice.tile_shares`). The bounds are of what that leaves.
+It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a trained weight
+have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words that a policy
+rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense products.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from torch import Tensor
 from liger_rl.host_answer import HostAnswer
 from liger_rl.kernels import bounds_for, choice_for, gemm
 from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.choice import tile_sums
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -43,8 +43,9 @@ class ChosenBlocks:
     scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
     counted: Tensor  # see `choice.count`
     numbers: HostAnswer  # the same
-    means: Tensor  # (n, padded tiles) of what is left out of dL/dx, by word, in the dtype of products
-    from_means: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
+    left_out: Tensor  # (n, padded tiles) sums of what is left out of dL/dx, in the dtype of products
+    shares: Tensor  # (V,) of these, of a tile's words
+    from_left_out: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
 
 
 def choose_blocks(
@@ -52,7 +53,7 @@ def choose_blocks(
     statistics: TokenStatistics,
     tokens: TokenGradients,
     targets: Tensor,
-    weight: Tensor,  # (V, H)
+    vocab: int,
     transform: LogitTransform,
     tolerance: Tolerance,
     compute_dtype: torch.dtype,
@@ -69,14 +70,13 @@ def choose_blocks(
         scales = _sampled(energies, scales != 0, tolerance.seed)
     counted = chooser.count(scales, ranking.key)
     numbers = HostAnswer(counted)
-    means = chooser.tile_means(
-        known, statistics, tokens, targets, order, scales, transform, weight.shape[0], compute_dtype
-    )
-    from_means = None
+    left_out = chooser.left_out_sums(known, statistics, tokens, targets, order, scales, transform, vocab, compute_dtype)
+    assert known.shares is not None
+    assert known.share_rows is not None
+    from_left_out = None
     if needs_hidden:
-        sums = tile_sums(weight, compute_dtype) if known.weight_sums is None else known.weight_sums
-        from_means = gemm.matmul(means, sums)
-    return ChosenBlocks(order, scales, counted, numbers, means, from_means)
+        from_left_out = gemm.matmul(left_out, known.share_rows)
+    return ChosenBlocks(order, scales, counted, numbers, left_out, known.shares, from_left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:

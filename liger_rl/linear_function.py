@@ -42,7 +42,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head = HeadInputs(hidden, weight, bias, targets, live, low_inputs, low_weight)
         bounded = options.tolerance is not None and any(ctx.needs_input_grad)
-        statistics, known = fold_tokens(head, options, bounded=bounded, with_sums=ctx.needs_input_grad[0])
+        statistics, known = fold_tokens(head, options, bounded=bounded)
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
         vocab = weight.shape[0] if options.shard is None else options.shard.vocab
@@ -78,7 +78,7 @@ class HeadInputs(NamedTuple):
 
 
 def fold_tokens(
-    head: HeadInputs, options: ProjectionOptions, *, bounded: bool, with_sums: bool = False
+    head: HeadInputs, options: ProjectionOptions, *, bounded: bool
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of the live tokens, and bounds as `fold_projection` gives them."""
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
@@ -88,9 +88,7 @@ def fold_tokens(
         if options.batch_invariant:
             return fold_invariant(rows, weight, bias, live_targets, options), None
         low_rank = _low_rank_rows(low_inputs, low_weight, live)
-        return fold_projection(
-            rows, weight, bias, live_targets, options, low_rank, bounded=bounded, with_sums=with_sums
-        )
+        return fold_projection(rows, weight, bias, live_targets, options, low_rank, bounded=bounded)
 
 
 def token_gradients(
@@ -118,8 +116,8 @@ def token_gradients(
         else:
             assert options.tolerance is not None
             chosen = choose_blocks(
-                known, statistics, tokens, rows_of(targets, live), weight, options.transform, options.tolerance,
-                options.compute_dtype, needs_hidden=needs[0],
+                known, statistics, tokens, rows_of(targets, live), weight.shape[0], options.transform,
+                options.tolerance, options.compute_dtype, needs_hidden=needs[0],
             )  # fmt: skip
             picked = chosen.order
         if picked is not None:
@@ -145,7 +143,8 @@ def token_gradients(
             del low_rank
         else:
             of_hidden, of_weight, of_bias = blocks_for(hidden.device).grad_blocks(
-                begun, rows, weight, bias, row_targets, tokens, plan, chosen.means, chosen.from_means,
+                begun, rows, weight, bias, row_targets, tokens, plan, chosen.left_out, chosen.shares,
+                chosen.from_left_out,
                 options.transform, needs[1:3],
             )  # fmt: skip
             gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)

@@ -122,20 +122,22 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     known = TileBounds.empty(N, V, CPU, entropy=entropy)
     sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
     tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
+    shares = choice_triton.tile_shares(hidden, weight, bias, transform)
+    known = known.sharing(*shares)
     ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
     tiles.block_bounds(known, tokens, ranking.own, targets, order)
     scales = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
     choice_triton.count(scales, order.int())
     given = (known, statistics(entropy), tokens, targets, order, scales, transform)
-    choice_triton.tile_means(*given, V, torch.bfloat16)
+    choice_triton.left_out_sums(*given, V, torch.bfloat16)
     scales, counts, kept = ones(row_blocks, TILES), torch.full((TILES,), row_blocks), row_blocks * TILES
     counted = torch.cat([torch.tensor([N]), counts, counts])
     given = (hidden, weight, bias, targets, tokens)
     begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(scales, counted, counts, kept, kept, N)
-    means, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(begun, *given, plan, means, ones(N, H), transform, needs)
+    left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
+    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares[0], ones(N, H), transform, needs)
 
 
 def main() -> None:

@@ -95,6 +95,8 @@ def test_bound_holds(kind, transform, with_entropy):
     grad_logps = torch.randn(tokens) * torch.logspace(0, -3, tokens)
     grad_entropy = torch.randn(tokens) if with_entropy else None
     statistics, known = bounds_of(logits, targets, transform, entropy=with_entropy)
+    weight = torch.randn(vocab, 8)
+    known = known.sharing(*shares_like(vocab, weight))
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
     # The constant factor of the derivative is left out of the bounds.
     exact = gradient_of_logits(logits.clamp(min=-3e4), targets, grad_logps, grad_entropy, transform)
@@ -105,8 +107,7 @@ def test_bound_holds(kind, transform, with_entropy):
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
         tolerance = Tolerance(relative=relative, seed=None)
-        weight = torch.randn(vocab, 8)
-        given = (known, statistics, gradients, targets, weight, transform, tolerance, torch.float32)
+        given = (known, statistics, gradients, targets, vocab, transform, tolerance, torch.float32)
         chosen = choose_blocks(*given, needs_hidden=True)
         plan, order = plan_blocks(chosen), chosen.order
         assert order.sort().values.tolist() == list(range(tokens))
@@ -114,14 +115,14 @@ def test_bound_holds(kind, transform, with_entropy):
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        by_word = chosen.means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
-        torch.testing.assert_close(chosen.from_means, by_word @ weight, rtol=1e-4, atol=1e-5 * by_word.abs().max())
-        means = chosen.means.double() * (transform.temperature / transform.scale)
-        by_word = means.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * known.shares
+        torch.testing.assert_close(chosen.from_left_out, by_word @ weight, rtol=1e-4, atol=1e-5 * by_word.abs().max())
+        sums = chosen.left_out.double() * (transform.temperature / transform.scale)
+        by_word = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * known.shares
         assert not by_word[kept != 0].any()
         assert (left_out - by_word).norm() <= relative * exact.norm()
         if transform.softcap is None:
-            # What is kept and the means add up to what the gradient adds up to: nothing. Float32 knows no less than
+            # What is kept and the shares add up to what the gradient adds up to: nothing. Float32 knows no less than
             # a millionth of a token's dL/dlogp.
             sums = (exact[order] * kept + by_word).sum(1)
             size = grad_logps[order].abs() + (grad_entropy[order].abs() if with_entropy else 0.0)
@@ -129,6 +130,18 @@ def test_bound_holds(kind, transform, with_entropy):
         assert plan.counts.tolist() == (plan.scales != 0).sum(0).tolist()
         assert plan.kept == (plan.scales != 0).sum()
         assert 0 < plan.share <= 1
+
+
+def shares_like(vocab, weight, sure=3.0):
+    """Shares that have nothing to do with the logits, most of a tile's to a few words."""
+    tiles = math.ceil(vocab / BLOCK_VOCAB)
+    z = torch.nn.functional.pad(sure * torch.randn(vocab), (0, -vocab % BLOCK_VOCAB), value=-torch.inf)
+    shares = z.view(tiles, BLOCK_VOCAB).softmax(1)
+    rows = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % BLOCK_VOCAB)).view(tiles, BLOCK_VOCAB, -1)
+    rows = (shares[..., None].to(rows) * rows).sum(1)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, choice.padded_tiles(vocab) - tiles))
+    shares = shares.to(weight.device)
+    return shares.flatten()[:vocab], shares.square().sum(1), rows
 
 
 def blocks_of(energies):
@@ -474,8 +487,8 @@ def test_gradients_whose_squares_leave_float32(size):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
 
 
-def test_the_sums_of_the_weight_are_made_in_the_forward(monkeypatch):
-    """Where a GPU would wait for its product; two backwards find them, and none are made for frozen hidden states."""
+def test_shares_are_made_in_the_forward(monkeypatch):
+    """Where a GPU would wait for its product, and two backwards find them."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import epilogue
 
@@ -485,8 +498,6 @@ def test_the_sums_of_the_weight_are_made_in_the_forward(monkeypatch):
         monkeypatch.setattr(projection, "gemm_fold_for", lambda hidden, weight: epilogue.gemm_fold)
     shares = recorded_shares(monkeypatch)
     found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], grad_tolerance=1e-2)
-    for room in (block_sparse, projection):
-        monkeypatch.setattr(room, "tile_sums", None)  # would be called in vain
     for _ in range(2):
         again = torch.autograd.grad(found.logps, leaves, grad, retain_graph=True)
         for mine, other in zip(again, exact, strict=True):
@@ -540,8 +551,8 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     wanted = tokens - tokens // 5  # the others hold what must not get into a sum
     scales[math.ceil(wanted / BLOCK_TOKENS) :] = 0
     hidden[wanted:] = torch.nan
-    means = torch.randn(tokens, tiles).to(DEVICE, LOW)
-    from_means = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
+    left_out, shares = torch.randn(tokens, tiles).to(DEVICE, LOW), shares_like(vocab, weight.cpu())[0].to(DEVICE)
+    from_left_out = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
     counted = choice.count(scales, torch.where(torch.arange(tokens) < wanted, 0, bounds.NOT_WANTED).int().to(DEVICE))
     counts = counted[1 : 1 + tiles].cpu()
     kept = int(counts.sum())
@@ -549,8 +560,8 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     given = (hidden, weight, biases, targets, per_token)
     found, expected = (
         kernels.grad_blocks(
-            kernels.begin(*given, scales, counted, transform, workspace, 0 if late else tiles), *given, plan, means,
-            None if from_means is None else from_means.clone(), transform, needs[1:],
+            kernels.begin(*given, scales, counted, transform, workspace, 0 if late else tiles), *given, plan,
+            left_out, shares, None if from_left_out is None else from_left_out.clone(), transform, needs[1:],
         )
         for kernels in (blocks_triton, blocks)
     )  # fmt: skip
@@ -591,6 +602,7 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
             close = {"rtol": 1e-4, "atol": 1e-7} if mine.dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
             torch.testing.assert_close(mine, same, **close, msg=lambda m, name=name: f"{name}: {m}")
 
+    other = other.sharing(*shares_like(vocab, torch.zeros(vocab, 1, device=DEVICE)))
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
     per_token.grad_logps[1:2] = 0.0
@@ -624,6 +636,7 @@ def test_targets_past_the_last_of_a_key():
         part.zero_()
     known.codes.fill_(bounds.LARGEST_CODE)
     known.codes[:4, :2] = 0  # four large tiles of two tokens
+    known = known._replace(share_squares=torch.zeros(known.codes.shape[0], device=DEVICE))
     targets = torch.tensor([vocab - 1, bounds.TARGETS - 1, 0], device=DEVICE)
     statistics = TokenStatistics(torch.full((3,), -1.0, device=DEVICE), torch.ones(3, device=DEVICE), None)
     gradients = TokenGradients.of(statistics, torch.ones(3, device=DEVICE), None)
@@ -654,8 +667,8 @@ def test_choices_as_kernels(shape, room):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
 @pytest.mark.parametrize(("tokens", "vocab"), [(300, 1000), (33, 9000), (1, 5), (130, 2048)])
-def test_means_as_kernels(tokens, vocab, transform, entropy):
-    """Triton's means of what is left out are plain PyTorch's, and 0 in the columns that fill up."""
+def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
+    """Triton's sums of what is left out are plain PyTorch's, and 0 in the columns that fill up."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import choice_triton
 
@@ -671,11 +684,50 @@ def test_means_as_kernels(tokens, vocab, transform, entropy):
     targets, order = torch.randint(vocab, (tokens,)).to(DEVICE), torch.randperm(tokens).to(DEVICE)
     scales = 0.5 * torch.randint(4, (math.ceil(tokens / BLOCK_TOKENS), tiles), device=DEVICE)
     given = (known, statistics, per_token, targets, order, scales, transform, vocab)
-    found, expected = (kernels.tile_means(*given, torch.float32) for kernels in (choice_triton, choice))
+    found, expected = (kernels.left_out_sums(*given, torch.float32) for kernels in (choice_triton, choice))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert found.shape == (tokens, choice.padded_tiles(vocab))
     assert not found[:, tiles:].any()
     assert found[:, :tiles].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
+@pytest.mark.parametrize(("vocab", "hidden_size"), [(1000, 72), (512, 64), (5, 3)])
+def test_shares_as_kernels(vocab, hidden_size, transform, with_bias, dtype):
+    """Triton's are plain PyTorch's: a softmax over each tile of the mean hidden state's logits."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    hidden = (torch.randn(50, hidden_size) + 0.3).to(DEVICE, dtype)
+    weight = torch.randn(vocab, hidden_size).to(DEVICE, dtype)
+    bias = torch.randn(vocab).to(DEVICE) if with_bias else None
+    if bias is not None:
+        bias[256:512] = -torch.inf  # a tile of banned words, if there are so many
+        bias[3] = -torch.inf
+    given = hidden, weight, bias, transform
+    found, expected = (kernels.tile_shares(*given) for kernels in (choice_triton, choice))
+    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
+    z = oracles.linear_logits(hidden.double().mean(0)[None], weight.double(), bias, **options)[0]
+    shares = torch.cat([part.softmax(0).nan_to_num(0.0) for part in z.split(BLOCK_VOCAB)])
+    torch.testing.assert_close(expected[0].double(), shares, rtol=1e-4, atol=1e-7)
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.dtype == other.dtype
+        torch.testing.assert_close(mine, other, **tolerance)
+    assert not found[2][math.ceil(vocab / BLOCK_VOCAB) :].any()
+
+
+def test_shares_of_a_mean_that_is_not_finite():
+    """One token's NaN must not reach the gradients of others: the words then share evenly."""
+    hidden = torch.randn(20, 8, device=DEVICE)
+    hidden[3] = torch.nan
+    weight = torch.randn(300, 8, device=DEVICE)
+    shares, squares, rows = choice.tile_shares(hidden, weight, None, PLAIN)
+    torch.testing.assert_close(shares[:256], torch.full((256,), 1 / 256, device=DEVICE))
+    torch.testing.assert_close(rows[1], weight[256:].mean(0))
+    assert squares.isfinite().all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

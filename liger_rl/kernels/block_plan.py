@@ -31,15 +31,17 @@ class BlockPlan(NamedTuple):
         return self.certain / max(self.row_blocks * self.counts.numel(), 1)
 
 
-class MeanGradients(NamedTuple):
-    """What the means of left-out blocks give, float32; None where it is not asked for."""
+class LeftOutGradients(NamedTuple):
+    """What the sums of left-out blocks give, float32; None where it is not asked for."""
 
     hidden: Tensor | None  # (n, H)
-    weight: Tensor | None  # (tiles or more, H), the same for every word of a tile
-    bias: Tensor | None  # (tiles or more,)
+    weight: Tensor | None  # (tiles or more, H), of which a tile's words have their shares
+    bias: Tensor | None  # (tiles or more,), as well
 
     @classmethod
-    def of(cls, means: Tensor, hidden: Tensor, from_means: Tensor | None, needs: tuple[bool, bool]) -> "MeanGradients":
-        """Of means (n, tiles or more) and hidden (n, H); `from_means` is hidden's own, `needs` for weight and bias."""
-        weight = gemm.matmul(means.T, hidden) if needs[0] else None
-        return cls(from_means, weight, gemm.column_sums(means) if needs[1] else None)
+    def of(
+        cls, left_out: Tensor, hidden: Tensor, from_left_out: Tensor | None, needs: tuple[bool, bool]
+    ) -> "LeftOutGradients":
+        """Of sums (n, tiles or more) and hidden (n, H); `from_left_out` is hidden's, `needs` for weight and bias."""
+        weight = gemm.matmul(left_out.T, hidden) if needs[0] else None
+        return cls(from_left_out, weight, gemm.column_sums(left_out) if needs[1] else None)

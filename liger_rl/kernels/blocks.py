@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager, gemm
-from liger_rl.kernels.block_plan import BlockPlan, MeanGradients
+from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
@@ -36,17 +36,18 @@ def grad_blocks(
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
     plan: BlockPlan,
-    means: Tensor,  # (n, tiles or more) of what is left out of dL/dlogits, by word, in the compute dtype
-    from_means: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
+    left_out: Tensor,  # (n, tiles or more) sums of what is left out of dL/dlogits, in the compute dtype
+    shares: Tensor,  # (V,) float32, of these, of a tile's words
+    from_left_out: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
     needs: tuple[bool, bool],  # for weight and bias
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, from the blocks of the plan and the means."""
+    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, of the plan's blocks and all else."""
     wanted = slice(plan.wanted)
     hidden, targets, tokens = hidden[wanted], targets[wanted], tokens.take(wanted)
     compute_dtype = hidden.dtype
-    grad_hidden = None if from_means is None else from_means[wanted]
-    start = MeanGradients.of(means[wanted], hidden, grad_hidden, (needs[0], needs[1] and bias is not None))
+    grad_hidden = None if from_left_out is None else from_left_out[wanted]
+    start = LeftOutGradients.of(left_out[wanted], hidden, grad_hidden, (needs[0], needs[1] and bias is not None))
     grad_weight = None if start.weight is None else torch.empty_like(weight)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
     row_scales = begun[wanted]
@@ -61,7 +62,7 @@ def grad_blocks(
         if start.hidden is not None:
             start.hidden.index_add_(0, rows, gemm.matmul(block, weight_tile))
         if grad_weight is not None and start.weight is not None:
-            grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + start.weight[tile]
+            grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + shares[span, None] * start.weight[tile]
         if grad_bias is not None and start.bias is not None:
-            grad_bias[span] = gemm.column_sums(block) + start.bias[tile]
+            grad_bias[span] = gemm.column_sums(block) + shares[span] * start.bias[tile]
     return start.hidden, grad_weight, grad_bias

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.block_lists import BlockLists
-from liger_rl.kernels.block_plan import BlockPlan, MeanGradients
+from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
 from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
@@ -115,10 +115,10 @@ def _sum_row(
 
 @triton.jit
 def _sum_tile(
-    item, blocks, hidden, out, start, block_row, tile_end, tile_count, tile_order, first, hidden_size,
+    item, blocks, hidden, out, start, shares, block_row, tile_end, tile_count, tile_order, first, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the weight's gradient for one tile of words, onto what each of them starts from."""
+    """Some columns of the weight's gradient for one tile of words, onto their shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a tile's blocks.
@@ -134,7 +134,9 @@ def _sum_tile(
         row = tl.load(block_row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
-    total += tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
+    word = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    share = tl.load(shares + word, mask=word < vocab, other=0.0)
+    total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
     out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
 
 
@@ -154,11 +156,13 @@ def _sums_kernel(
     hidden,  # descriptor of (tokens, H)
     grad_weight,  # descriptor of (V, H)
     weight_start,  # (tiles, H) float32
+    shares,  # (vocab,) float32, of these, of a tile's words
     block_row,
     tile_end,
     tile_count,
     tile_order,
     first,  # tile of the vocabulary
+    vocab,
     hidden_size,
     HIDDEN: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -178,8 +182,8 @@ def _sums_kernel(
     else:
         if WEIGHT:
             _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, weight_start, block_row, tile_end, tile_count,
-                tile_order, first, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, block_row, tile_end,
+                tile_count, tile_order, first, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
             )  # fmt: skip
 
 
@@ -187,7 +191,8 @@ def _sums_kernel(
 def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
     out,  # (V,)
-    start,  # (tiles,) float32, what each word of a tile starts from
+    start,  # (tiles,) float32
+    shares,  # (vocab,) float32, of these, of a tile's words
     tile_end,
     tile_count,
     first,
@@ -198,12 +203,12 @@ def _bias_kernel(
     tile = tl.program_id(0)
     column = tl.arange(0, TILE_VOCAB)
     token = tl.arange(0, TILE_TOKENS)
-    total = tl.zeros((TILE_VOCAB,), tl.float32) + tl.load(start + first + tile)
+    word = (first + tile) * TILE_VOCAB + column
+    total = tl.load(shares + word, mask=word < vocab, other=0.0) * tl.load(start + first + tile)
     end = tl.load(tile_end + tile)
     for block in range(end - tl.load(tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
         total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
-    word = (first + tile) * TILE_VOCAB + column
     tl.store(out + word, total.to(out.dtype.element_ty), mask=word < vocab)
 
 
@@ -247,8 +252,9 @@ def grad_blocks(
     targets: Tensor,
     tokens: TokenGradients,
     plan: BlockPlan,
-    means: Tensor,
-    from_means: Tensor | None,
+    left_out: Tensor,
+    shares: Tensor,
+    from_left_out: Tensor | None,
     transform: LogitTransform,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -265,18 +271,20 @@ def grad_blocks(
             if start is None:
                 # What the rest hold must meet no product, not even with zeros.
                 rows = hidden[: plan.wanted]
-                by_row = None if from_means is None else from_means[: plan.wanted]
-                start = MeanGradients.of(means[: plan.wanted], rows, by_row, (needs[0], needs[1] and bias is not None))
+                by_row = None if from_left_out is None else from_left_out[: plan.wanted]
+                wanted = needs[0], needs[1] and bias is not None
+                start = LeftOutGradients.of(left_out[: plan.wanted], rows, by_row, wanted)
                 if start.weight is not None:
                     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
-            _store_sums(start, grad_weight, begun.buffer, span, total, rows, weight, first)
+            _store_sums(start, shares, grad_weight, begun.buffer, span, total, rows, weight, first)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
                     begun.buffer,
                     grad_bias,
                     start.bias,
+                    shares,
                     span.tile_end,
                     span.tile_count,
                     first,
@@ -344,7 +352,8 @@ def _store_blocks(
 
 
 def _store_sums(
-    start: MeanGradients,
+    start: LeftOutGradients,
+    shares: Tensor,
     grad_weight: Tensor | None,
     buffer: Tensor,
     span: BlockLists,
@@ -377,11 +386,13 @@ def _store_sums(
         # Without a gradient to write, a descriptor that nothing is written to.
         TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
         start.weight,
+        shares,
         span.row,
         span.tile_end,
         span.tile_count,
         span.tile_order,
         first,
+        weight.shape[0],
         size,
         HIDDEN=start.hidden is not None,
         WEIGHT=grad_weight is not None,

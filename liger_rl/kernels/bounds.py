@@ -35,6 +35,7 @@ ROUNDING_OF_SUM = 2.0**-16  # BLOCK_VOCAB terms of relative rounding 2^-24 each
 ROUNDING_OF_TERM = 2.0**-23  # of one of them that is made again from lse, relative to it and times |lse|
 ROUNDING_OF_DERIVATIVE = 1e-5
 BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
+SHARE_ROUNDING = 1.0 + 2.0**-6  # of sums and shares to the products' dtype, squared
 UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two squares: off the budget, for each of them
 
 # A tile is large for a token above this many times its even share of the budget.
@@ -156,10 +157,14 @@ def rank_tokens(
     amplitude = known.beside_target.sqrt() * tokens.grad_logps.abs()
     if tokens.grad_entropy is not None and known.entropy_beside_target is not None:
         amplitude = amplitude + known.entropy_beside_target.sqrt() * tokens.grad_entropy.abs()
-    # Zero times what a token without a gradient holds may be NaN.
-    own = (amplitude.square() + at_target.square()).where(wanted, 0.0)
+    own = (amplitude.square() + at_target.square()).sqrt()
     if transform.softcap is not None:
         at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
+    target_tile = targets // BLOCK_VOCAB
+    beside = sums_beside_target(known, tokens).gather(0, target_tile[None])[0]
+    own = own + (beside + at_target).abs() * _share_amplitudes(known)[target_tile]
+    # Zero times what a token without a gradient holds may be NaN.
+    own = own.square().where(wanted, 0.0)
     energy = at_target.double().square()
     if tokens.grad_entropy is None:
         energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
@@ -183,11 +188,35 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     return energy.view(energy.shape[0], rows, BLOCK_TOKENS).sum(-1).T.contiguous()
 
 
+def sums_beside_target(known: TileBounds, tokens: TokenGradients) -> Tensor:
+    """(tiles, n) sums of dL/dx over each tile's words but the target, 0 for tokens without a gradient."""
+    sums = known.masses.float().mul_(tokens.grad_logps * (-1.0 / MASS_SCALE))
+    sums.masked_fill_(tokens.grad_logps == 0, 0.0)
+    if tokens.grad_entropy is not None and known.moments is not None:
+        moments = known.moments.float().mul_(tokens.grad_entropy * (1.0 / MOMENT_SCALE))
+        sums -= moments.masked_fill_(tokens.grad_entropy == 0, 0.0)
+    return sums
+
+
+def _share_amplitudes(known: TileBounds) -> Tensor:
+    """(tiles,) norms of the shares that take a sum's place."""
+    assert known.share_squares is not None
+    return (known.share_squares * SHARE_ROUNDING).sqrt()
+
+
 def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> Tensor:
-    """(tiles, n) upper bounds of the sum of squares of dL/dx."""
+    """(tiles, n) upper bounds of the sum of squares of dL/dx minus what takes its place where it is left out.
+
+    That is its sum S times shares u >= 0 that add up to 1. Of numbers of one sign, such as those that dL/dlogp makes of
+    all words but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
+    """
     amplitude = _decoded(known.codes).sqrt_().mul_(tokens.grad_logps.abs())
+    replaced = sums_beside_target(known, tokens).abs_().mul_(_share_amplitudes(known)[:, None])
     if tokens.grad_entropy is not None and known.entropy_codes is not None:
         # The triangle inequality, of two parts of one gradient.
         other = _decoded(known.entropy_codes).mul_(2.0**ENTROPY_OCTAVES).sqrt_()
         amplitude += other.mul_(tokens.grad_entropy.abs())
-    return amplitude.square_().scatter_(0, (targets // BLOCK_VOCAB)[None], own[None])
+        energy = (amplitude + replaced).square_()
+    else:
+        energy = amplitude.square_() + replaced.square_()
+    return energy.scatter_(0, (targets // BLOCK_VOCAB)[None], own[None])

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.bounds import NOT_WANTED, derivative, target_gradient
+from liger_rl.kernels.bounds import NOT_WANTED, derivative, sums_beside_target, target_gradient
+from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
-    MASS_SCALE,
-    MOMENT_SCALE,
     TileBounds,
     TokenGradients,
     TokenStatistics,
@@ -45,7 +44,7 @@ def count(scales: Tensor, key: Tensor) -> Tensor:
     return torch.cat([wanted, (scales != 0).sum(0), (scales == 1).sum(0)])
 
 
-def tile_means(
+def left_out_sums(
     known: TileBounds,
     statistics: TokenStatistics,  # (n,) each
     tokens: TokenGradients,  # (n,) each
@@ -56,31 +55,46 @@ def tile_means(
     vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(n, padded tiles) means over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v.
+    """(n, padded tiles) sums over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v.
 
     Rows of tokens without a gradient mean nothing.
     """
     at_target = target_gradient(tokens, statistics.logps)
     if transform.softcap is not None:
         at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
-    sums = known.masses[:, order].float().mul_(tokens.grad_logps[order] * (-1.0 / MASS_SCALE))
-    if tokens.grad_entropy is not None and known.moments is not None:
-        sums -= known.moments[:, order].float().mul_(tokens.grad_entropy[order] * (1.0 / MOMENT_SCALE))
+    sums = sums_beside_target(known, tokens)[:, order]
     target_tile = (targets[order] // BLOCK_VOCAB)[None]
     sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
     left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
-    sums.mul_(left_out).mul_(transform.scale / transform.temperature / BLOCK_VOCAB)
-    if vocab % BLOCK_VOCAB:
-        sums[-1] *= BLOCK_VOCAB / (vocab % BLOCK_VOCAB)
+    sums.mul_(left_out).mul_(transform.scale / transform.temperature)
     return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
 
 
-def tile_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(padded tiles, H) sums of the weight's rows over each tile, summed in float32; zeros for tiles that fill up."""
+def tile_shares(
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    transform: LogitTransform,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How a tile's words share what is left out of it: as they share its mass where the mean hidden state is.
+
+    Words that few tokens are likely to say are rare for all of them, and how rare is what the logits of the mean hidden
+    state tell. Words that have no share where that is not finite (every word of a tile banned) have no mass either.
+
+    Returns:
+        (V,) float32, adding up to 1 over a tile; (tiles,) float32, their sums of squares; and (padded tiles, H) in the
+        compute dtype, the weight's rows added up by them.
+    """
     vocab, size = weight.shape
-    whole = vocab // BLOCK_VOCAB
-    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
-    sums[:whole] = weight[: whole * BLOCK_VOCAB].view(whole, BLOCK_VOCAB, size).sum(1, dtype=torch.float32)
-    if vocab % BLOCK_VOCAB:
-        sums[whole] = weight[whole * BLOCK_VOCAB :].sum(0, dtype=torch.float32)
-    return sums
+    mean = hidden.mean(0, dtype=torch.float32)
+    mean = torch.where(mean.isfinite(), mean, 0.0)
+    shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
+    rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
+    squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
+    for tile, first in enumerate(range(0, vocab, BLOCK_VOCAB)):
+        span = slice(first, first + BLOCK_VOCAB)
+        part = weight[span].to(hidden.dtype).float()
+        z = transformed((part @ mean)[None], None if bias is None else bias[span], transform)[0]
+        share = z.softmax(0).nan_to_num_(0.0)
+        shares[span], squares[tile], rows[tile] = share, share.square().sum(), share @ part
+    return shares, squares, rows

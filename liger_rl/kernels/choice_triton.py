@@ -13,22 +13,22 @@ from liger_rl.kernels.choice import BUDGET_UNITS, padded_tiles
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
-    MASS_SCALE,
-    MOMENT_SCALE,
     TileBounds,
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tiles import gradient_at_target, slope_at
+from liger_rl.kernels.tiles import gradient_at_target, slope_at, sum_beside_target
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import heat_of, on
+from liger_rl.kernels.triton import heat_of, on, transform_constants, transformed
 
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
-MEAN_TOKENS, MEAN_TILES = 32, 32  # of a program
+LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
+SHARED = 2**16  # numbers of the weight that a program reads at a time
+SHARING_WARPS = 8
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
-PER_MASS, PER_MOMENT = tl.constexpr(1.0 / MASS_SCALE), tl.constexpr(1.0 / MOMENT_SCALE)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _count_kernel(scales, key, numbers, rows, tiles, tokens, STEP: tl.constexpr)
 
 
 @triton.jit
-def _means_kernel(
+def _left_out_kernel(
     masses,  # (tiles, tokens)
     moments,
     logps_of,  # (tokens,) each
@@ -86,7 +86,6 @@ def _means_kernel(
     tokens,
     tiles,
     width,
-    vocab,
     slope,  # scale / temperature
     heat,  # temperature / softcap
     CAPPED: tl.constexpr,
@@ -102,11 +101,7 @@ def _means_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     inside = live[:, None] & (tile < tiles)[None, :]
     place = tile.to(tl.int64)[None, :] * tokens + token[:, None]
-    g = tl.load(grad_logps + token, mask=live, other=0.0)
-    total = tl.load(masses + place, mask=inside, other=0.0).to(tl.float32) * (g * -PER_MASS)[:, None]
-    if grad_entropies is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        total -= tl.load(moments + place, mask=inside, other=0.0).to(tl.float32) * (e * PER_MOMENT)[:, None]
+    total = sum_beside_target(masses, moments, grad_logps, grad_entropies, token[:, None], place, live[:, None], inside)
     logps = tl.load(logps_of + token, mask=live, other=0.0)
     at_target = gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies)
     if CAPPED:
@@ -114,10 +109,65 @@ def _means_kernel(
     target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
     total += tl.where(tile[None, :] == target_tile[:, None], at_target[:, None], 0.0)
     scale = tl.load(scales + first // BLOCK_TOKENS * tiles + tile, mask=tile < tiles, other=1.0)
-    words = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1).to(tl.float32)
-    mean = total * ((1.0 - scale) * slope / words)[None, :]
+    total *= ((1.0 - scale) * slope)[None, :]
     written = live[:, None] & (tile < width)[None, :]
-    tl.store(out + position[:, None] * width + tile[None, :], mean.to(out.dtype.element_ty), mask=written)
+    tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _shares_kernel(
+    mean_of,  # (H,) float32
+    weight,  # (V, H)
+    bias,
+    shares,  # (V,) float32
+    squares,  # (tiles,) float32
+    rows,  # (padded tiles, H)
+    vocab,
+    hidden_size,
+    gain,
+    cap,
+    inverse,
+    inverse_rest,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HEATED: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    tile, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    inside = column < hidden_size
+    mean = tl.load(mean_of + column, mask=inside, other=0.0)
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
+    peak, total = LOWEST, 0.0
+    row = tl.zeros((COLUMNS,), tl.float32)
+    for step in range(0, TILE_VOCAB, WORDS):
+        word = tile * TILE_VOCAB + step + tl.arange(0, WORDS)
+        known = word < vocab
+        place = word.to(tl.int64)[:, None] * hidden_size + column[None, :]
+        part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
+        part = part.to(rows.dtype.element_ty).to(tl.float32)
+        x = tl.sum(part * mean[None, :], 1)
+        if bias is not None:
+            x += tl.load(bias + word, mask=known, other=0.0).to(tl.float32)
+        z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+        z = tl.where(known, z, float("-inf"))
+        tl.store(shares + word, z, mask=known)
+        # As in a softmax of one pass: what was added up is relative to the largest number so far.
+        higher = tl.maximum(peak, tl.max(z, 0))
+        term, fade = tl.exp(z - higher), tl.exp(peak - higher)
+        row = row * fade + tl.sum(term[:, None] * part, 0)
+        total, peak = total * fade + tl.sum(term, 0), higher
+    # Of a tile whose words are all banned nothing is left out; of NaN there is nothing to be saved.
+    part_of = tl.where(total > 0.0, 1.0 / total, 0.0)
+    tl.store(rows + tile.to(tl.int64) * hidden_size + column, (row * part_of).to(rows.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # other threads wrote the numbers
+    word = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    z = tl.load(shares + word, mask=word < vocab, other=float("-inf"))
+    share = tl.where(total > 0.0, tl.exp(z - peak) * part_of, 0.0)
+    tl.debug_barrier()
+    tl.store(shares + word, share, mask=word < vocab)
+    tl.store(squares + tile, tl.sum(share * share, 0))
 
 
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
@@ -138,7 +188,7 @@ def count(scales: Tensor, key: Tensor) -> Tensor:
     return numbers
 
 
-def tile_means(
+def left_out_sums(
     known: TileBounds,
     statistics: TokenStatistics,
     tokens: TokenGradients,
@@ -149,13 +199,13 @@ def tile_means(
     vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `choice.tile_means`; `scales` must be contiguous."""
+    """As `choice.left_out_sums`; `scales` must be contiguous."""
     tiles, n = known.codes.shape
     width = padded_tiles(vocab)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
     grad_entropy = tokens.grad_entropy
     with on(targets.device):
-        _means_kernel[(triton.cdiv(n, MEAN_TOKENS), triton.cdiv(width, MEAN_TILES))](
+        _left_out_kernel[(triton.cdiv(n, LEFT_OUT_TOKENS), triton.cdiv(width, LEFT_OUT_TILES))](
             known.masses,
             None if grad_entropy is None else known.moments,
             statistics.logps,
@@ -171,13 +221,40 @@ def tile_means(
             n,
             tiles,
             width,
-            vocab,
             float(transform.scale / transform.temperature),
             heat_of(transform),
             CAPPED=transform.softcap is not None,
             BLOCK_TOKENS=BLOCK_TOKENS,
             TILE_VOCAB=BLOCK_VOCAB,
-            TOKENS=MEAN_TOKENS,
-            TILES=MEAN_TILES,
+            TOKENS=LEFT_OUT_TOKENS,
+            TILES=LEFT_OUT_TILES,
         )
     return out
+
+
+def tile_shares(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `choice.tile_shares`, in one read of the weight."""
+    vocab, size = weight.shape
+    tiles, columns = triton.cdiv(vocab, BLOCK_VOCAB), triton.next_power_of_2(size)
+    shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
+    squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
+    rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
+    with on(weight.device):
+        _shares_kernel[(tiles,)](
+            hidden.mean(0, dtype=torch.float32),
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            shares,
+            squares,
+            rows,
+            vocab,
+            size,
+            **transform_constants(transform),
+            TILE_VOCAB=BLOCK_VOCAB,
+            WORDS=max(1, min(BLOCK_VOCAB, SHARED // columns)),
+            COLUMNS=columns,
+            num_warps=SHARING_WARPS,
+        )
+    return shares, squares, rows

@@ -22,6 +22,7 @@ from liger_rl.kernels.bounds import (
     ROUNDING_OF_LSE,
     ROUNDING_OF_SUM,
     ROUNDING_OF_TERM,
+    SHARE_ROUNDING,
     STEPS_PER_OCTAVE,
     TARGETS,
     UNDERFLOW,
@@ -51,11 +52,13 @@ OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
 TOP_CODE = tl.constexpr(float(LARGEST_CODE))
 SLACK, SLACK_OF_LSE = tl.constexpr(ROUNDING_NATS), tl.constexpr(ROUNDING_OF_LSE)
 SLACK_OF_SUM, SLACK_OF_TERM = tl.constexpr(ROUNDING_OF_SUM), tl.constexpr(ROUNDING_OF_TERM)
+SLACK_OF_SHARES = tl.constexpr(SHARE_ROUNDING)
 SLACK_OF_DERIVATIVE = tl.constexpr(ROUNDING_OF_DERIVATIVE)
 ENTROPY_NATS = tl.constexpr(ENTROPY_OCTAVES * math.log(2.0))
 ENTROPY_AMPLITUDE = tl.constexpr(2.0 ** (ENTROPY_OCTAVES / 2))
 LAST_KEY, KEY_TARGETS, LAST_OF_ALL = tl.constexpr(LAST_CLASS), tl.constexpr(TARGETS), tl.constexpr(NOT_WANTED)
 SCALE_OF_MASS, SCALE_OF_MOMENT = tl.constexpr(MASS_SCALE), tl.constexpr(MOMENT_SCALE)
+PER_MASS, PER_MOMENT = tl.constexpr(1.0 / MASS_SCALE), tl.constexpr(1.0 / MOMENT_SCALE)
 LOG_4 = tl.constexpr(math.log(4.0))
 
 
@@ -277,21 +280,42 @@ def tile_bounds(
 
 
 @triton.jit
+def sum_beside_target(masses, moments, grad_logps, grad_entropies, token, place, live, inside):
+    """Sums of dL/dx over the words of a tile but the target; `token` is in the last dimension of `place`."""
+    g = tl.load(grad_logps + token, mask=live, other=0.0)
+    # Zero times what a token without a gradient holds may be NaN.
+    total = tl.where(g != 0, tl.load(masses + place, mask=inside, other=0.0).to(tl.float32) * (-PER_MASS * g), 0.0)
+    if moments is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        moment = tl.load(moments + place, mask=inside, other=0.0).to(tl.float32)
+        total -= tl.where(e != 0, moment * (PER_MOMENT * e), 0.0)
+    return total
+
+
+@triton.jit
 def _energies(
-    codes, entropy_codes, grad_logps, grad_entropies, own_of, targets, token, live, tile, inside, tokens,
-    TILE_VOCAB: tl.constexpr,
+    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own_of, targets,
+    token, live, tile, inside, tokens, tiles, TILE_VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """-> (TILES, TOKENS) upper bounds of the sum of squares of dL/dx."""
+    """-> (TILES, TOKENS) bounds of the sum of squares of dL/dx minus what takes its place, see `bounds._energies`."""
     place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
     # The square root of what a code stands for.
     amplitude = tl.exp2(tl.load(codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
     amplitude *= tl.abs(tl.load(grad_logps + token, mask=live, other=0.0))[None, :]
+    replaced = sum_beside_target(
+        masses, moments, grad_logps, grad_entropies, token[None, :], place, live[None, :], inside
+    )
+    squares = SLACK_OF_SHARES * tl.load(share_squares + tile, mask=tile < tiles, other=0.0)
     if entropy_codes is not None:
         other = tl.exp2(tl.load(entropy_codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
         amplitude += ENTROPY_AMPLITUDE * other * tl.abs(tl.load(grad_entropies + token, mask=live, other=0.0))[None, :]
+        amplitude += tl.abs(replaced) * tl.sqrt(squares)[:, None]
+        beside = amplitude * amplitude
+    else:
+        beside = amplitude * amplitude + replaced * replaced * squares[:, None]
     own = tl.load(own_of + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
-    energy = tl.where(tile[:, None] == target_tile[None, :], own[None, :], amplitude * amplitude)
+    energy = tl.where(tile[:, None] == target_tile[None, :], own[None, :], beside)
     return tl.where(inside, energy, 0.0)
 
 
@@ -306,11 +330,16 @@ def _weigh_kernel(
     beside_target,
     entropy_beside_target,
     elsewhere,
+    masses,  # (tiles, tokens)
+    moments,
+    share_squares,  # (tiles,)
+    targets,
     own,
     energies,  # (programs,) float64, lower bounds of the sum of squares of dL/dx
     tokens,
     heat,  # temperature / softcap
     CAPPED: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -324,10 +353,16 @@ def _weigh_kernel(
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
         wanted |= e != 0
         amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
-    # Zero times what a token without a gradient holds may be NaN.
-    tl.store(own + token, tl.where(wanted, amplitude * amplitude + at_target * at_target, 0.0), mask=live)
+    largest = tl.sqrt(amplitude * amplitude + at_target * at_target)
     if CAPPED:
         at_target *= slope_at(logps + tl.load(lse_of + token, mask=live, other=0.0), heat)
+    target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
+    place = target_tile.to(tl.int64) * tokens + token
+    replaced = at_target + sum_beside_target(masses, moments, grad_logps, grad_entropies, token, place, live, live)
+    squares = SLACK_OF_SHARES * tl.load(share_squares + target_tile, mask=live, other=0.0)
+    largest += tl.abs(replaced) * tl.sqrt(squares)
+    # Zero times what a token without a gradient holds may be NaN.
+    tl.store(own + token, tl.where(wanted, largest * largest, 0.0), mask=live)
     energy = at_target.to(tl.float64) * at_target
     if grad_entropies is None:
         energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
@@ -336,7 +371,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _rank_kernel(
-    codes, entropy_codes, grad_logps, grad_entropies, own, targets,
+    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
     budget_at,  # () float64
     key,  # (tokens,) int32
     tiles, tokens, share,
@@ -350,8 +385,8 @@ def _rank_kernel(
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
         energy = _energies(
-            codes, entropy_codes, grad_logps, grad_entropies, own, targets,
-            token, live, tile, inside, tokens, TILE_VOCAB,
+            codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
+            token, live, tile, inside, tokens, tiles, TILE_VOCAB,
         )  # fmt: skip
         large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int32)
@@ -365,7 +400,8 @@ def _rank_kernel(
 
 @triton.jit
 def _block_bounds_kernel(
-    codes, entropy_codes, grad_logps, grad_entropies, own, targets, order, out, tiles, tokens,
+    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
+    order, out, tiles, tokens,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -375,8 +411,9 @@ def _block_bounds_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     inside = (tile < tiles)[:, None] & live[None, :]
     energy = _energies(
-        codes, entropy_codes, grad_logps, grad_entropies, own, targets, token, live, tile, inside, tokens, TILE_VOCAB
-    )
+        codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
+        token, live, tile, inside, tokens, tiles, TILE_VOCAB,
+    )  # fmt: skip
     tl.store(out + row.to(tl.int64) * tiles + tile, tl.sum(energy, 1), mask=tile < tiles)
 
 
@@ -406,11 +443,16 @@ def rank_tokens(
             known.beside_target,
             None if grad_entropy is None else known.entropy_beside_target,
             known.elsewhere,
+            known.masses,
+            None if grad_entropy is None else known.moments,
+            known.share_squares,
+            targets.contiguous(),
             own,
             energies,
             n,
             heat_of(transform),
             CAPPED=transform.softcap is not None,
+            TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=BLOCK_TOKENS,
         )
         budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
@@ -443,6 +485,9 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
 
 def _given(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> tuple[Tensor | None, ...]:
     with_entropy = tokens.grad_entropy is not None
-    entropy_codes = known.entropy_codes if with_entropy else None
+    entropy_codes, moments = (known.entropy_codes, known.moments) if with_entropy else (None, None)
     grad_entropy = tokens.grad_entropy.contiguous() if tokens.grad_entropy is not None else None
-    return known.codes, entropy_codes, tokens.grad_logps.contiguous(), grad_entropy, own, targets.contiguous()
+    return (
+        known.codes, entropy_codes, known.masses, moments, known.share_squares,
+        tokens.grad_logps.contiguous(), grad_entropy, own, targets.contiguous(),
+    )  # fmt: skip
