@@ -121,16 +121,17 @@ class HeadShape:
         tiles = -(-self.vocab // BLOCK_VOCAB)
         known = 3 * (1 + self.options.entropy) * self.tokens * tiles  # codes of a byte, masses and moments of two
         blocks = 96 * (self.tokens // BLOCK_TOKENS + 1) * tiles
-        # Of left-out blocks: each token's means with what they are made of, and the sums of each tile of the weight.
-        means = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size
+        # Of left-out blocks: each token's sums with what they are made of, the shares of the words, and the weight's
+        # rows added up by them.
+        left_out = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size + 8 * self.vocab
         if self.cuda:
-            return known + blocks + means
+            return known + blocks + left_out
         # Also the sums that bounds are made of with the steps to them, or later one tile's logits with the steps to
         # their gradient; words that fill up the last tile, the rows of one tile, and a weight that is converted.
         sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)
         sums += 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
         converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
-        return known + blocks + means + sums + 12 * self.tokens * self.hidden_size + converted
+        return known + blocks + left_out + sums + 12 * self.tokens * self.hidden_size + converted
 
     @property
     def smallest_tiles(self) -> Tiles:

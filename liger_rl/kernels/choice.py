@@ -86,8 +86,8 @@ def tile_shares(
         compute dtype, the weight's rows added up by them.
     """
     vocab, size = weight.shape
-    mean = hidden.mean(0, dtype=torch.float32)
-    mean = torch.where(mean.isfinite(), mean, 0.0)
+    # One token's NaN must not reach the gradients of others.
+    mean = hidden.float().nan_to_num_(0.0, 0.0, 0.0).mean(0)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
     squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)

@@ -24,6 +24,7 @@ from liger_rl.kernels.triton import heat_of, on, transform_constants, transforme
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
+AVERAGED_TOKENS, AVERAGED_COLUMNS = 128, 32  # of a step and of a program
 SHARED = 2**16  # numbers of the weight that a program reads at a time
 SHARING_WARPS = 8
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
@@ -115,6 +116,20 @@ def _left_out_kernel(
 
 
 @triton.jit
+def _mean_kernel(hidden, mean, tokens, hidden_size, STEP: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((STEP, COLUMNS), tl.float32)
+    for first in range(0, tokens, STEP):
+        token = first + tl.arange(0, STEP)
+        inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
+        place = token.to(tl.int64)[:, None] * hidden_size + column[None, :]
+        part = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        # One token's NaN must not reach the gradients of others.
+        total += tl.where(tl.abs(part) < float("inf"), part, 0.0)
+    tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < hidden_size)
+
+
+@triton.jit
 def _shares_kernel(
     mean_of,  # (H,) float32
     weight,  # (V, H)
@@ -138,7 +153,6 @@ def _shares_kernel(
     tile, column = tl.program_id(0), tl.arange(0, COLUMNS)
     inside = column < hidden_size
     mean = tl.load(mean_of + column, mask=inside, other=0.0)
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
     peak, total = LOWEST, 0.0
     row = tl.zeros((COLUMNS,), tl.float32)
     for step in range(0, TILE_VOCAB, WORDS):
@@ -241,9 +255,13 @@ def tile_shares(
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
     rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
+    mean = torch.empty(size, dtype=torch.float32, device=weight.device)
     with on(weight.device):
+        _mean_kernel[(triton.cdiv(size, AVERAGED_COLUMNS),)](
+            hidden.contiguous(), mean, hidden.shape[0], size, AVERAGED_TOKENS, AVERAGED_COLUMNS
+        )
         _shares_kernel[(tiles,)](
-            hidden.mean(0, dtype=torch.float32),
+            mean,
             weight.contiguous(),
             None if bias is None else bias.contiguous(),
             shares,
