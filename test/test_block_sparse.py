@@ -294,6 +294,14 @@ def recorded_shares(monkeypatch):
     return shares
 
 
+def test_hidden_states_that_another_backward_needs():
+    """The op writes to none of its inputs: tanh's backward reads what it gave."""
+    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    x = leaves[0].detach().requires_grad_()
+    logps = linear_logprobs(x.tanh(), leaves[1], targets, grad_tolerance=1e-2).logps
+    assert torch.autograd.grad((logps * grad).sum(), x)[0].abs().max() > 0
+
+
 def test_tolerance_of_zero_is_the_exact_backward(monkeypatch):
     shares = recorded_shares(monkeypatch)
     leaves, targets, grad = batch("sure")
@@ -732,9 +740,11 @@ def test_shares_beside_a_token_that_is_not_finite():
     hidden[3] = 0.0
     expected = choice.tile_shares(hidden, weight, None, PLAIN)
     hidden[3, ::2], hidden[3, 1::2] = torch.nan, torch.inf
+    given = hidden.clone()
     for mine, other in zip(choice.tile_shares(hidden, weight, None, PLAIN), expected, strict=True):
         assert torch.equal(mine, other)
         assert mine.isfinite().all()
+    assert torch.equal(hidden.view(torch.int32), given.view(torch.int32))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

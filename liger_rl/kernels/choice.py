@@ -17,12 +17,12 @@ from liger_rl.kernels.transform import LogitTransform
 # Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
 # has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
 BUDGET_UNITS = 2**36
-# Means have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
+# Sums of what is left out have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
 TILE_MULTIPLE = 8
 
 
 def padded_tiles(vocab: int) -> int:
-    """Columns of the means: the tiles of the vocabulary, and as many of zeros as fill up a multiple."""
+    """Columns of `left_out_sums`: the tiles of the vocabulary, and as many of zeros as fill up a multiple."""
     return -(-vocab // (BLOCK_VOCAB * TILE_MULTIPLE)) * TILE_MULTIPLE
 
 
@@ -87,7 +87,7 @@ def tile_shares(
     """
     vocab, size = weight.shape
     # One token's NaN must not reach the gradients of others.
-    mean = hidden.float().nan_to_num_(0.0, 0.0, 0.0).mean(0)
+    mean = hidden.float().nan_to_num(0.0, 0.0, 0.0).mean(0)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
     squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
