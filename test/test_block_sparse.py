@@ -747,6 +747,32 @@ def test_shares_beside_a_token_that_is_not_finite():
     assert torch.equal(hidden.view(torch.int32), given.view(torch.int32))
 
 
+def test_shares_where_the_mean_has_infinite_logits():
+    """One token that large makes sums of the weight's rows 0, not NaN, which would reach all tokens' gradients."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    hidden, weight = torch.randn(20, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
+    hidden[3], weight[:40] = 3e38, 100.0
+    for kernels in (choice_triton, choice):
+        shares, squares, rows = kernels.tile_shares(hidden, weight, None, PLAIN)
+        assert not shares[:BLOCK_VOCAB].any()
+        assert squares[0] == 0
+        assert not rows[0].any()
+        assert rows.isfinite().all()
+
+
+def test_shares_of_rows_that_are_apart():
+    """Rows of hidden states and of the weight may be parts of longer ones."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import choice_triton
+
+    hidden, weight = torch.randn(20, 24, device=DEVICE)[:, :16], torch.randn(300, 32, device=DEVICE)[:, 8:24]
+    expected = choice.tile_shares(hidden, weight, None, PLAIN)
+    for mine, other in zip(choice_triton.tile_shares(hidden, weight, None, PLAIN), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("entropy", [False, True])
 def test_more_than_two_to_the_31_logits(entropy, monkeypatch):

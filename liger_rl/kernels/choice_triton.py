@@ -116,13 +116,13 @@ def _left_out_kernel(
 
 
 @triton.jit
-def _mean_kernel(hidden, mean, tokens, hidden_size, STEP: tl.constexpr, COLUMNS: tl.constexpr):
+def _mean_kernel(hidden, stride, mean, tokens, hidden_size, STEP: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((STEP, COLUMNS), tl.float32)
     for first in range(0, tokens, STEP):
         token = first + tl.arange(0, STEP)
         inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-        place = token.to(tl.int64)[:, None] * hidden_size + column[None, :]
+        place = token.to(tl.int64)[:, None] * stride + column[None, :]
         part = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
         # One token's NaN must not reach the gradients of others.
         total += tl.where(tl.abs(part) < float("inf"), part, 0.0)
@@ -133,6 +133,7 @@ def _mean_kernel(hidden, mean, tokens, hidden_size, STEP: tl.constexpr, COLUMNS:
 def _shares_kernel(
     mean_of,  # (H,) float32
     weight,  # (V, H)
+    stride,  # between two words
     bias,
     shares,  # (V,) float32
     squares,  # (tiles,) float32
@@ -158,7 +159,7 @@ def _shares_kernel(
     for step in range(0, TILE_VOCAB, WORDS):
         word = tile * TILE_VOCAB + step + tl.arange(0, WORDS)
         known = word < vocab
-        place = word.to(tl.int64)[:, None] * hidden_size + column[None, :]
+        place = word.to(tl.int64)[:, None] * stride + column[None, :]
         part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
         part = part.to(rows.dtype.element_ty).to(tl.float32)
         x = tl.sum(part * mean[None, :], 1)
@@ -172,9 +173,10 @@ def _shares_kernel(
         term, fade = tl.exp(z - higher), tl.exp(peak - higher)
         row = row * fade + tl.sum(term[:, None] * part, 0)
         total, peak = total * fade + tl.sum(term, 0), higher
-    # Of a tile whose words are all banned nothing is left out; of NaN there is nothing to be saved.
+    # Of a tile whose words are all banned nothing is left out. A sum is NaN where a logit is infinite.
     part_of = tl.where(total > 0.0, 1.0 / total, 0.0)
-    tl.store(rows + tile.to(tl.int64) * hidden_size + column, (row * part_of).to(rows.dtype.element_ty), mask=inside)
+    row = tl.where(total > 0.0, row * part_of, 0.0)
+    tl.store(rows + tile.to(tl.int64) * hidden_size + column, row.to(rows.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # other threads wrote the numbers
     word = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     z = tl.load(shares + word, mask=word < vocab, other=float("-inf"))
@@ -249,7 +251,8 @@ def left_out_sums(
 def tile_shares(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `choice.tile_shares`, in one read of the weight."""
+    """As `choice.tile_shares`, in one read of the weight; last dimensions must be contiguous."""
+    assert hidden.stride(1) == weight.stride(1) == 1
     vocab, size = weight.shape
     tiles, columns = triton.cdiv(vocab, BLOCK_VOCAB), triton.next_power_of_2(size)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
@@ -258,11 +261,12 @@ def tile_shares(
     mean = torch.empty(size, dtype=torch.float32, device=weight.device)
     with on(weight.device):
         _mean_kernel[(triton.cdiv(size, AVERAGED_COLUMNS),)](
-            hidden.contiguous(), mean, hidden.shape[0], size, AVERAGED_TOKENS, AVERAGED_COLUMNS
+            hidden, hidden.stride(0), mean, hidden.shape[0], size, AVERAGED_TOKENS, AVERAGED_COLUMNS
         )
         _shares_kernel[(tiles,)](
             mean,
-            weight.contiguous(),
+            weight,
+            weight.stride(0),
             None if bias is None else bias.contiguous(),
             shares,
             squares,
