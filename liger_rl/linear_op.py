@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
+from liger_rl.kernels.choice import padded_tiles
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients
@@ -89,11 +90,14 @@ class Outputs(NamedTuple):
         statistics = TokenStatistics(*_wanted(parts, True, True, options.entropy, *extras))  # type: ignore[arg-type]
         known = None
         if options.bounded:
-            known = TileBounds(*_wanted(parts, *[True] * 4, *[options.entropy] * 3))  # type: ignore[arg-type]
+            there = (*[True] * 4, *[options.entropy] * 3, *[True] * 3)
+            known = TileBounds(*_wanted(parts, *there))  # type: ignore[arg-type]
         return cls(statistics, known, *_wanted(parts, options.bounded, options.unbiased))
 
     @classmethod
-    def empty(cls, tokens: int, vocab: int, device: torch.device, options: OpOptions) -> "Outputs":
+    def empty(cls, hidden: Tensor, weight: Tensor, options: OpOptions) -> "Outputs":
+        tokens, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
+
         def made(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(tokens, dtype=dtype, device=device)
 
@@ -102,7 +106,12 @@ class Outputs(NamedTuple):
             for name in EXTRAS
         ]
         statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
-        known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy) if options.bounded else None
+        known = None
+        if options.bounded:
+            known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
+            shares, squares = (known.elsewhere.new_empty(size) for size in (vocab, known.codes.shape[0]))
+            rows = hidden.new_empty(padded_tiles(vocab), hidden.shape[1], dtype=options.compute_dtype)
+            known = known.sharing(shares, squares, rows)
         has_bounds = torch.empty(1, dtype=torch.bool, device="cpu") if options.bounded else None
         seed = torch.empty(1, dtype=torch.int64, device="cpu") if options.unbiased else None
         return cls(statistics, known, has_bounds, seed)
@@ -115,19 +124,19 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
 @torch.library.custom_op("liger_rl::linear_logprobs", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]")
 def _forward(*args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
-    tokens, vocab = head.targets.numel(), head.weight.shape[0]
     index = None
     if not options.fixed_shape:
-        index = live_tokens(head.targets, head.live, vocab, "weight")().selection
+        index = live_tokens(head.targets, head.live, head.weight.shape[0], "weight")().selection
         head = head._replace(live=index)
     statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
-    out = Outputs.empty(tokens, vocab, head.hidden.device, options)
+    out = Outputs.empty(head.hidden, head.weight, options)
     for whole, part in zip(out.statistics, statistics, strict=True):
         _place(whole, part, index)
     if out.known is not None and out.has_bounds is not None:
         out.has_bounds.fill_(known is not None)
+        of_head = (out.known.shares, out.known.share_squares, out.known.share_rows)
         for whole, part in zip(out.known, known or [None] * len(out.known), strict=True):
-            _place(whole, part, index)
+            _place(whole, part, None if any(whole is one for one in of_head) else index)
     if out.seed is not None:
         out.seed.random_(2**31)
     return out.flat()
@@ -148,7 +157,7 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
 @_forward.register_fake
 def _(*args) -> list[Tensor]:
     hidden, weight = args[:2]
-    return Outputs.empty(hidden.shape[0], weight.shape[0], hidden.device, OpOptions(*args[TENSOR_COUNT:])).flat()
+    return Outputs.empty(hidden, weight, OpOptions(*args[TENSOR_COUNT:])).flat()
 
 
 @torch.library.custom_op(
