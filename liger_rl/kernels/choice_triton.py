@@ -24,9 +24,9 @@ from liger_rl.kernels.triton import heat_of, on, transform_constants, transforme
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
-AVERAGED_TOKENS, AVERAGED_COLUMNS = 128, 32  # of a step and of a program
-SHARED = 2**16  # numbers of the weight that a program reads at a time
-SHARING_WARPS = 8
+ADDED_TOKENS, ADDED_COLUMNS = 256, 64  # of a program, a step of ADDED_STEP tokens at a time
+ADDED_STEP = 64
+SHARED, SHARING_WARPS = 2**14, 4  # numbers of the weight that a program reads at a time
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -116,17 +116,27 @@ def _left_out_kernel(
 
 
 @triton.jit
-def _mean_kernel(hidden, stride, mean, tokens, hidden_size, STEP: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def _add_kernel(
+    hidden,  # (n, H)
+    stride,  # between two tokens
+    sums,  # (n / TOKENS, H) float32
+    tokens,
+    hidden_size,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((STEP, COLUMNS), tl.float32)
-    for first in range(0, tokens, STEP):
-        token = first + tl.arange(0, STEP)
+    for step in tl.static_range(0, TOKENS, STEP):
+        token = tl.program_id(0) * TOKENS + step + tl.arange(0, STEP)
         inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
         place = token.to(tl.int64)[:, None] * stride + column[None, :]
         part = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
         # One token's NaN must not reach the gradients of others.
         total += tl.where(tl.abs(part) < float("inf"), part, 0.0)
-    tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < hidden_size)
+    place = tl.program_id(0).to(tl.int64) * hidden_size + column
+    tl.store(sums + place, tl.sum(total, 0), mask=column < hidden_size)
 
 
 @triton.jit
@@ -258,11 +268,13 @@ def tile_shares(
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
     rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
-    mean = torch.empty(size, dtype=torch.float32, device=weight.device)
+    n = hidden.shape[0]
+    parts = torch.empty(triton.cdiv(n, ADDED_TOKENS), size, dtype=torch.float32, device=weight.device)
     with on(weight.device):
-        _mean_kernel[(triton.cdiv(size, AVERAGED_COLUMNS),)](
-            hidden, hidden.stride(0), mean, hidden.shape[0], size, AVERAGED_TOKENS, AVERAGED_COLUMNS
+        _add_kernel[(parts.shape[0], triton.cdiv(size, ADDED_COLUMNS))](
+            hidden, hidden.stride(0), parts, n, size, ADDED_TOKENS, ADDED_STEP, ADDED_COLUMNS
         )
+        mean = parts.sum(0).div_(n)
         _shares_kernel[(tiles,)](
             mean,
             weight,
