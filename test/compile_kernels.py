@@ -157,6 +157,12 @@ def main() -> None:
     parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks, scattered_rows)
     for part, transform, entropy in itertools.product(parts, TRANSFORMS, (False, True)):
         part(transform, entropy)
+    if epilogue.gluon_is_known():
+        from liger_rl.kernels import overlapped
+
+        epilogue.overlapped_for = blocks_triton.overlapped_for = lambda device: overlapped
+        for part, transform, entropy in itertools.product((in_the_epilogue, chosen_blocks), TRANSFORMS, (False, True)):
+            part(transform, entropy)
     print(*sorted(compiled), sep="\n")
 
 

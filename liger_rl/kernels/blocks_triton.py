@@ -15,8 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
-from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_gradient, tile_logits
+from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, overlapped_for, tile_logits
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
+from liger_rl.kernels.tile_epilogues import blocks_to_compute, tile_gradient
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import on, transform_constants
 
@@ -67,8 +68,7 @@ def _blocks_kernel(
     PROGRAMS: tl.constexpr,
 ):
     tokens = tl.load(wanted)
-    kept = tl.load(tile_end + tiles - 1)
-    count = tl.where(kept > most_of_row * tl.cdiv(tokens, TILE_TOKENS), 0, tl.minimum(kept, room))
+    count = blocks_to_compute(tl.load(tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         row, tile = tl.load(block_row + block), tl.load(block_tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -322,11 +322,7 @@ def _store_blocks(
     counted: Tensor,
     transform: LogitTransform,
 ) -> None:
-    programs = device_programs(hidden.device)
-    _blocks_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
+    arguments = (
         span.row,
         span.tile,
         span.scale,
@@ -340,8 +336,19 @@ def _store_blocks(
         *(None if column is None else column.contiguous() for column in tokens),
         weight.shape[0],
         hidden.shape[1],
-        slope=transform.scale / transform.temperature,
-        **transform_constants(transform),
+    )
+    constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
+    programs = device_programs(hidden.device)
+    overlapped = overlapped_for(hidden.device)
+    if overlapped is not None:
+        overlapped.launch(overlapped.blocks_kernel, programs, hidden, weight, buffer, *arguments, **constants)
+        return
+    _blocks_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
+        *arguments,
+        **constants,
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
         TILE_HIDDEN=TILE_HIDDEN,

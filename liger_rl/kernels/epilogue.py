@@ -8,6 +8,7 @@ to the dtype of the products that it goes into.
 
 from collections.abc import Callable, Collection
 from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -26,18 +27,10 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import (
-    LN_2,
-    LOWEST_LOG_PROBABILITY,
-    exp_of_difference,
-    flushed_exp,
-    heat_of,
-    on,
-    transform_constants,
-    transformed,
-)
+from liger_rl.kernels.triton import heat_of, on, transform_constants
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -46,11 +39,10 @@ from liger_rl.kernels.triton import (
 # where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in halves, 1.49 x in one,
 # where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
+GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
 GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
-LAST_WORD = tl.constexpr(2**30)  # behind those of any tile
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
@@ -65,15 +57,6 @@ def applies(hidden: Tensor, weight: Tensor) -> bool:
 def _addressable(matrix: Tensor) -> bool:
     row = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row % ALIGNMENT_BYTES == 0 and matrix.data_ptr() % ALIGNMENT_BYTES == 0
-
-
-@triton.jit
-def _place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
-    """-> (token tile, vocabulary tile) in an order in which neighbours share what they load."""
-    group_tiles = GROUP * vocab_tiles
-    first = (tile // group_tiles) * GROUP
-    size = min(token_tiles - first, GROUP)
-    return first + (tile % group_tiles) % size, (tile % group_tiles) // size
 
 
 @triton.jit
@@ -94,65 +77,10 @@ def tile_logits(
 
 
 @triton.jit
-def word_of(targets, token, live, first):
-    """-> where a token's target is, counted from the word `first`, in 32 bits; before it all are -1.
-
-    Ids have 64 bits, in which each of a tile's comparisons with its words would take two instructions.
-    """
-    target = tl.load(targets + token, mask=live, other=-1) - first
-    return tl.minimum(tl.maximum(target, -1), LAST_WORD).to(tl.int32)
-
-
-@triton.jit
-def tile_gradient(
-    logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-    gain, cap, inverse, inverse_rest, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
-):  # fmt: skip
-    """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise.
-
-    `word` counts the tile's from 0, and `first` is the id of that one.
-    """
-    z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
-    log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
-    p = flushed_exp(log_p)
-    target = word_of(targets, token, live, first)
-    g = tl.load(grad_logps + token, mask=live, other=0.0)
-    g_target = tl.load(at_target + token, mask=live, other=0.0)
-    grad = tl.where(word[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
-    if entropies is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        entropy = tl.load(entropies + token, mask=live, other=0.0)
-        grad -= e[:, None] * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy[:, None])
-    grad *= slope
-    if CAPPED:
-        grad *= 1.0 - square
-    return grad
-
-
-@triton.jit
-def halves(tile):
-    """-> left and right half of a tile (M, N)."""
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def at_word(tile, word):
-    """-> (M,) what a tile (M, N) has at `word` (M,), anything where that is not one of its words; N a power of two.
-
-    Halves are chosen between until a row has a few numbers on each of few threads: 136 choices of a thread's 128
-    numbers, where comparing, choosing and adding each of them takes 350 instructions.
-    """
-    for _level in tl.static_range(5):
-        left, right = halves(tile)
-        tile = tl.where(((word & left.shape[1]) != 0)[:, None], right, left)
-    place = tl.arange(0, tile.shape[1])
-    return tl.sum(tl.where(place[None, :] == (word & (tile.shape[1] - 1))[:, None], tile, 0.0), 1)
-
-
-@triton.jit
 def _gemm_fold_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (V, H)
+    kept,  # descriptor of (tokens, V), or None
     bias,
     targets,
     peaks,  # (V / TILE_VOCAB, tokens) each
@@ -162,7 +90,6 @@ def _gemm_fold_kernel(
     logit_sums,
     rivals,
     target_logits,  # (tokens,)
-    kept,  # descriptor of (tokens, V), or None
     references,  # (tokens,), or None
     limit,
     heat,  # temperature / softcap
@@ -185,49 +112,16 @@ def _gemm_fold_kernel(
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
-        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        word = tl.arange(0, TILE_VOCAB)
-        live = token < tokens
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, GROUP)
         logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
         )
-        inside = (word < vocab - vocab_tile * TILE_VOCAB)[None, :]
-        z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
-        place = vocab_tile.to(tl.int64) * tokens + token
-        if logit_sums is not None:
-            tl.store(logit_sums + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
-        if not WHOLE:
-            z = tl.where(inside, z, float("-inf"))
-        # The lowest finite number where every word is banned: -inf minus -inf is NaN.
-        peak = tl.maximum(tl.max(z, 1), LOWEST)
-        exp, exponent, factor, rest = exp_of_difference(z, peak)
-        # Not after the values, which under a softcap would then spill.
-        total = tl.sum(exp, 1)
-        if kept is not None:
-            scale = factor
-            if references is not None:
-                reference = tl.load(references + token, mask=live, other=0.0)
-                scale *= tl.exp(tl.minimum(peak - reference, limit))
-            values = exp * scale[:, None]
-            if CAPPED and references is not None:
-                # Of z, which is needed again anyway: there are no registers for another tile beside it.
-                tanh = z * heat
-                values *= 1.0 - tanh * tanh
-            kept.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], values.to(kept.dtype))
-        tl.store(peaks + place, peak, mask=live)
-        tl.store(sums + place, total * factor, mask=live)
-        if moments is not None:
-            moment = tl.sum(exp * tl.maximum(exponent, LOWEST_LOG_PROBABILITY), 1)
-            tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
-        if sums_sq is not None:
-            tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
-        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
-        target_z = at_word(z, target)
-        tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
-        if rivals is not None:
-            rival = tl.max(tl.where(word[None, :] < target[:, None], z, float("-inf")), 1)
-            tl.store(rivals + place, rival, mask=live)
+        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        fold_tile(
+            logits, token, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
+            targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit, heat,
+            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, WHOLE, store, at_word,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -263,7 +157,7 @@ def _gemm_grad_kernel(
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = _place(tile, token_tiles, vocab_tiles, GROUP)
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, GROUP)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         logits = tile_logits(
@@ -357,34 +251,42 @@ def _fold_tiles(
     """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
     n, vocab = hidden.shape[0], weight.shape[0]
     tiles = Fold.unwritten((-(-vocab // TILE_VOCAB), n), target, entropy=entropy, extras=extras)
+    values = None if kept is None else kept.values
+    arguments = (
+        None if bias is None else bias.contiguous(),
+        targets.contiguous(),
+        tiles.peak,
+        tiles.sum_exp,
+        *tiles[3:],
+        target,
+        None if kept is None else kept.references,
+        0.0 if kept is None else kept.limit,
+        heat_of(transform),
+        n,
+        vocab,
+        hidden.shape[1],
+    )
+    constants = transform_constants(transform) | {"WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
+    overlapped = overlapped_for(hidden.device)
     with on(hidden.device):
-        _gemm_fold_kernel[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
-            TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            tiles.peak,
-            tiles.sum_exp,
-            *tiles[3:],
-            target,
-            None if kept is None else TensorDescriptor.from_tensor(kept.values, [TILE_TOKENS, TILE_VOCAB]),
-            None if kept is None else kept.references,
-            0.0 if kept is None else kept.limit,
-            heat_of(transform),
-            n,
-            vocab,
-            hidden.shape[1],
-            **transform_constants(transform),
-            WHOLE=vocab % TILE_VOCAB == 0,
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=TILE_HIDDEN,
-            GROUP=GROUP,
-            PROGRAMS=programs,
-            num_stages=STAGES if kept is None else STORING_STAGES,
-            num_warps=WARPS,
-        )
+        if overlapped is not None:
+            overlapped.launch(overlapped.fold_kernel, programs, hidden, weight, values, *arguments, **constants)
+        else:
+            _gemm_fold_kernel[(programs,)](
+                TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
+                TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
+                None if values is None else TensorDescriptor.from_tensor(values, [TILE_TOKENS, TILE_VOCAB]),
+                *arguments,
+                **constants,
+                TILE_TOKENS=TILE_TOKENS,
+                TILE_VOCAB=TILE_VOCAB,
+                TILE_HIDDEN=TILE_HIDDEN,
+                GROUP=GROUP,
+                PROGRAMS=programs,
+                num_stages=STAGES if kept is None else STORING_STAGES,
+                num_warps=WARPS,
+            )
     if kept is not None:
         assert kept.words == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
@@ -409,33 +311,54 @@ def gemm_grad(
     words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // words_per_alignment) * words_per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
+    arguments = (
+        None if bias is None else bias.contiguous(),
+        targets.contiguous(),
+        *(None if column is None else column.contiguous() for column in tokens),
+        n,
+        vocab,
+        first,
+        hidden.shape[1],
+    )
+    constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
     programs = device_programs(hidden.device)
+    overlapped = overlapped_for(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     with on(hidden.device):
-        _gemm_grad_kernel[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
-            TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
-            TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            *(None if column is None else column.contiguous() for column in tokens),
-            n,
-            vocab,
-            first,
-            hidden.shape[1],
-            slope=transform.scale / transform.temperature,
-            HALVED=halved,
-            **transform_constants(transform),
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=TILE_HIDDEN,
-            GROUP=GROUP,
-            PROGRAMS=programs,
-            num_stages=STORING_STAGES,
-            num_warps=WARPS,
-        )
+        if overlapped is not None:
+            overlapped.launch(overlapped.grad_kernel, programs, hidden, weight, out, *arguments, **constants)
+        else:
+            _gemm_grad_kernel[(programs,)](
+                TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
+                TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
+                TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
+                *arguments,
+                **constants,
+                HALVED=halved,
+                TILE_TOKENS=TILE_TOKENS,
+                TILE_VOCAB=TILE_VOCAB,
+                TILE_HIDDEN=TILE_HIDDEN,
+                GROUP=GROUP,
+                PROGRAMS=programs,
+                num_stages=STORING_STAGES,
+                num_warps=WARPS,
+            )
     return out
+
+
+def gluon_is_known() -> bool:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in GLUON_VERSIONS
+
+
+@cache
+def overlapped_for(device: torch.device) -> ModuleType | None:
+    """`kernels.overlapped` on Hopper, whose instructions it uses, with a Triton whose Gluon it is known to run with."""
+    if device.type != "cuda" or device_capability(device)[0] != CAPABILITY[0] or not gluon_is_known():
+        return None
+    from liger_rl.kernels import overlapped
+
+    return overlapped
 
 
 @cache

@@ -1,0 +1,152 @@
+"""What is made of a tile of logits while a product still has it in registers, as Triton functions.
+
+Kernels of Triton and of Gluon call them: nothing in here says which thread has which number.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from liger_rl.kernels.triton import (
+    LN_2,
+    LOWEST_LOG_PROBABILITY,
+    exp_of_difference,
+    flushed_exp,
+    transformed,
+)
+
+LAST_WORD = tl.constexpr(2**30)  # behind those of any tile
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def tile_place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
+    """-> (token tile, vocabulary tile) in an order in which neighbours share what they load."""
+    group_tiles = GROUP * vocab_tiles
+    first = (tile // group_tiles) * GROUP
+    size = min(token_tiles - first, GROUP)
+    return first + (tile % group_tiles) % size, (tile % group_tiles) // size
+
+
+@triton.jit
+def blocks_to_compute(kept, room, most_of_row, row_blocks):
+    """-> the first so many of the kept blocks; none if a row of blocks has more than `most_of_row` on average."""
+    return tl.where(kept > most_of_row * row_blocks, 0, tl.minimum(kept, room))
+
+
+@triton.jit
+def word_of(targets, token, live, first):
+    """-> where a token's target is, counted from the word `first`, in 32 bits; before it all are -1.
+
+    Ids have 64 bits, in which each of a tile's comparisons with its words would take two instructions.
+    """
+    target = tl.load(targets + token, mask=live, other=-1) - first
+    return tl.minimum(tl.maximum(target, -1), LAST_WORD).to(tl.int32)
+
+
+@triton.jit
+def tile_gradient(
+    logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
+    gain, cap, inverse, inverse_rest, slope, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr,
+):  # fmt: skip
+    """-> dL/dlogits of one tile in float32; what tokens that are not live and words past the last one get is noise.
+
+    `word` counts the tile's from 0, and `first` is the id of that one.
+    """
+    z, square = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+    log_p = z - tl.load(lse_of + token, mask=live, other=0.0)[:, None]
+    p = flushed_exp(log_p)
+    target = word_of(targets, token, live, first)
+    g = tl.load(grad_logps + token, mask=live, other=0.0)
+    g_target = tl.load(at_target + token, mask=live, other=0.0)
+    grad = tl.where(word[None, :] == target[:, None], g_target[:, None], -g[:, None] * p)
+    if entropies is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        entropy = tl.load(entropies + token, mask=live, other=0.0)
+        grad -= e[:, None] * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy[:, None])
+    grad *= slope
+    if CAPPED:
+        grad *= 1.0 - square
+    return grad
+
+
+@triton.jit
+def halves(tile):
+    """-> left and right half of a tile (M, N)."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def at_word(tile, word):
+    """-> (M,) what a tile (M, N) has at `word` (M,), anything where that is not one of its words; N a power of two.
+
+    Halves are chosen between until a row has a few numbers on each of few threads: 136 choices of a thread's 128
+    numbers, where comparing, choosing and adding each of them takes 350 instructions.
+    """
+    for _level in tl.static_range(5):
+        left, right = halves(tile)
+        tile = tl.where(((word & left.shape[1]) != 0)[:, None], right, left)
+    place = tl.arange(0, tile.shape[1])
+    return tl.sum(tl.where(place[None, :] == (word & (tile.shape[1] - 1))[:, None], tile, 0.0), 1)
+
+
+@triton.jit
+def store(out, row, column, values):
+    """To a descriptor."""
+    out.store([row, column], values.to(out.dtype))
+
+
+@triton.jit
+def fold_tile(
+    logits,  # (TILE_TOKENS, TILE_VOCAB) float32
+    token,  # (TILE_TOKENS,) of these
+    word,  # (TILE_VOCAB,) counted from 0
+    first_token, vocab_tile, tokens, vocab,
+    targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit, heat,
+    gain, cap, inverse, inverse_rest,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, WHOLE: tl.constexpr,
+    STORE: tl.constexpr, AT_WORD: tl.constexpr,
+):  # fmt: skip
+    """Write what the fold leaves of one tile of logits, of tokens from `first_token` on.
+
+    The arguments are those of `epilogue._gemm_fold_kernel`. STORE and AT_WORD are `store` and `at_word`, or what does
+    the same where layouts have to be named.
+    """
+    TILE_VOCAB: tl.constexpr = logits.shape[1]
+    live = token < tokens
+    inside = (word < vocab - vocab_tile * TILE_VOCAB)[None, :]
+    z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+    place = vocab_tile.to(tl.int64) * tokens + token
+    if logit_sums is not None:
+        tl.store(logit_sums + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
+    if not WHOLE:
+        z = tl.where(inside, z, float("-inf"))
+    # The lowest finite number where every word is banned: -inf minus -inf is NaN.
+    peak = tl.maximum(tl.max(z, 1), LOWEST)
+    exp, exponent, factor, rest = exp_of_difference(z, peak)
+    # Not after the values, which under a softcap would then spill.
+    total = tl.sum(exp, 1)
+    if kept is not None:
+        scale = factor
+        if references is not None:
+            reference = tl.load(references + token, mask=live, other=0.0)
+            scale *= tl.exp(tl.minimum(peak - reference, limit))
+        values = exp * scale[:, None]
+        if CAPPED and references is not None:
+            # Of z, which is needed again anyway: there are no registers for another tile beside it.
+            tanh = z * heat
+            values *= 1.0 - tanh * tanh
+        STORE(kept, first_token, vocab_tile * TILE_VOCAB, values)
+    tl.store(peaks + place, peak, mask=live)
+    tl.store(sums + place, total * factor, mask=live)
+    if moments is not None:
+        moment = tl.sum(exp * tl.maximum(exponent, LOWEST_LOG_PROBABILITY), 1)
+        tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
+    if sums_sq is not None:
+        tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
+    target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
+    target_z = AT_WORD(z, target)
+    tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
+    if rivals is not None:
+        rival = tl.max(tl.where(word[None, :] < target[:, None], z, float("-inf")), 1)
+        tl.store(rivals + place, rival, mask=live)

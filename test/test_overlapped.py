@@ -1,0 +1,164 @@
+"""Products whose halves take turns give what Triton's own give, bit for bit, and so does all that is made of them."""
+
+import math
+
+import pytest
+import torch
+
+from liger_rl import LogitTransform, linear_logprobs
+from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.statistics import EXTRAS, TokenGradients
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+
+PLAIN = LogitTransform()
+ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
+SHAPES = [
+    # tokens, hidden, vocab: fewer tiles than programs, one step of the product and many, tails on every side
+    (1, 8, 300),
+    (64, 64, 256),
+    (65, 72, 257),
+    (600, 136, 1000),
+    (1030, 256, 9000),
+    (8192, 512, 5003),
+]
+
+
+@pytest.fixture
+def epilogue():
+    from liger_rl.kernels import epilogue
+
+    if not epilogue.gluon_is_known():
+        pytest.skip("this Triton's Gluon is not known")
+    return epilogue
+
+
+@pytest.fixture
+def both(epilogue, monkeypatch):
+    """-> (call's result with the halves in turns, and as Triton's own product has it)."""
+    from liger_rl.kernels import blocks_triton
+
+    def run(call):
+        assert epilogue.overlapped_for(torch.device("cuda:0")) is not None
+        found = call()
+        with monkeypatch.context() as context:
+            for module in (epilogue, blocks_triton):
+                context.setattr(module, "overlapped_for", lambda device: None)
+            return found, call()
+
+    return run
+
+
+def make(tokens, size, vocab, dtype, bias):
+    generator = torch.Generator("cuda").manual_seed(tokens + vocab)
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    hidden, weight = random(tokens, size).to(dtype), (3 * random(vocab, size) * size**-0.5).to(dtype)
+    biases = random(vocab).to(dtype) if bias else None
+    return hidden, weight, biases, torch.randint(vocab, (tokens,), device="cuda", generator=generator)
+
+
+def assert_same(found, expected):
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("transform", "bias", "entropy", "extras"), [
+    (PLAIN, False, False, ()), (PLAIN, True, True, ()), (ALL, True, True, EXTRAS), (ALL, False, False, ()),
+])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "size", "vocab"), SHAPES)
+def test_fold(tokens, size, vocab, transform, bias, entropy, extras, dtype, both, epilogue):
+    arguments = (*make(tokens, size, vocab, dtype, bias), transform)
+    found, expected = both(lambda: epilogue.gemm_fold(*arguments, entropy=entropy, extras=extras)[0])
+    assert_same(found, expected)
+    logits = arguments[0].double() @ arguments[1].double().T
+    assert found.logps.isfinite().all()
+    if transform is PLAIN and not bias:
+        exact = logits.log_softmax(-1).gather(1, arguments[3][:, None]).squeeze(1)
+        torch.testing.assert_close(found.logps.double(), exact, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("transform", "entropy", "referenced"), [
+    (PLAIN, False, False), (PLAIN, True, False), (ALL, True, False), (PLAIN, False, True), (ALL, False, True),
+])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "size", "vocab"), SHAPES)
+def test_fold_that_keeps(tokens, size, vocab, transform, entropy, referenced, both, epilogue):
+    hidden, weight, bias, targets = make(tokens, size, vocab, torch.bfloat16, True)
+
+    def call():
+        kept = Kept.empty(tokens, vocab, hidden.device, torch.bfloat16, 256)
+        kept.values.fill_(math.nan)
+        if referenced:
+            kept = kept.relative_to(torch.linspace(-2.0, 2.0, tokens, device="cuda"), torch.bfloat16)
+        statistics, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
+        return (*statistics, kept.values, kept.peaks)
+
+    found, expected = both(call)
+    assert_same(found, expected)
+    assert found[-2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("transform", "bias", "entropy"), [
+    (PLAIN, False, False), (PLAIN, True, True), (ALL, False, False), (ALL, True, True),
+])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "size", "vocab"), SHAPES)
+def test_gradient_of_a_tile(tokens, size, vocab, transform, bias, entropy, dtype, both, epilogue):
+    hidden, weight, biases, targets = make(tokens, size, vocab, dtype, bias)
+    statistics, _ = epilogue.gemm_fold(hidden, weight, biases, targets, transform, entropy=True)
+    some = torch.linspace(-1.0, 1.0, tokens, device="cuda")
+    gradients = TokenGradients(
+        statistics.lse, some, some * 0.5, *((statistics.entropy, some * 0.1) if entropy else (None, None))
+    )
+    first = vocab // 3
+    part = weight[first:], None if biases is None else biases[first:]
+    found, expected = both(lambda: epilogue.gemm_grad(hidden, *part, targets, first, transform, gradients))
+    assert torch.equal(found, expected)
+    assert found.isfinite().all()
+    assert found.any() or tokens == 1
+
+
+@pytest.mark.parametrize(("transform", "bias", "entropy"), [
+    (PLAIN, False, False), (PLAIN, True, True), (ALL, False, False), (ALL, True, True),
+])  # fmt: skip
+@pytest.mark.parametrize("options", [{"grad_tolerance": 1e-2}, {"passes": 1}, {"passes": 2}])
+def test_gradients(options, transform, bias, entropy, both):
+    """Of what users call, with tokens that do not count, with some blocks left out, in one pass and in two."""
+    hidden, weight, biases, targets = make(3000, 256, 20000, torch.bfloat16, bias)
+    hidden[:2000] = hidden[:2000] + 4 * weight[targets[:2000]]
+    targets[::7] = -100
+    advantages = torch.linspace(-1.0, 1.0, 3000, device="cuda")
+    advantages[500:1500] = 0.0
+
+    def call():
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)] + ([] if biases is None else [biases.clone()])
+        found = linear_logprobs(
+            *leaves[:2], targets, bias=leaves[2].requires_grad_() if bias else None, transform=transform,
+            entropy=entropy, **options,
+        )  # fmt: skip
+        loss = (found.logps * advantages).sum()
+        if entropy:
+            loss = loss + 0.1 * found.entropy.sum()
+        return (found.logps.detach(), *torch.autograd.grad(loss, leaves))
+
+    found, expected = both(call)
+    assert_same(found, expected)
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_rows_of_a_wider_matrix(both, epilogue):
+    hidden, weight, _, targets = make(700, 512, 3000, torch.bfloat16, False)
+    arguments = (hidden[:, :200], weight[:, 8:208], None, targets, PLAIN)
+    assert_same(*both(lambda: epilogue.gemm_fold(*arguments, entropy=True)[0]))
+
+
+def test_the_same_from_run_to_run(epilogue):
+    arguments = (*make(4096, 1024, 30000, torch.bfloat16, False), PLAIN)
+    first, _ = epilogue.gemm_fold(*arguments, entropy=True)
+    for _ in range(20):
+        again, _ = epilogue.gemm_fold(*arguments, entropy=True)
+        assert_same(again, first)
