@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from liger_rl import LogitTransform, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import EXTRAS, TokenGradients
 
@@ -125,9 +125,9 @@ def test_gradient_of_a_tile(tokens, size, vocab, transform, bias, entropy, dtype
 @pytest.mark.parametrize(("transform", "bias", "entropy"), [
     (PLAIN, False, False), (PLAIN, True, True), (ALL, False, False), (ALL, True, True),
 ])  # fmt: skip
-@pytest.mark.parametrize("options", [{"grad_tolerance": 1e-2}, {"passes": 1}, {"passes": 2}])
-def test_gradients(options, transform, bias, entropy, both):
-    """Of what users call, with tokens that do not count, with some blocks left out, in one pass and in two."""
+@pytest.mark.parametrize("grad_tolerance", [0.0, 1e-2])
+def test_gradients(grad_tolerance, transform, bias, entropy, both):
+    """Of what users call, with tokens that do not count, exact and with blocks left out."""
     hidden, weight, biases, targets = make(3000, 256, 20000, torch.bfloat16, bias)
     hidden[:2000] = hidden[:2000] + 4 * weight[targets[:2000]]
     targets[::7] = -100
@@ -138,7 +138,7 @@ def test_gradients(options, transform, bias, entropy, both):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)] + ([] if biases is None else [biases.clone()])
         found = linear_logprobs(
             *leaves[:2], targets, bias=leaves[2].requires_grad_() if bias else None, transform=transform,
-            entropy=entropy, **options,
+            entropy=entropy, grad_tolerance=grad_tolerance,
         )  # fmt: skip
         loss = (found.logps * advantages).sum()
         if entropy:
@@ -148,6 +148,23 @@ def test_gradients(options, transform, bias, entropy, both):
     found, expected = both(call)
     assert_same(found, expected)
     assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_one_pass(softcap, frozen, both):
+    hidden, weight, _, targets = make(3000, 256, 20000, torch.bfloat16, False)
+    loss_of = FusedLinearGRPOLoss("grpo", beta=0.0, passes="one", softcap=softcap)
+    ids, advantages = targets.view(4, 750), torch.tensor([1.0, -0.5, 0.0, 2.0], device="cuda")
+
+    def call():
+        leaves = [hidden.view(4, 750, 256).clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+        loss = loss_of(leaves[0], leaves[1], ids, advantages).loss
+        return (loss.detach(), *torch.autograd.grad(loss, leaves[: 2 - frozen]))
+
+    found, expected = both(call)
+    assert_same(found, expected)
+    assert all(x.isfinite().all() and x.any() for x in found)
 
 
 def test_rows_of_a_wider_matrix(both, epilogue):
