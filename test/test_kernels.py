@@ -392,7 +392,8 @@ def test_which_gluon_is_known(version, known, monkeypatch):
 
 
 @pytest.mark.parametrize(("interpreted", "capability", "known", "expected"), [
-    (False, (9, 0), True, True), (True, (9, 0), True, False), (False, (10, 0), True, False), (False, (9, 0), False, False),
+    (False, (9, 0), True, True), (True, (9, 0), True, False),
+    (False, (10, 0), True, False), (False, (9, 0), False, False),
 ])  # fmt: skip
 def test_where_halves_take_turns(interpreted, capability, known, expected, monkeypatch):
     """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
