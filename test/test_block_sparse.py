@@ -709,13 +709,13 @@ def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
-@pytest.mark.parametrize(("vocab", "hidden_size"), [(1000, 72), (512, 64), (5, 3)])
-def test_shares_as_kernels(vocab, hidden_size, transform, with_bias, dtype):
+@pytest.mark.parametrize(("tokens", "vocab", "hidden_size"), [(50, 1000, 72), (256, 512, 64), (600, 5, 3)])
+def test_shares_as_kernels(tokens, vocab, hidden_size, transform, with_bias, dtype):
     """Triton's are plain PyTorch's: a softmax over each tile of the mean hidden state's logits."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import choice_triton
 
-    hidden = (torch.randn(50, hidden_size) + 0.3).to(DEVICE, dtype)
+    hidden = (torch.randn(tokens, hidden_size) + 0.3).to(DEVICE, dtype)
     weight = torch.randn(vocab, hidden_size).to(DEVICE, dtype)
     bias = torch.randn(vocab).to(DEVICE) if with_bias else None
     if bias is not None:

@@ -381,6 +381,34 @@ def test_which_fold_is_taken():
         assert gemm_fold_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
 
 
+@pytest.mark.parametrize(("version", "known"), [
+    ("3.6.0", True), ("3.6.1+git1234", True), ("3.6.0a0", True), ("3.4.0", False), ("3.7.0", False), ("3.60.0", False),
+])  # fmt: skip
+def test_which_gluon_is_known(version, known, monkeypatch):
+    from liger_rl.kernels import epilogue
+
+    monkeypatch.setattr("triton.__version__", version)
+    assert epilogue.gluon_is_known() == known
+
+
+@pytest.mark.parametrize(("interpreted", "capability", "known", "expected"), [
+    (False, (9, 0), True, True), (True, (9, 0), True, False),
+    (False, (10, 0), True, False), (False, (9, 0), False, False),
+])  # fmt: skip
+def test_where_halves_take_turns(interpreted, capability, known, expected, monkeypatch):
+    """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
+    from liger_rl.kernels import epilogue
+
+    if not epilogue.gluon_is_known():
+        pytest.skip("this Triton's Gluon is not known")
+    monkeypatch.setattr(epilogue, "device_capability", lambda device: capability)
+    monkeypatch.setattr(epilogue, "gluon_is_known", lambda: known)
+    monkeypatch.setattr(epilogue.INTERPRETED, "value", interpreted)
+    found = epilogue.overlapped_for.__wrapped__(torch.device("cuda", 0))
+    assert (found is not None) == expected
+    assert epilogue.overlapped_for.__wrapped__(torch.device("cpu")) is None
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 def test_both_forwards_agree():
     hidden = torch.randn(2000, 128, device="cuda", dtype=torch.bfloat16)

@@ -30,7 +30,7 @@ from liger_rl.kernels.statistics import (
 from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import heat_of, on, transform_constants
+from liger_rl.kernels.triton import INTERPRETED, heat_of, on, transform_constants
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -354,7 +354,10 @@ def gluon_is_known() -> bool:
 @cache
 def overlapped_for(device: torch.device) -> ModuleType | None:
     """`kernels.overlapped` on Hopper, whose instructions it uses, with a Triton whose Gluon it is known to run with."""
-    if device.type != "cuda" or device_capability(device)[0] != CAPABILITY[0] or not gluon_is_known():
+    # Triton's interpreter has no Gluon.
+    if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
+        return None
+    if device_capability(device)[0] != CAPABILITY[0]:
         return None
     from liger_rl.kernels import overlapped
 

@@ -20,39 +20,40 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.kernels.tile_epilogues import blocks_to_compute, fold_tile, halves, tile_gradient, tile_place
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936.
-HALF, TILE_VOCAB, TILE_HIDDEN = (gl.constexpr(size) for size in (64, 256, 64))
+HALF, TILE_VOCAB, TILE_HIDDEN = (gl.constexpr(size) for size in (BLOCK_TOKENS // 2, BLOCK_VOCAB, 64))
 STAGES, STORING_STAGES = gl.constexpr(4), gl.constexpr(3)  # a fourth does not fit beside tiles that are stored
 WARPS, LOADING_WARPS = gl.constexpr(4), gl.constexpr(1)  # of each half, and beside them
 # What a thread of the halves and of the loading warp gets of the multiprocessor's 65536, which start out evenly spread.
 REGISTERS, LOADING_REGISTERS, EVEN_REGISTERS = gl.constexpr(240), gl.constexpr(24), 168
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_VOCAB, 16]))  # of a half's logits
 GROUP = gl.constexpr(8)
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
-def _in_order(tile, where):
-    token_tiles, vocab_tiles = where
-    return tile_place(tile, token_tiles, vocab_tiles, GROUP)
+def _place(tile, where, LISTED: gl.constexpr):
+    """-> (token tile, vocabulary tile) from the lists of both, or in order, from how many there are of each."""
+    if LISTED:
+        block_row, block_tile = where
+        return gl.load(block_row + tile), gl.load(block_tile + tile)
+    else:
+        token_tiles, vocab_tiles = where
+        return tile_place(tile, token_tiles, vocab_tiles, GROUP)
 
 
 @gluon.jit
-def _listed(tile, where):
-    block_row, block_tile = where
-    return gl.load(block_row + tile), gl.load(block_tile + tile)
-
-
-@gluon.jit
-def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, PLACE: gl.constexpr):
+def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, LISTED: gl.constexpr):
     """Every step's rows and words, as soon as a buffer is free."""
     ready, free, _begun = barriers
     stages: gl.constexpr = words.type.shape[0]
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, vocab_tile = PLACE(tile, where)
+        token_tile, vocab_tile = _place(tile, where, LISTED)
         for column in range(0, hidden_size, TILE_HIDDEN):
             stage = step % stages
             # A barrier at which nobody has arrived yet is done with the phase before.
@@ -66,23 +67,13 @@ def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_si
 
 
 @gluon.jit
-def _load_in_order(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size):
-    _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, _in_order)
-
-
-@gluon.jit
-def _load_listed(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size):
-    _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, _listed)
-
-
-@gluon.jit
-def _product(rows, words, barriers, step, hidden_size, layout: gl.constexpr, LOWER: gl.constexpr):
+def _product(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
     """-> half a tile of logits in float32, and how many steps this group has taken, of which `step` before."""
     ready, free, begun = barriers
     stages: gl.constexpr = words.type.shape[0]
     if LOWER:
         mbarrier.wait(begun, 0, pred=step == 0)
-    logits = gl.zeros([HALF, TILE_VOCAB], gl.float32, layout)
+    logits = gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT)
     steps = gl.cdiv(hidden_size, TILE_HIDDEN)
     for i in range(steps):
         stage = step % stages
@@ -103,7 +94,7 @@ def _product(rows, words, barriers, step, hidden_size, layout: gl.constexpr, LOW
 @gluon.jit
 def _with_bias(logits, bias, vocab_tile, vocab):
     if bias is not None:
-        word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, logits.type.layout)) + vocab_tile * TILE_VOCAB
+        word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT)) + vocab_tile * TILE_VOCAB
         logits += gl.load(bias + word, mask=word < vocab, other=0.0).to(gl.float32)[None, :]
     return logits
 
@@ -141,13 +132,12 @@ def _fold(
         bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit, heat,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     ) = given  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_VOCAB, 16])
-    row = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + LOWER * HALF
-    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, layout))
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
+    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, vocab_tile = _in_order(tile, where)
-        logits, step = _product(rows, words, barriers, step, hidden_size, layout, LOWER)
+        token_tile, vocab_tile = _place(tile, where, False)
+        logits, step = _product(rows, words, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         first = token_tile * (2 * HALF)
         fold_tile(
@@ -167,16 +157,12 @@ def _gradient(
         bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, block_scale, tokens, vocab, first,
         gain, cap, inverse, inverse_rest, slope,
     ) = given  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_VOCAB, 16])
-    row = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + LOWER * HALF
-    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, layout))
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
+    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        if LISTED:
-            token_tile, vocab_tile = _listed(tile, where)
-        else:
-            token_tile, vocab_tile = _in_order(tile, where)
-        logits, step = _product(rows, words, barriers, step, hidden_size, layout, LOWER)
+        token_tile, vocab_tile = _place(tile, where, LISTED)
+        logits, step = _product(rows, words, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         token, word_before = token_tile * (2 * HALF) + row, vocab_tile * TILE_VOCAB
         live = token < tokens
@@ -260,7 +246,7 @@ def fold_kernel(
                 lower, words, barriers, (kept, lower_out), where, tiles, hidden_size, given, True,
                 SCALED, CAPPED, HEATED, WHOLE,
             )),
-            (_load_in_order, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size)),
+            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, False)),
         ],
         [WARPS, LOADING_WARPS],
         [REGISTERS, LOADING_REGISTERS],
@@ -309,7 +295,7 @@ def grad_kernel(
                 lower, words, barriers, (out, lower_out), where, tiles, hidden_size, given, True,
                 SCALED, CAPPED, HEATED, False,
             )),
-            (_load_in_order, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size)),
+            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, False)),
         ],
         [WARPS, LOADING_WARPS],
         [REGISTERS, LOADING_REGISTERS],
@@ -366,7 +352,7 @@ def blocks_kernel(
                 lower, words, barriers, (out, lower_out), where, count, hidden_size, given, True,
                 SCALED, CAPPED, HEATED, True,
             )),
-            (_load_listed, (hidden, weight, upper, lower, words, barriers, where, count, hidden_size)),
+            (_load, (hidden, weight, upper, lower, words, barriers, where, count, hidden_size, True)),
         ],
         [WARPS, LOADING_WARPS],
         [REGISTERS, LOADING_REGISTERS],
