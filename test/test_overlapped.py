@@ -82,18 +82,19 @@ def test_fold(tokens, size, vocab, transform, bias, entropy, extras, dtype, both
         torch.testing.assert_close(found.logps.double(), exact, rtol=0.0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("transform", "entropy", "referenced"), [
-    (PLAIN, False, False), (PLAIN, True, False), (ALL, True, False), (PLAIN, False, True), (ALL, False, True),
+@pytest.mark.parametrize(("transform", "entropy", "referenced", "dtype"), [
+    (PLAIN, False, False, torch.bfloat16), (PLAIN, True, False, torch.float16), (ALL, True, False, torch.bfloat16),
+    (PLAIN, False, True, torch.bfloat16), (ALL, False, True, torch.bfloat16),
 ])  # fmt: skip
 @pytest.mark.parametrize(("tokens", "size", "vocab"), SHAPES)
-def test_fold_that_keeps(tokens, size, vocab, transform, entropy, referenced, both, epilogue):
-    hidden, weight, bias, targets = make(tokens, size, vocab, torch.bfloat16, True)
+def test_fold_that_keeps(tokens, size, vocab, transform, entropy, referenced, dtype, both, epilogue):
+    hidden, weight, bias, targets = make(tokens, size, vocab, dtype, True)
 
     def call():
-        kept = Kept.empty(tokens, vocab, hidden.device, torch.bfloat16, 256)
+        kept = Kept.empty(tokens, vocab, hidden.device, dtype, 256)
         kept.values.fill_(math.nan)
         if referenced:
-            kept = kept.relative_to(torch.linspace(-2.0, 2.0, tokens, device="cuda"), torch.bfloat16)
+            kept = kept.relative_to(torch.linspace(-2.0, 2.0, tokens, device="cuda"), dtype)
         statistics, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
         return (*statistics, kept.values, kept.peaks)
 
@@ -148,6 +149,21 @@ def test_gradients(grad_tolerance, transform, bias, entropy, both):
     found, expected = both(call)
     assert_same(found, expected)
     assert all(x.isfinite().all() for x in found)
+
+
+def test_no_blocks(both):
+    """Of a batch whose every gradient is 0."""
+    hidden, weight, _, targets = make(700, 256, 3000, torch.bfloat16, False)
+
+    def call():
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logps = linear_logprobs(*leaves, targets, grad_tolerance=1e-2).logps
+        return (logps.detach(), *torch.autograd.grad(logps, leaves, torch.zeros_like(logps)))
+
+    found, expected = both(call)
+    assert_same(found, expected)
+    assert not found[1].any()
+    assert not found[2].any()
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -119,7 +119,7 @@ def _left_out_kernel(
 def _add_kernel(
     hidden,  # (n, H)
     stride,  # between two tokens
-    sums,  # (n / TOKENS, H) float32
+    sums,  # (n / TOKENS rounded up, H) float32
     tokens,
     hidden_size,
     TOKENS: tl.constexpr,

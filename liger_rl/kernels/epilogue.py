@@ -40,7 +40,6 @@ from liger_rl.kernels.triton import INTERPRETED, heat_of, on, transform_constant
 # where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
-GROUP = 8  # token tiles that share a vocabulary tile while it is in the cache
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
 
@@ -107,12 +106,11 @@ def _gemm_fold_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, GROUP)
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles)
         logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
         )
@@ -152,12 +150,11 @@ def _gemm_grad_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, GROUP)
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         logits = tile_logits(
@@ -282,7 +279,6 @@ def _fold_tiles(
                 TILE_TOKENS=TILE_TOKENS,
                 TILE_VOCAB=TILE_VOCAB,
                 TILE_HIDDEN=TILE_HIDDEN,
-                GROUP=GROUP,
                 PROGRAMS=programs,
                 num_stages=STAGES if kept is None else STORING_STAGES,
                 num_warps=WARPS,
@@ -339,7 +335,6 @@ def gemm_grad(
                 TILE_TOKENS=TILE_TOKENS,
                 TILE_VOCAB=TILE_VOCAB,
                 TILE_HIDDEN=TILE_HIDDEN,
-                GROUP=GROUP,
                 PROGRAMS=programs,
                 num_stages=STORING_STAGES,
                 num_warps=WARPS,
@@ -354,8 +349,8 @@ def gluon_is_known() -> bool:
 @cache
 def overlapped_for(device: torch.device) -> ModuleType | None:
     """`kernels.overlapped` on Hopper, whose instructions it uses, with a Triton whose Gluon it is known to run with."""
-    # Triton's interpreter has no Gluon.
-    if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
+    # Triton's interpreter has no Gluon, and AMD's GPUs are called cuda, too.
+    if device.type != "cuda" or torch.version.hip is not None or INTERPRETED.value or not gluon_is_known():
         return None
     if device_capability(device)[0] != CAPABILITY[0]:
         return None

@@ -31,7 +31,6 @@ WARPS, LOADING_WARPS = gl.constexpr(4), gl.constexpr(1)  # of each half, and bes
 # What a thread of the halves and of the loading warp gets of the multiprocessor's 65536, which start out evenly spread.
 REGISTERS, LOADING_REGISTERS, EVEN_REGISTERS = gl.constexpr(240), gl.constexpr(24), 168
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_VOCAB, 16]))  # of a half's logits
-GROUP = gl.constexpr(8)
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -43,7 +42,7 @@ def _place(tile, where, LISTED: gl.constexpr):
         return gl.load(block_row + tile), gl.load(block_tile + tile)
     else:
         token_tiles, vocab_tiles = where
-        return tile_place(tile, token_tiles, vocab_tiles, GROUP)
+        return tile_place(tile, token_tiles, vocab_tiles)
 
 
 @gluon.jit

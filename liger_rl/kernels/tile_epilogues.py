@@ -16,11 +16,12 @@ from liger_rl.kernels.triton import (
 )
 
 LAST_WORD = tl.constexpr(2**30)  # behind those of any tile
+GROUP = tl.constexpr(8)  # token tiles that share a vocabulary tile while it is in the cache
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def tile_place(tile, token_tiles, vocab_tiles, GROUP: tl.constexpr):
+def tile_place(tile, token_tiles, vocab_tiles):
     """-> (token tile, vocabulary tile) in an order in which neighbours share what they load."""
     group_tiles = GROUP * vocab_tiles
     first = (tile // group_tiles) * GROUP
