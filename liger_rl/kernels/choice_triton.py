@@ -115,7 +115,7 @@ def _left_out_kernel(
     tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_kernel(
     hidden,  # (n, H)
     stride,  # between two tokens
@@ -139,14 +139,15 @@ def _add_kernel(
     tl.store(sums + place, tl.sum(total, 0), mask=column < hidden_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _shares_kernel(
-    mean_of,  # (H,) float32
+    hidden_sums,  # (H,) float32, over
+    tokens,  # so many
     weight,  # (V, H)
     stride,  # between two words
     bias,
     shares,  # (V,) float32
-    squares,  # (tiles,) float32
+    squares,  # (padded tiles,) float32
     rows,  # (padded tiles, H)
     vocab,
     hidden_size,
@@ -163,7 +164,7 @@ def _shares_kernel(
 ):
     tile, column = tl.program_id(0), tl.arange(0, COLUMNS)
     inside = column < hidden_size
-    mean = tl.load(mean_of + column, mask=inside, other=0.0)
+    mean = tl.load(hidden_sums + column, mask=inside, other=0.0) / tokens
     peak, total = LOWEST, 0.0
     row = tl.zeros((COLUMNS,), tl.float32)
     for step in range(0, TILE_VOCAB, WORDS):
@@ -263,20 +264,20 @@ def tile_shares(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `choice.tile_shares`, in one read of the weight; last dimensions must be contiguous."""
     assert hidden.stride(1) == weight.stride(1) == 1
-    vocab, size = weight.shape
-    tiles, columns = triton.cdiv(vocab, BLOCK_VOCAB), triton.next_power_of_2(size)
+    (n, size), vocab = hidden.shape, weight.shape[0]
+    tiles, columns = padded_tiles(vocab), triton.next_power_of_2(size)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
-    rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
-    n = hidden.shape[0]
+    rows = torch.empty(tiles, size, dtype=hidden.dtype, device=weight.device)
     parts = torch.empty(triton.cdiv(n, ADDED_TOKENS), size, dtype=torch.float32, device=weight.device)
     with on(weight.device):
         _add_kernel[(parts.shape[0], triton.cdiv(size, ADDED_COLUMNS))](
             hidden, hidden.stride(0), parts, n, size, ADDED_TOKENS, ADDED_STEP, ADDED_COLUMNS
         )
-        mean = parts.sum(0).div_(n)
+        # Tiles that fill up a multiple have no words, and rows of zeros.
         _shares_kernel[(tiles,)](
-            mean,
+            parts.sum(0),
+            n,
             weight,
             weight.stride(0),
             None if bias is None else bias.contiguous(),
@@ -291,4 +292,4 @@ def tile_shares(
             COLUMNS=columns,
             num_warps=SHARING_WARPS,
         )
-    return shares, squares, rows
+    return shares, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows
