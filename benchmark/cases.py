@@ -162,8 +162,12 @@ def cpu_preset() -> list[Case]:
 
 # What is worth its time where a case is one of many: neither minutes of compiling nor the slowest.
 SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chunked"))
-# Of these, all but what holds several copies of the logits, 31 GiB each at 131072 tokens.
+# Without what compiles anew for every vocabulary.
+VOCABULARIES = tuple(name for name in SWEEP if name != "liger_sm90")
+# All but what holds several copies of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
 LONG = ("ours", "ours-1e-3", "trl_chunked", "liger_sm90", "cce", "liger_triton")
+LONGEST = ("ours", "trl_chunked")
+HEAD_FROZEN = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
 TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 # A batch in which every token counts has more of them than 400 MiB hold in one pass.
 OF_POLICY = tuple(name for name in VARIANTS if name != "ours-400-mib")
@@ -189,7 +193,11 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
     point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=SWEEP)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
-    long = [replace(point, name=f"tokens-{n}", tokens=n // 8, variants=LONG) for n in (131072, 262144)]
+    vocabularies = [
+        replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,), variants=VOCABULARIES)
+        for v in (32768, 262144)
+    ]
+    frozen = [replace(case, frozen=True, groups=(FROZEN,)) for case in of_each("")]
     return [
         replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
         replace(rl[0], variants=(*EVERYWHERE, "ours-400-mib", "ours-1e-4")),
@@ -199,14 +207,15 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         flat,
         *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
         *(replace(case, variants=(*SWEEP, "ours-400-mib", "ours-1e-4")) for case in rl[1:]),
-        replace(llama, name="llama-3-8b-frozen", frozen=True, groups=(FROZEN,), variants=SWEEP),
+        replace(frozen[0], name=f"{LLAMA}-frozen", variants=SWEEP),
+        *(replace(case, name=f"{case.name}-frozen", variants=HEAD_FROZEN) for case in frozen[1:]),
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
-        long[0],
+        replace(point, name="tokens-131072", tokens=16384, variants=LONG),
         crossing,
-        *(replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,)) for v in (32768, 65536, 262144)),
+        *vocabularies,
         *(replace(point, name=f"tokens-{n}", tokens=n // 8) for n in (2048, 1024, 16384)),
-        long[1],
+        replace(point, name="tokens-262144", tokens=32768, variants=LONGEST),
     ]
 
 

@@ -20,7 +20,7 @@ class Repeats:
 
 
 REPEATS = {
-    "cuda": Repeats(most=7, least=3, seconds=0.35, long_seconds=3.0),
+    "cuda": Repeats(most=7, least=3, seconds=0.35, long_seconds=0.8),
     "cpu": Repeats(most=5, least=3, seconds=5.0, long_seconds=60.0),
 }
 

@@ -75,9 +75,17 @@ def test_a_long_batch_is_measured_before_the_sweeps_and_on_what_can_hold_it():
     sweeps = [name for name in names if name.startswith(("vocab-", "tokens-"))]
     assert sweeps[0] == "tokens-131072"
     assert names.index("tokens-131072") > names.index("llama-3-8b-32k-tokens")
-    for case in cases:
-        if case.rows > 100_000:
-            assert case.variants == ("ours", "ours-1e-3", "trl_chunked", "liger_sm90", "cce", "liger_triton")
+    assert cases[names.index("tokens-131072")].variants == (
+        "ours", "ours-1e-3", "trl_chunked", "liger_sm90", "cce", "liger_triton",
+    )  # fmt: skip
+    assert cases[names.index("tokens-262144")].variants == ("ours", "trl_chunked")
+
+
+def test_every_head_is_measured_frozen():
+    frozen = [case for case in cuda_preset() if case.frozen]
+    assert [case.name for case in frozen] == ["llama-3-8b-frozen", "qwen3-1.7b-frozen", "gemma-2-2b-frozen"]
+    assert [case.softcap for case in frozen] == [None, None, 30.0]
+    assert all({"ours-one-pass", peers.TRL} <= set(case.variants) for case in frozen)
 
 
 def test_the_rl_batch_is_the_published_one():
