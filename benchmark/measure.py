@@ -2,9 +2,9 @@
 
     {"case": {...}, "variants": ["eager", "ours"], "device": "cuda", "quantities": ["memory", "time", "error"]}
 
-Inputs and gold are made once per request, the floor is timed after every variant, whose clock it has. What one variant
-leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on CUDA the
-allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
+Inputs and gold are made once per request, the floor is timed in turns with every variant, whose clock it has. What one
+variant leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on
+CUDA the allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
 """
 
 import gc
@@ -28,7 +28,7 @@ from benchmark.inputs import Inputs, make_inputs
 from benchmark.loss import grpo_loss
 from benchmark.memory import PeakMemory
 from benchmark.peers.peer import Head
-from benchmark.timing import Timing, measure_ms
+from benchmark.timing import Timing, measure_in_turns
 
 # Of the loss over the whole case, in nats, against log-probabilities from float32 logits. bfloat16 logits move each
 # log-probability by up to 3e-2; thousands of tokens average that out.
@@ -64,10 +64,9 @@ class Bench:
             "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
         }
 
-    def floor(self, *, gradients: bool) -> Timing:
-        """Of the products of a step, or of the logits alone, as often in a row as a variant: a GPU lowers its clock as
-        it warms up, and two of the same case are only comparable one right after the other."""
-        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device)
+    def products(self, *, gradients: bool) -> Products:
+        """Of a step, or of the logits alone."""
+        return Products(self.case, self.inputs, self.device, gradients=gradients)
 
     @cached_property
     def small(self) -> "Bench":
@@ -159,17 +158,23 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, fl
     """`warm`: a step has been run before."""
     case, inputs, device = bench.case, bench.inputs, bench.device
     _clear_gradients(inputs)
-    with torch.no_grad():
-        forward = measure_ms(compute, device)
-    floor = bench.floor(gradients=False)
-    result = _with_floor("forward", forward, floor)
+
+    def forward() -> None:
+        with torch.no_grad():
+            compute()
+
+    timing, floor = measure_in_turns(forward, lambda: bench.products(gradients=False), device)
+    result = _with_floor("forward", timing, floor)
     if case.task == STEP:
-        step = measure_ms(
-            lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm
+        timing, floor = measure_in_turns(
+            lambda: _run(compute, case, inputs),
+            lambda: bench.products(gradients=True),
+            device,
+            before=lambda: _clear_gradients(inputs),
+            warm=warm,
         )
         _clear_gradients(inputs)
-        floor = bench.floor(gradients=True)
-        result |= _with_floor("step", step, floor)
+        result |= _with_floor("step", timing, floor)
     return result | {"floor_tflops": case.floor_flops / floor.median_ms / 1e9}
 
 

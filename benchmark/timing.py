@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,19 +34,56 @@ def measure_ms(
     run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, *, warm: bool = False
 ) -> Timing:
     """Median over repeats, after one that does not count unless `run` is `warm`; `before` runs ahead, untimed."""
-    repeats = REPEATS[device]
+    turn = _turn(lambda: run, device, before)
     if not warm:
+        turn()
+    return _medians([turn], device)[0]
+
+
+def measure_in_turns(
+    run: Callable[[], object],
+    make_other: Callable[[], Callable[[], object]],
+    device: str,
+    before: Callable[[], object] = lambda: None,
+    *,
+    warm: bool = False,
+) -> tuple[Timing, Timing]:
+    """Medians of both, run in turns: a GPU lowers its clock as it warms up, and a ratio says what it should where both
+    had the same. The other is made for each of its turns, so that `run` has its memory; the rest is as above.
+    """
+    turn, other_turn = _turn(lambda: run, device, before), _turn(make_other, device)
+    if not warm:
+        turn()
+    other_turn()
+    first, second = _medians([turn, other_turn], device)
+    return first, second
+
+
+def _turn(
+    make: Callable[[], Callable[[], object]], device: str, before: Callable[[], object] = lambda: None
+) -> Callable[[], float]:
+    """-> what runs once and returns milliseconds."""
+    once = _once_cuda if device == "cuda" else _once_cpu
+
+    def turn() -> float:
         before()
-        run()
-    times: list[float] = []
+        return once(make())
+
+    return turn
+
+
+def _medians(turns: Sequence[Callable[[], float]], device: str) -> list[Timing]:
+    repeats = REPEATS[device]
+    times: list[list[float]] = [[] for _ in turns]
     begun = time.perf_counter()
-    while len(times) < repeats.most:
-        spent = time.perf_counter() - begun
-        if (times and spent >= repeats.long_seconds) or (len(times) >= repeats.least and spent >= repeats.seconds):
+    while len(times[0]) < repeats.most:
+        spent = (time.perf_counter() - begun) / len(turns)
+        enough = len(times[0]) >= repeats.least and spent >= repeats.seconds
+        if enough or (times[0] and spent >= repeats.long_seconds):
             break
-        before()
-        times.append(_once_cuda(run) if device == "cuda" else _once_cpu(run))
-    return Timing(statistics.median(times), len(times))
+        for turn, of_turn in zip(turns, times, strict=True):
+            of_turn.append(turn())
+    return [Timing(statistics.median(of_turn), len(of_turn)) for of_turn in times]
 
 
 def median_ms(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:
