@@ -167,7 +167,8 @@ VOCABULARIES = tuple(name for name in SWEEP if name != "liger_sm90")
 # All but what holds several copies of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
 LONG = ("ours", "ours-1e-3", "trl_chunked", "liger_sm90", "cce", "liger_triton")
 LONGEST = ("ours", "trl_chunked")
-HEAD_FROZEN = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
+# On frozen heads beside the first, which has a whole sweep.
+FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
 TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 # A batch in which every token counts has more of them than 400 MiB hold in one pass.
 OF_POLICY = tuple(name for name in VARIANTS if name != "ours-400-mib")
@@ -197,7 +198,10 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,), variants=VOCABULARIES)
         for v in (32768, 262144)
     ]
-    frozen = [replace(case, frozen=True, groups=(FROZEN,)) for case in of_each("")]
+    frozen = [
+        replace(case, name=f"{case.name}-frozen", frozen=True, groups=(FROZEN,), variants=FROZEN_HEADS)
+        for case in of_each("")
+    ]
     return [
         replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
         replace(rl[0], variants=(*EVERYWHERE, "ours-400-mib", "ours-1e-4")),
@@ -207,8 +211,8 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         flat,
         *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
         *(replace(case, variants=(*SWEEP, "ours-400-mib", "ours-1e-4")) for case in rl[1:]),
-        replace(frozen[0], name=f"{LLAMA}-frozen", variants=SWEEP),
-        *(replace(case, name=f"{case.name}-frozen", variants=HEAD_FROZEN) for case in frozen[1:]),
+        replace(frozen[0], variants=SWEEP),
+        *frozen[1:],
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
         replace(point, name="tokens-131072", tokens=16384, variants=LONG),

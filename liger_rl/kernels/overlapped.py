@@ -252,6 +252,30 @@ def fold_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _gradients(
+    hidden, weight, out, where, tiles, hidden_size, given,
+    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LISTED: gl.constexpr,
+):  # fmt: skip
+    """All three groups of a kernel that stores gradients."""
+    upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, out)
+    gl.warp_specialize(
+        [
+            (_gradient, (
+                upper, words, barriers, (out, upper_out), where, tiles, hidden_size, given, False,
+                SCALED, CAPPED, HEATED, LISTED,
+            )),
+            (_gradient, (
+                lower, words, barriers, (out, lower_out), where, tiles, hidden_size, given, True,
+                SCALED, CAPPED, HEATED, LISTED,
+            )),
+            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, LISTED)),
+        ],
+        [WARPS, LOADING_WARPS],
+        [REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["first"])
 def grad_kernel(
     hidden,  # descriptor of (tokens, H)
@@ -277,28 +301,14 @@ def grad_kernel(
     CAPPED: gl.constexpr,
     HEATED: gl.constexpr,
 ):
+    """The arguments are those of `epilogue._gemm_grad_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     given = (
         bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, None, tokens, vocab, first,
         gain, cap, inverse, inverse_rest, slope,
     )  # fmt: skip
-    tiles, where = token_tiles * vocab_tiles, (token_tiles, vocab_tiles)
-    upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, out)
-    gl.warp_specialize(
-        [
-            (_gradient, (
-                upper, words, barriers, (out, upper_out), where, tiles, hidden_size, given, False,
-                SCALED, CAPPED, HEATED, False,
-            )),
-            (_gradient, (
-                lower, words, barriers, (out, lower_out), where, tiles, hidden_size, given, True,
-                SCALED, CAPPED, HEATED, False,
-            )),
-            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, False)),
-        ],
-        [WARPS, LOADING_WARPS],
-        [REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
+    where = (token_tiles, vocab_tiles)
+    _gradients(hidden, weight, out, where, token_tiles * vocab_tiles, hidden_size, given, SCALED, CAPPED, HEATED, False)
 
 
 @gluon.jit(do_not_specialize=["tiles", "room", "most_of_row"])
@@ -339,23 +349,7 @@ def blocks_kernel(
         bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, block_scale, tokens, vocab, 0,
         gain, cap, inverse, inverse_rest, slope,
     )  # fmt: skip
-    where = (block_row, block_tile)
-    upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, out)
-    gl.warp_specialize(
-        [
-            (_gradient, (
-                upper, words, barriers, (out, upper_out), where, count, hidden_size, given, False,
-                SCALED, CAPPED, HEATED, True,
-            )),
-            (_gradient, (
-                lower, words, barriers, (out, lower_out), where, count, hidden_size, given, True,
-                SCALED, CAPPED, HEATED, True,
-            )),
-            (_load, (hidden, weight, upper, lower, words, barriers, where, count, hidden_size, True)),
-        ],
-        [WARPS, LOADING_WARPS],
-        [REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
+    _gradients(hidden, weight, out, (block_row, block_tile), count, hidden_size, given, SCALED, CAPPED, HEATED, True)
 
 
 @cache
