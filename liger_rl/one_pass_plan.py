@@ -273,7 +273,8 @@ class _Memory(NamedTuple):
         if shape.bias:
             fixed, kept = fixed + 16 * shape.vocab, kept + 4 * shape.vocab // gemm.SUMMED_ROWS
         if shape.cuda and options.chunk_vocab is None and shape.epilogue_applies:
-            kept += 4 * scales_rows(options, shape.needs)  # references
+            # References, and what is added up to the gradient.
+            kept += 4 * (1 + (gemm.MAX_PARTS - 1) * size) * scales_rows(options, shape.needs)
             statistics = 4 * shape.kinds * -(-shape.vocab // BLOCK_VOCAB)
             # Or, where a chunk has few tokens, float32 tiles after all.
             return cls(fixed + logits * MIN_TOKENS * width, kept + rows + selected * width + statistics)

@@ -4,6 +4,7 @@ In float32 where Triton's interpreter runs it, which truncates to bfloat16 and m
 bfloat16, whose descriptors of float32 would not fit.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import oracles
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, one_pass, projection
-from liger_rl.kernels import epilogue, scaled_triton
+from liger_rl.kernels import epilogue, gemm, scaled_triton
 from liger_rl.kernels.kept import LIMIT, Kept
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
@@ -113,6 +114,40 @@ def test_gradient_of_every_row(transform, bias, share):
     assert beyond.float().mean().item() == pytest.approx(share, abs=0.01)
     found = grad_hidden(kept, given[1], given[3], transform, tokens)
     assert row_errors(found, expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("parts", range(1, gemm.MAX_PARTS + 1))
+def test_products_in_parts(parts, monkeypatch):
+    """Of a vocabulary that they do not divide."""
+    monkeypatch.setattr(gemm, "parts_for", lambda rows, columns, device: parts)
+    monkeypatch.setattr(scaled_triton, "BLOCK", 32)
+    given = make()
+    g = torch.randn(TOKENS).to(DEVICE)
+    expected, _, tokens = truth_of(*given, LogitTransform(), g)
+    _, kept = folded(*given, LogitTransform())
+    found = grad_hidden(kept, given[1], given[3], LogitTransform(), tokens)
+    assert row_errors(found, expected).max() < TOLERANCE
+
+
+def test_parts_add_up_to_a_product(device):
+    """Of rows that are a slice of longer ones, in widths from less than a part's alignment."""
+    for columns, parts in itertools.product((1, 7, 64, 301), (1, 2, 5)):
+        a, b = torch.randn(20, columns + 3, device=device)[:, :columns], torch.randn(columns, 24, device=device)
+        found = gemm.write_parts(a, b, parts)
+        assert found.shape == (parts, 20, 24)
+        torch.testing.assert_close(found.double().sum(0), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("processors", [1, 66, 108, 132])
+def test_parts_fill_the_multiprocessors(processors, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=processors)
+    )
+    cuda = torch.device("cuda", 0)
+    assert gemm.parts_for(1024, 2304, torch.device("cpu")) == 1
+    assert gemm.parts_for(128 * processors, 128, cuda) == 1, "nothing is idle"
+    if processors == 132:
+        assert [gemm.parts_for(*shape, cuda) for shape in ((1664, 2048), (1024, 2304), (2048, 4096))] == [3, 5, 1]
 
 
 @pytest.mark.parametrize("programs", [None, 1, 2])

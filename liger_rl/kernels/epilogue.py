@@ -30,7 +30,7 @@ from liger_rl.kernels.statistics import (
 from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import INTERPRETED, heat_of, on, transform_constants
+from liger_rl.kernels.triton import INTERPRETED, on, transform_constants
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -91,7 +91,6 @@ def _gemm_fold_kernel(
     target_logits,  # (tokens,)
     references,  # (tokens,), or None
     limit,
-    heat,  # temperature / softcap
     tokens,
     vocab,
     hidden_size,
@@ -117,7 +116,7 @@ def _gemm_fold_kernel(
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         fold_tile(
             logits, token, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
-            targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit, heat,
+            targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, WHOLE, store, at_word,
         )  # fmt: skip
 
@@ -258,7 +257,6 @@ def _fold_tiles(
         target,
         None if kept is None else kept.references,
         0.0 if kept is None else kept.limit,
-        heat_of(transform),
         n,
         vocab,
         hidden.shape[1],

@@ -128,7 +128,7 @@ def _fold(
     SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit, heat,
+        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     ) = given  # fmt: skip
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
@@ -141,7 +141,7 @@ def _fold(
         first = token_tile * (2 * HALF)
         fold_tile(
             logits, first + row, word, first + LOWER * HALF, vocab_tile, tokens, vocab, targets, peaks, sums, moments,
-            sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, references, limit, heat,
+            sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, references, limit,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, WHOLE, _store, _at_word,
         )  # fmt: skip
     tma.store_wait(0)
@@ -214,7 +214,6 @@ def fold_kernel(
     target_logits,
     references,
     limit,
-    heat,
     tokens,
     vocab,
     hidden_size,
@@ -230,7 +229,7 @@ def fold_kernel(
     """The arguments are those of `epilogue._gemm_fold_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     given = (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit, heat,
+        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     )  # fmt: skip
     tiles, where = token_tiles * vocab_tiles, (token_tiles, vocab_tiles)

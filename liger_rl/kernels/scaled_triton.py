@@ -109,10 +109,10 @@ def _settle_kernel(
         tl.store(values + target, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rows_kernel(
-    products,
-    product_stride,
+    products,  # (PARTS, rows, size), contiguous
+    rows,
     weight,
     weight_stride,
     index,
@@ -128,6 +128,7 @@ def _rows_kernel(
     slope,  # scale / temperature
     heat,  # temperature / softcap
     CAPPED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +141,9 @@ def _rows_kernel(
     if CAPPED:
         tanh = reference * heat
         scale_of_target *= 1.0 - tanh * tanh
-    product = tl.load(products + row * product_stride + column, mask=inside, other=0.0)
+    product = tl.load(products + row * size + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        product += tl.load(products + (part * rows + row) * size + column, mask=inside, other=0.0)
     target = tl.load(targets + row).to(tl.int64)
     w = tl.load(weight + target * weight_stride + column, mask=inside, other=0.0).to(tl.float32)
     grad = slope * (scale * product + scale_of_target * w)
@@ -188,14 +191,14 @@ def grad_hidden(
     index: Tensor | None,  # (n,) rows of `out`, without repeats; None is the first n
     out: Tensor,  # (N, H) any float dtype, its last dimension contiguous; written
 ) -> None:
-    """2 n H V, and n float32 rows of H."""
+    """2 n H V, and up to gemm.MAX_PARTS times n float32 rows of H."""
     assert kept.references is not None
     assert tokens.grad_entropy is None
     n, vocab = kept.values.shape
     size = weight.shape[1]
     if n == 0 or size == 0:
         return
-    products = torch.empty(n, size, dtype=torch.float32, device=out.device)
+    parts = gemm.parts_for(n, size, out.device)
     with on(out.device):
         _settle_kernel[(n, SETTLE_PROGRAMS)](
             kept.values,
@@ -212,10 +215,9 @@ def grad_hidden(
             WORDS=kept.words,
             num_warps=SETTLE_WARPS,
         )
-        gemm.write(products, kept.values, weight)
         _rows_kernel[(n, triton.cdiv(size, BLOCK))](
-            products,
-            size,
+            gemm.write_parts(kept.values, weight, parts),
+            n,
             weight,
             weight.stride(0),
             index,
@@ -231,6 +233,7 @@ def grad_hidden(
             slope=float(transform.scale / transform.temperature),
             heat=heat_of(transform),
             CAPPED=transform.softcap is not None,
+            PARTS=parts,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

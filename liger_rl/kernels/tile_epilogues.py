@@ -9,8 +9,11 @@ import triton.language as tl
 
 from liger_rl.kernels.triton import (
     LN_2,
+    LOG2_E,
     LOWEST_LOG_PROBABILITY,
+    cap_left,
     exp_of_difference,
+    exp_of_steps,
     flushed_exp,
     transformed,
 )
@@ -103,7 +106,7 @@ def fold_tile(
     token,  # (TILE_TOKENS,) of these
     word,  # (TILE_VOCAB,) counted from 0
     first_token, vocab_tile, tokens, vocab,
-    targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit, heat,
+    targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
     gain, cap, inverse, inverse_rest,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, WHOLE: tl.constexpr,
     STORE: tl.constexpr, AT_WORD: tl.constexpr,
@@ -116,15 +119,29 @@ def fold_tile(
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     live = token < tokens
     inside = (word < vocab - vocab_tile * TILE_VOCAB)[None, :]
-    z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
     place = vocab_tile.to(tl.int64) * tokens + token
     if logit_sums is not None:
+        z, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
         tl.store(logit_sums + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
-    if not WHOLE:
-        z = tl.where(inside, z, float("-inf"))
-    # The lowest finite number where every word is banned: -inf minus -inf is NaN.
-    peak = tl.maximum(tl.max(z, 1), LOWEST)
-    exp, exponent, factor, rest = exp_of_difference(z, peak)
+    # Of each word a number that says how large its logit is: what it leaves of the cap, or z itself.
+    full = cap
+    if HEATED:
+        full = tl.fma(cap, inverse, cap * inverse_rest)
+    if CAPPED:
+        level = cap_left(logits, gain)
+        if not WHOLE:
+            level = tl.where(inside, level, float("inf"))
+        least = tl.min(level, 1)
+        peak = tl.maximum(_under_cap(least, full), LOWEST)
+        # A number for every row, of whatever layout the rows have.
+        exp, exponent, factor, rest = exp_of_steps(level, least, 0.0 * least - full * LOG2_E)
+    else:
+        level, _ = transformed(logits, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+        if not WHOLE:
+            level = tl.where(inside, level, float("-inf"))
+        # The lowest finite number where every word is banned: -inf minus -inf is NaN.
+        peak = tl.maximum(tl.max(level, 1), LOWEST)
+        exp, exponent, factor, rest = exp_of_difference(level, peak)
     # Not after the values, which under a softcap would then spill.
     total = tl.sum(exp, 1)
     if kept is not None:
@@ -134,20 +151,34 @@ def fold_tile(
             scale *= tl.exp(tl.minimum(peak - reference, limit))
         values = exp * scale[:, None]
         if CAPPED and references is not None:
-            # Of z, which is needed again anyway: there are no registers for another tile beside it.
-            tanh = z * heat
-            values *= 1.0 - tanh * tanh
+            # 1 - tanh^2
+            values *= level * (2.0 - level)
         STORE(kept, first_token, vocab_tile * TILE_VOCAB, values)
     tl.store(peaks + place, peak, mask=live)
     tl.store(sums + place, total * factor, mask=live)
     if moments is not None:
-        moment = tl.sum(exp * tl.maximum(exponent, LOWEST_LOG_PROBABILITY), 1)
+        # No capped word is banned, and none is past the last one of a whole tile.
+        if not (CAPPED and WHOLE):
+            exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
+        moment = tl.sum(exp * exponent, 1)
         tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
     if sums_sq is not None:
         tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
     target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
-    target_z = AT_WORD(z, target)
+    target_z = AT_WORD(level, target)
+    if CAPPED:
+        target_z = _under_cap(target_z, full)
     tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
     if rivals is not None:
-        rival = tl.max(tl.where(word[None, :] < target[:, None], z, float("-inf")), 1)
+        before = word[None, :] < target[:, None]
+        if CAPPED:
+            rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
+        else:
+            rival = tl.max(tl.where(before, level, float("-inf")), 1)
         tl.store(rivals + place, rival, mask=live)
+
+
+@triton.jit
+def _under_cap(left, full):
+    """-> z, from what it leaves of the cap."""
+    return tl.fma(-left, full, full)

@@ -32,14 +32,20 @@ def flushed_exp(x):
 
 @triton.jit
 def exp_of_difference(z, peak):
-    """z (M, N), peak (M,) its maximum -> e, b (M, N), f, r (M,): exp(z - peak) = e f and z - peak = (b - r) ln 2.
-
-    e is 2^b, and b is rounded once in one instruction, where a difference and its exponential round twice in two. r is
-    what rounding the peak's exponent left, under 1e-5 for a peak under 100, and f is 2^-r.
-    """
+    """z (M, N), peak (M,) its maximum -> exp(z - peak) as `exp_of_steps` gives it."""
     # Of larger numbers what differs is 32 apart: the smaller has probability 0, also by 2 to that power, and r is 0. A
     # factor of more than 1 would make the largest peaks infinite.
-    unit = tl.where(tl.abs(peak) < 2.0**29, LOG2_E, 1.0)
+    return exp_of_steps(z, peak, tl.where(tl.abs(peak) < 2.0**29, LOG2_E, 1.0))
+
+
+@triton.jit
+def exp_of_steps(z, peak, unit):
+    """z (M, N), peak, unit (M,) -> e, b (M, N), f, r (M,): 2^((z - peak) unit) = e f and (z - peak) unit = b - r.
+
+    No number of a row is larger than e at the peak. e is 2^b, and b is rounded once in one instruction, where a
+    difference and its exponential round twice in two. r is what rounding the peak's exponent left, under 1e-5 for a
+    peak of under 100 nats, and f is 2^-r.
+    """
     high = peak * unit
     rest = tl.fma(peak, unit, -high)
     exponent = tl.fma(z, unit[:, None], -high[:, None])
@@ -48,7 +54,7 @@ def exp_of_difference(z, peak):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x to 1.2e-7 for x >= 1, and 0 from 2^126 on: one instruction where a quotient takes ten."""
+    """1 / x to 1.2e-7 for x >= 0.5, and 0 from 2^126 on: one instruction where a quotient takes ten."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -61,6 +67,16 @@ def _tanh(x, gain):
     # reciprocal 0.
     e = tl.exp2(_magnitude(x) * (gain * (2.0 * LOG2_E)))
     return _copysign(1.0 - 2.0 * _reciprocal(1.0 + e), x)
+
+
+@triton.jit
+def cap_left(x, gain):
+    """1 - tanh(gain x) to 2.4e-7, absolute, with a gain above 0: what is left under a cap of 1, in four instructions.
+
+    Not odd around 1 to the last digit: the mean of many logits takes `_tanh`.
+    """
+    # Half of it is 1 / (1 + e) with e = exp(2 gain x), which is infinite where nothing is left.
+    return _reciprocal(0.5 + tl.exp2(tl.fma(x, gain * (2.0 * LOG2_E), -1.0)))
 
 
 @triton.jit
