@@ -45,12 +45,10 @@ class LinearLogProbs(torch.autograd.Function):
         statistics, known = fold_tokens(head, options, bounded=bounded)
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
-        vocab = weight.shape[0] if options.shard is None else options.shard.vocab
         ctx.save_for_backward(*head, statistics.logps, statistics.lse, statistics.entropy, *(known or ()))
-        extras = (statistics.log_sum_sq_probs, statistics.mean_logits(vocab), statistics.is_top1)
+        logps, entropy, *extras = _values(statistics, head, options)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
-        entropy = None if statistics.entropy is None else statistics.entropy.clone()
-        return statistics.logps.clone(), entropy, *extras
+        return logps.clone(), None if entropy is None else entropy.clone(), *extras
 
     @staticmethod
     @once_differentiable
@@ -63,6 +61,28 @@ class LinearLogProbs(torch.autograd.Function):
         if grad_logps is not None or grad_entropy is not None:
             gradients = token_gradients(head, statistics, known, grad_logps, grad_entropy, ctx.options, needs)
         return *gradients[:3], None, None, None, *gradients[3:]
+
+
+Values = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def linear_values(head: "HeadInputs", options: ProjectionOptions) -> Values:
+    """What `LinearLogProbs` gives, by way of it only where a gradient is wanted: that takes the host some launches."""
+    if wants_gradient(head):
+        return LinearLogProbs.apply(*head[:5], options, *head[5:])
+    statistics, _ = fold_tokens(head, options, bounded=False)
+    return _values(statistics, head, options)
+
+
+def wants_gradient(head: "HeadInputs") -> bool:
+    parts = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+
+
+def _values(statistics: TokenStatistics, head: "HeadInputs", options: ProjectionOptions) -> Values:
+    vocab = head.weight.shape[0] if options.shard is None else options.shard.vocab
+    mean_logits = statistics.mean_logits(vocab)
+    return statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1
 
 
 class HeadInputs(NamedTuple):

@@ -18,7 +18,7 @@ from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.choice import padded_tiles
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients
+from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
 from liger_rl.low_rank import inputs_backward, inputs_forward
 from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import live_tokens
@@ -271,8 +271,6 @@ def linear_op(
     Raises:
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
-    inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
-    differentiable = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs)
     transform = options.transform
     flat = OpOptions(
         transform.temperature,
@@ -288,7 +286,7 @@ def linear_op(
         fixed_shape,
         options.batch_invariant,
         options.kernels_fit,
-        bounded=grad_tolerance != 0.0 and differentiable and options.chunks_are_free and head.low_inputs is None,
+        bounded=grad_tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None,
     )
     statistics = Outputs.named(_forward(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)

@@ -14,7 +14,7 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import HeadInputs, LinearLogProbs, keeps_shape
+from liger_rl.linear_function import HeadInputs, Values, keeps_shape, linear_values
 from liger_rl.linear_op import linear_op, low_rank_inputs_op
 from liger_rl.logit_op import logits_op
 from liger_rl.logit_rows import LogitRows, LogitRowsOptions
@@ -288,7 +288,7 @@ def wanted_logprobs(
                 head, projection, grad_tolerance=grad_tolerance, unbiased=unbiased, fixed_shape=fixed_shape
             )
             return _spread(outputs, live if fixed_shape else None, targets.shape)
-        outputs = LinearLogProbs.apply(*head[:5], projection, *head[5:])
+        outputs = linear_values(head, projection)
     return _spread(outputs, live, targets.shape)
 
 
@@ -364,7 +364,7 @@ def spread(values: Tensor, live: Tensor | None, shape: torch.Size) -> Tensor:
     return values.view(shape)
 
 
-def _spread(outputs: tuple[Tensor, ...], live: Tensor | None, shape: torch.Size) -> LogProbs:
+def _spread(outputs: Values, live: Tensor | None, shape: torch.Size) -> LogProbs:
     logps, *others = outputs
     rest = (None if values is None else spread(values, live, shape) for values in others)
     return LogProbs(spread(logps, live, shape), *rest)
