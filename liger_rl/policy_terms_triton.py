@@ -107,22 +107,22 @@ def _dppo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     return loss, to_logp, tl.zeros_like(logp), too_low & (advantage < 0.0), too_high & (advantage > 0.0)
 
 
-# An estimator: -> KL and its derivative.
+# An estimator: -> KL and its gradient for logp, times `grad`.
 
 
 @triton.jit
-def _k1(logp, ref):
-    return logp - ref, tl.full(logp.shape, 1.0, tl.float32)
+def _k1(logp, ref, grad):
+    return logp - ref, grad
 
 
 @triton.jit
-def _k2(logp, ref):
+def _k2(logp, ref, grad):
     difference = logp - ref
-    return difference * difference * 0.5, difference
+    return difference * difference * 0.5, grad * difference
 
 
 @triton.jit
-def _k3(logp, ref):
+def _k3(logp, ref, grad):
     difference = ref - logp
     d = _at_most(difference, LARGEST)
     # (exp(d) - d - 1) / d^2 to float32's last digit for |d| < 1, where differences would lose theirs.
@@ -132,7 +132,7 @@ def _k3(logp, ref):
     near, exp = tl.abs(d) < 1.0, _exp(d)
     kl = tl.where(near, d * d * tail, (exp - 1.0) - d)
     slope = -tl.where(near, d + d * d * tail, exp - 1.0)
-    return kl, tl.where(difference <= LARGEST, slope, 0.0)
+    return kl, tl.where(difference <= LARGEST, grad * slope, 0.0)
 
 
 # How many tokens there are and which is the first differs from call to call, and where in an index it starts too.
@@ -184,13 +184,13 @@ def _policy_terms_kernel(
     if importance_ratio is not None:
         loss *= importance
     if ESTIMATOR is not None:
-        kl, kl_slope = ESTIMATOR(logp, tl.load(ref + token, mask=counts, other=0.0))
-        grad_kl = weight * beta
+        grad = weight * beta
+        factor = ratio if IMPORTANCE_WEIGHTED else 1.0
+        kl, to_logp = ESTIMATOR(logp, tl.load(ref + token, mask=counts, other=0.0), grad * factor)
         if IMPORTANCE_WEIGHTED:
-            to_ratio += grad_kl * kl
-            grad_kl *= ratio
-            kl *= ratio
-        slope += grad_kl * kl_slope
+            to_ratio += grad * kl
+        kl *= factor
+        slope += to_logp
         loss += beta * kl
     if slopes is not None:
         slope += tl.where(log_ratio <= LARGEST, to_ratio * ratio, 0.0)

@@ -148,7 +148,7 @@ def test_what_is_not_finite(objective, kl):
         torch.testing.assert_close(slopes, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
         prepared = prepare(terms, given, logps.shape)
         losses = prepared.per_token(logps).loss
-        for token in range(0, len(rows), 3):
+        for token in range(0, len(rows), 8):
             _, sums = policy_terms_triton.launch(
                 prepared, logps[token : token + 1], slice(token, token + 1), slopes=False, sums=True
             )
@@ -187,8 +187,7 @@ def test_at_the_bounds(objective, distance):
 
 def test_at_the_bound_of_dual_clip():
     """Where the loss is exactly what it may be at most, each takes half of the gradient."""
-    log_ratio = torch.linspace(0.5, 1.5, 200, device=DEVICE)
-    terms = PolicyTerms(objective=Reinforce(), reduction=TokenSum(), kl=PENALTIES[2])
+    log_ratio = torch.linspace(0.5, 1.5, 50, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
     halved = 0
     for log in log_ratio:
@@ -222,7 +221,9 @@ def test_some_tokens_of_a_batch(packed):
     prepared = prepare(terms, columns, logps.shape)
     whole, _ = policy_terms_triton.launch(prepared, logps, slopes=True, sums=False)
     for positions in (slice(3, 1500), slice(1500, TOKENS), torch.randperm(TOKENS, device=DEVICE)[5:1400]):
-        part, none = policy_terms_triton.launch(prepared, logps.flatten()[positions], positions, slopes=True, sums=False)
+        part, none = policy_terms_triton.launch(
+            prepared, logps.flatten()[positions], positions, slopes=True, sums=False
+        )
         assert none is None
         assert torch.equal(part, whole.flatten()[positions])
         assert part.any()
