@@ -35,6 +35,7 @@ from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.segments import Segments
+from liger_rl.policy_terms import evaluate
 from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import LiveTokens, counted_tokens
 
@@ -213,7 +214,7 @@ class FusedLinearGRPOLoss(nn.Module):
             inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad, compute_dtype=compute_dtype, live=live
         )
         # Only now, so that the device has something to do while these small steps are launched.
-        return prepare().evaluate(found.logps, found.entropy)
+        return evaluate(prepare(), found.logps, found.entropy)
 
     def _one_pass(
         self, inputs: CallInputs, given: AlignedBatch, compute_dtype: torch.dtype, weight_grad: Tensor | None

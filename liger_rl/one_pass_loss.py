@@ -18,6 +18,7 @@ from liger_rl.one_pass_plan import OnePassPlan, drawback, plan_one_pass
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.segments import Segments
+from liger_rl.policy_terms import evaluate, evaluate_with_slopes, slopes
 from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import LiveTokens, counted_tokens, live_tokens
 
@@ -191,9 +192,15 @@ class _Whole:
 
     def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
         entropy = None if entropy is None else spread(entropy, self.index, self.shape)
-        return self.prepare().evaluate(spread(logps, self.index, self.shape), entropy)
+        return evaluate(self.prepare(), spread(logps, self.index, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        found = evaluate_with_slopes(self.prepare(), spread(logps, self.index, self.shape))
+        if found is not None:
+            self.result, all_slopes = found
+            flat = all_slopes.flatten()
+            return flat if self.index is None else flat[self.index], None
+
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
             self.result = self.evaluate(logps, entropy)
             return self.result.loss
@@ -208,7 +215,11 @@ class _Parts:
         self.prepare, self.index = prepare, index
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        part = self.prepare().take(chunk if self.index is None else self.index[chunk])
+        positions = chunk if self.index is None else self.index[chunk]
+        found = slopes(self.prepare(), positions, logps)
+        if found is not None:
+            return found, None
+        part = self.prepare().take(positions)
         return _gradients(lambda *values: part.evaluate(*values).loss, logps, entropy)
 
 

@@ -6,13 +6,14 @@ compile and run nothing. What the kernels would have written stays as it was, wh
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_rl import LogitTransform
+from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum, policy_terms_triton
 from liger_rl.kernels import (
     blocks_triton,
     choice_triton,
@@ -37,6 +38,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.policy.loss import PolicyTerms
 
 CPU = torch.device("cpu")
 TRANSFORMS = (LogitTransform(), LogitTransform(softcap=30.0, scale=0.5, temperature=0.7))
@@ -140,6 +142,23 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     blocks_triton.grad_blocks(begun, *given, plan, left_out, shares[0], ones(N, H), transform, needs)
 
 
+def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
+    index = torch.arange(N) if entropy else slice(3, N)
+    batch = PolicyBatch(
+        advantages=ones(N),
+        old_per_token_logps=ones(N) if entropy else None,
+        ref_per_token_logps=ones(N),
+        importance_ratio=ones(N) if entropy else None,
+    )
+    penalties = itertools.cycle((KLPenalty(), *(KLPenalty(beta=0.1, kl_estimator=name) for name in ("k1", "k2", "k3"))))
+    for objective, kl in zip((*policy_terms_triton.FORMULAS, PPOClip), penalties, strict=False):
+        kl = replace(kl, importance_weighted=entropy)
+        terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
+        prepared = terms.prepared(terms.check(batch, torch.Size([N]), CPU), torch.float32)
+        policy_terms_triton.launch(prepared, ones(N), slopes=entropy, sums=True)
+        policy_terms_triton.launch(prepared, ones(N - 3), index, slopes=True, sums=False)
+
+
 def main() -> None:
     compiled = set()
     run = JITFunction.run
@@ -154,7 +173,7 @@ def main() -> None:
 
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
-    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks, scattered_rows)
+    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks, scattered_rows, policy_terms)
     for part, transform, entropy in itertools.product(parts, TRANSFORMS, (False, True)):
         part(transform, entropy)
     if epilogue.gluon_is_known():

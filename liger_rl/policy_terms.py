@@ -1,0 +1,97 @@
+"""The policy loss of a batch of log-probabilities, in one launch where a kernel knows its formula.
+
+On a GPU the formulas of `liger_rl.policy` are dozens of small launches each way. The published losses in which each
+token's gradient depends on that token alone have a kernel that makes the loss, its derivative and the metrics' sums.
+Every other loss runs its formulas.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_rl.policy.loss import PolicyLoss, PreparedLoss
+from liger_rl.policy.metrics import Metric
+
+DEVICES = ("cuda",)  # where the kernel runs; elsewhere launches cost little
+
+
+def evaluate(prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+    """As `prepared.evaluate`, differentiable once; (B, T) or (N,) log-probabilities of the whole batch."""
+    kernel = _kernel_for(prepared, per_token_logps, sums=True)
+    if kernel is None:
+        return prepared.evaluate(per_token_logps, entropy)
+    if torch.is_grad_enabled() and per_token_logps.requires_grad:
+        loss, sums = _WithSlopes.apply(per_token_logps, prepared, kernel)
+    else:
+        _, sums = kernel.launch(prepared, per_token_logps, slopes=False, sums=True)
+        loss = sums[0]
+    return PolicyLoss(loss, _metrics(prepared, sums, kernel))
+
+
+def evaluate_with_slopes(prepared: PreparedLoss, logps: Tensor) -> tuple[PolicyLoss, Tensor] | None:
+    """The loss, without gradient, and d loss / d logp, shaped like the log-probabilities; None without a kernel."""
+    kernel = _kernel_for(prepared, logps, sums=True)
+    if kernel is None:
+        return None
+    slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
+    return PolicyLoss(sums[0], _metrics(prepared, sums, kernel)), slopes
+
+
+def slopes(prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor) -> Tensor | None:
+    """d loss / d logp (n,) of some tokens' log-probabilities (n,), at flat positions of the batch; None without a
+    kernel."""
+    kernel = _kernel_for(prepared, logps, sums=False)
+    return None if kernel is None else kernel.launch(prepared, logps, positions, slopes=True, sums=False)[0]
+
+
+class _WithSlopes(torch.autograd.Function):
+    """log-probabilities -> loss (), and the sums without gradient."""
+
+    @staticmethod
+    def forward(ctx, logps, prepared, kernel):
+        slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
+        ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(sums)
+        # Not a view, which nobody could divide in place.
+        return sums[0].clone(), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        (slopes,) = ctx.saved_tensors
+        return grad * slopes, None, None
+
+
+def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
+    """The kernel's module, None where the loss has to run its formulas."""
+    terms, batch, weights = prepared.terms, prepared.batch, prepared.weights
+    if logps.device.type not in DEVICES or torch.compiler.is_compiling():
+        return None
+    if weights is None or weights.requires_grad or weights.shape != batch.mask.shape or weights.device != logps.device:
+        return None
+    if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
+        return None
+    if sums and terms.metrics not in ("none", "loss"):
+        return None
+    columns = (batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio)
+    for column in (logps, weights, *columns):
+        # Others than tensors themselves have no memory for a kernel to read.
+        if column is not None and (column.dtype != torch.float32 or type(column) is not Tensor):
+            return None
+    from liger_rl import policy_terms_triton
+
+    return policy_terms_triton if policy_terms_triton.knows(terms) else None
+
+
+def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
+    """As `policy_metrics` makes them of tokens."""
+    terms = prepared.terms
+    names = ("kl_ref", "clip_low", "clip_high", "clip_ratio")
+    kept = (terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None, *[kernel.clips(terms)] * 3)
+    if terms.metrics == "none" or not any(kept):
+        return {}
+    count = prepared.batch.mask.sum()
+    totals = zip(names, sums[1:].unbind(), kept, strict=True)
+    return {name: Metric(total, count=count) for name, total, wanted in totals if wanted}
