@@ -163,12 +163,12 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, fl
         with torch.no_grad():
             compute()
 
-    timing, floor = measure_in_turns(forward, lambda: bench.products(gradients=False), device)
+    timing, floor = measure_in_turns(forward, bench.products(gradients=False), device)
     result = _with_floor("forward", timing, floor)
     if case.task == STEP:
         timing, floor = measure_in_turns(
             lambda: _run(compute, case, inputs),
-            lambda: bench.products(gradients=True),
+            bench.products(gradients=True),
             device,
             before=lambda: _clear_gradients(inputs),
             warm=warm,

@@ -34,7 +34,7 @@ def measure_ms(
     run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, *, warm: bool = False
 ) -> Timing:
     """Median over repeats, after one that does not count unless `run` is `warm`; `before` runs ahead, untimed."""
-    turn = _turn(lambda: run, device, before)
+    turn = _turn(run, device, before)
     if not warm:
         turn()
     return _medians([turn], device)[0]
@@ -42,16 +42,18 @@ def measure_ms(
 
 def measure_in_turns(
     run: Callable[[], object],
-    make_other: Callable[[], Callable[[], object]],
+    other: Callable[[], object],
     device: str,
     before: Callable[[], object] = lambda: None,
     *,
     warm: bool = False,
 ) -> tuple[Timing, Timing]:
     """Medians of both, run in turns: a GPU lowers its clock as it warms up, and a ratio says what it should where both
-    had the same. The other is made for each of its turns, so that `run` has its memory; the rest is as above.
+    had the same. Nothing runs on the device between two turns, or it would cool down before one of them alone.
+
+    `before` runs ahead of `run`; the rest is as above.
     """
-    turn, other_turn = _turn(lambda: run, device, before), _turn(make_other, device)
+    turn, other_turn = _turn(run, device, before), _turn(other, device)
     if not warm:
         turn()
     other_turn()
@@ -59,15 +61,13 @@ def measure_in_turns(
     return first, second
 
 
-def _turn(
-    make: Callable[[], Callable[[], object]], device: str, before: Callable[[], object] = lambda: None
-) -> Callable[[], float]:
+def _turn(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> Callable[[], float]:
     """-> what runs once and returns milliseconds."""
     once = _once_cuda if device == "cuda" else _once_cpu
 
     def turn() -> float:
         before()
-        return once(make())
+        return once(run)
 
     return turn
 

@@ -264,6 +264,11 @@ def launch(
     partial = logps.new_empty(5 if metrics else 1, programs) if sums else None
     penalised = terms.kl.beta != 0.0 and batch.ref_per_token_logps is not None
     formula = FORMULAS[type(terms.objective)]
+
+    def whole(column: Tensor | None) -> Tensor | None:
+        # A sampler's correction may leave one ratio per sequence.
+        return None if column is None else column.expand(batch.mask.shape).contiguous()
+
     numbers = [float(number) for number in formula.numbers(terms.objective)]
     if tokens:
         with on(logps.device):
@@ -272,12 +277,12 @@ def launch(
                 positions.contiguous() if isinstance(positions, Tensor) else None,
                 positions.start if isinstance(positions, slice) else 0,
                 tokens,
-                batch.mask.contiguous(),
-                batch.advantages.contiguous(),
-                _contiguous(batch.old_per_token_logps),
-                _contiguous(batch.ref_per_token_logps) if penalised else None,
-                _contiguous(batch.importance_ratio),
-                _contiguous(prepared.weights),
+                whole(batch.mask),
+                whole(batch.advantages),
+                whole(batch.old_per_token_logps),
+                whole(batch.ref_per_token_logps) if penalised else None,
+                whole(batch.importance_ratio),
+                whole(prepared.weights),
                 grads,
                 partial,
                 float(terms.kl.beta),
@@ -291,7 +296,3 @@ def launch(
                 num_warps=WARPS,
             )
     return grads, None if partial is None else partial.sum(1)
-
-
-def _contiguous(column: Tensor | None) -> Tensor | None:
-    return None if column is None else column.contiguous()

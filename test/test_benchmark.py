@@ -155,7 +155,7 @@ def test_gold_in_pieces_is_the_gradient_of_the_whole_loss(case, monkeypatch):
 
 
 def test_every_variant_has_floors_of_its_own(monkeypatch):
-    """After its own repeats, each with buffers that are gone before the next one begins."""
+    """In turns with its own repeats, made before them, so that nothing but the two runs; gone before the next one."""
     bench, made, said = Bench(DENSE, "cpu"), [], []
 
     class Counted(floor.Products):
@@ -170,10 +170,10 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
 
     class Said(type(peers.load("eager"))):
         def make(self, *arguments):
+            assert all(reference() is None for reference in made), "a floor's buffers take memory from a variant"
             run = super().make(*arguments)
 
             def step():
-                assert all(reference() is None for reference in made), "a floor's buffers take memory from a variant"
                 said.append("forward")
                 return run()
 
@@ -185,7 +185,9 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
     monkeypatch.setitem(timing.REPEATS, "cpu", once)
     for _ in range(2):
         said.clear()
+        made.clear()
         row = measure.measure(bench, "eager", ["time"])
+        assert len(made) == 2
         # Once untimed, but for a variant's own sake before its libraries are loaded; at the end the loss is checked.
         timed = ["forward", "logits"] * 3 + ["forward", "products"] * 3 + ["forward"]
         assert said[-len(timed) :] == timed

@@ -30,7 +30,7 @@ from liger_rl import (
 )
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 OBJECTIVES = [
     PPOClip(),
     PPOClip(epsilon_low=0.1, epsilon_high=0.3, delta=1.5),
@@ -422,16 +422,22 @@ def test_metrics_of_sequences_leave_the_chunks_theirs(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_samplers_ratio(monkeypatch):
-    """Made of the columns before any log-probability is known, so it is a column like another."""
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_samplers_ratio(level, monkeypatch):
+    """Made of the columns before any log-probability is known, so it is a column like another; or one per sequence."""
     logps, columns = some_tokens((5, 30), importance=False, old=True)
     columns["sampling_per_token_logps"] = columns["old_per_token_logps"] - 0.1
-    correction = SamplerCorrection(level="token", mode="truncate")
+    correction = SamplerCorrection(level=level, mode="truncate")
     terms = replace(BASE, sampler_correction=correction)
     (loss, _), slopes = launched(terms, columns, logps)
     expected, grad = by_formula(terms, columns, logps, torch.float32)
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(slopes, grad, rtol=1e-5, atol=1e-7)
+    positions = torch.randperm(150, device=DEVICE)[:70]
+    some, _ = policy_terms_triton.launch(
+        prepare(terms, columns, logps.shape), logps.flatten()[positions], positions, slopes=True, sums=False
+    )
+    torch.testing.assert_close(some, grad.flatten()[positions], rtol=1e-5, atol=1e-7)
     monkeypatch.setattr(policy_terms, "DEVICES", (DEVICE.type,))
     spy = Spy(monkeypatch)
     policy_terms.evaluate(prepare(terms, columns, logps.shape), logps)

@@ -20,6 +20,7 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.metrics import Metric
+from liger_rl.policy_terms import evaluate
 
 POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
 PER_TOKEN = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
@@ -82,7 +83,7 @@ def policy_step(
     logps = _aligned(output.per_token_logps, ids)
     entropy = None if output.entropy is None else _aligned(output.entropy, ids)
     prepared = loss.terms.prepared(given, torch.float32)
-    total, metrics = prepared.evaluate(logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
+    total, metrics = evaluate(prepared, logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
     if output.aux_loss is not None:
         total = total + router_loss(swapped, output.aux_loss).to(total.device)
     return PolicyStep(total, metrics, logps.detach(), None if entropy is None else entropy.detach())
