@@ -10,7 +10,7 @@ from torch import Tensor
 SUMMED_ROWS = 256
 # `parts_for`: at most so many parts, each of which costs about so much of the whole, in tiles of so many rows and
 # columns. Of the tiles that cuBLAS is known to have these foretold its speed best.
-MAX_PARTS, COST_OF_PART, PART_TILE = 5, 0.03, 128
+MAX_PARTS, COST_OF_PART, PART_TILE = 4, 0.03, 128
 ALIGNED_ELEMENTS = 8  # 16 bytes of 16-bit numbers, at which the rows of fast products start
 # Before 2.10, addmm with an out_dtype takes no float32 to add to.
 ADDS_TO_FLOAT32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
@@ -36,8 +36,8 @@ def parts_for(rows: int, columns: int, device: torch.device) -> int:
 
     A chunk of tokens times the hidden size makes few tiles for a GPU's multiprocessors, and leaves many of them idle at
     the end. On one H200 the products of 13 chunks of 768 to 2304 tokens ran at 673, 640 and 656 TFLOP/s on average with
-    H = 2048, 2304 and 4096, at 702, 685 and 669 in the parts that this chooses, and at 716, 719 and 698 in those that
-    were fastest; 1664 tokens with H = 2048 at 735 in place of 577, 1024 with H = 2304 at 716 in place of 569.
+    H = 2048, 2304 and 4096, at 704, 687 and 669 in the parts that this chooses, and at 716, 719 and 698 in those that
+    were fastest; 1664 tokens with H = 2048 at 735 in place of 577, 1024 with H = 2304 at 748 in place of 569.
     """
     if device.type != "cuda":
         return 1
