@@ -2,9 +2,9 @@
 
     {"case": {...}, "variants": ["eager", "ours"], "device": "cuda", "quantities": ["memory", "time", "error"]}
 
-Inputs and gold are made once per request, the floor is timed in turns with every variant, whose clock it has. What one
-variant leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on
-CUDA the allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
+Inputs and gold are made once per request, the floor is timed after every variant, whose clock it has. What one variant
+leaves behind reaches the next one, so a process that is to measure host memory is given one variant alone; on CUDA the
+allocator's own counts are taken, its cache is emptied and compiled code forgotten between variants.
 """
 
 import gc
@@ -28,7 +28,7 @@ from benchmark.inputs import Inputs, make_inputs
 from benchmark.loss import grpo_loss
 from benchmark.memory import PeakMemory
 from benchmark.peers.peer import Head
-from benchmark.timing import Timing, measure_in_turns
+from benchmark.timing import Timing, measure_ms
 
 # Of the loss over the whole case, in nats, against log-probabilities from float32 logits. bfloat16 logits move each
 # log-probability by up to 3e-2; thousands of tokens average that out.
@@ -64,9 +64,10 @@ class Bench:
             "sure_share": (self.inputs.current_logps[counted].exp() > SURE).float().mean().item(),
         }
 
-    def products(self, *, gradients: bool) -> Products:
-        """Of a step, or of the logits alone."""
-        return Products(self.case, self.inputs, self.device, gradients=gradients)
+    def floor(self, *, gradients: bool) -> Timing:
+        """Of the products of a step, or of the logits alone, as often in a row as a variant: at its power limit a GPU
+        gives what takes less power the higher clock. After every variant: clocks differ from minute to minute."""
+        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device)
 
     @cached_property
     def small(self) -> "Bench":
@@ -159,22 +160,17 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, fl
     case, inputs, device = bench.case, bench.inputs, bench.device
     _clear_gradients(inputs)
 
-    def forward() -> None:
-        with torch.no_grad():
-            compute()
-
-    timing, floor = measure_in_turns(forward, bench.products(gradients=False), device)
-    result = _with_floor("forward", timing, floor)
+    with torch.no_grad():
+        forward = measure_ms(compute, device)
+    floor = bench.floor(gradients=False)
+    result = _with_floor("forward", forward, floor)
     if case.task == STEP:
-        timing, floor = measure_in_turns(
-            lambda: _run(compute, case, inputs),
-            bench.products(gradients=True),
-            device,
-            before=lambda: _clear_gradients(inputs),
-            warm=warm,
+        step = measure_ms(
+            lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm
         )
         _clear_gradients(inputs)
-        result |= _with_floor("step", timing, floor)
+        floor = bench.floor(gradients=True)
+        result |= _with_floor("step", step, floor)
     return result | {"floor_tflops": case.floor_flops / floor.median_ms / 1e9}
 
 

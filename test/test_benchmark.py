@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,8 +155,20 @@ def test_gold_in_pieces_is_the_gradient_of_the_whole_loss(case, monkeypatch):
     torch.testing.assert_close((found.grad_hidden, found.grad_weight), expected)
 
 
+@pytest.mark.parametrize(("seconds", "runs"), [(0.01, 7), (0.06, 3)])
+def test_repeats_come_after_a_device_is_warm(seconds, runs, monkeypatch):
+    """As many as that takes, one where it is long enough."""
+    repeats = timing.Repeats(warm_seconds=0.045, most=2, least=2, seconds=1.0, long_seconds=60.0)
+    monkeypatch.setitem(timing.REPEATS, "cpu", repeats)
+    begun = []
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: seconds * len(begun)))
+    found = timing.measure_ms(lambda: begun.append(None), "cpu")
+    assert (found.repeats, len(begun)) == (2, runs)
+    assert found.median_ms == pytest.approx(1e3 * seconds)
+
+
 def test_every_variant_has_floors_of_its_own(monkeypatch):
-    """In turns with its own repeats, made before them, so that nothing but the two runs; gone before the next one."""
+    """After its own repeats, each with buffers that are gone before the next one begins."""
     bench, made, said = Bench(DENSE, "cpu"), [], []
 
     class Counted(floor.Products):
@@ -170,10 +183,10 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
 
     class Said(type(peers.load("eager"))):
         def make(self, *arguments):
-            assert all(reference() is None for reference in made), "a floor's buffers take memory from a variant"
             run = super().make(*arguments)
 
             def step():
+                assert all(reference() is None for reference in made), "a floor's buffers take memory from a variant"
                 said.append("forward")
                 return run()
 
@@ -181,7 +194,7 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
 
     monkeypatch.setattr(measure, "Products", Counted)
     monkeypatch.setattr(peers, "load", lambda name: Said())
-    once = timing.Repeats(most=2, least=2, seconds=1.0, long_seconds=60.0)
+    once = timing.Repeats(warm_seconds=0.0, most=2, least=2, seconds=1.0, long_seconds=60.0)
     monkeypatch.setitem(timing.REPEATS, "cpu", once)
     for _ in range(2):
         said.clear()
@@ -189,7 +202,7 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
         row = measure.measure(bench, "eager", ["time"])
         assert len(made) == 2
         # Once untimed, but for a variant's own sake before its libraries are loaded; at the end the loss is checked.
-        timed = ["forward", "logits"] * 3 + ["forward", "products"] * 3 + ["forward"]
+        timed = ["forward"] * 3 + ["logits"] * 3 + ["forward"] * 3 + ["products"] * 3 + ["forward"]
         assert said[-len(timed) :] == timed
         assert row["forward_x_floor"] == row["forward_ms"] / row["forward_floor_ms"]
         assert row["step_x_floor"] == row["step_ms"] / row["step_floor_ms"]
