@@ -162,12 +162,13 @@ def cpu_preset() -> list[Case]:
 
 # What is worth its time where a case is one of many: neither minutes of compiling nor the slowest.
 SWEEP = tuple(name for name in EVERYWHERE if name not in ("compiled", "liger_chunked"))
-# Without what compiles anew for every vocabulary.
-VOCABULARIES = tuple(name for name in SWEEP if name != "liger_sm90")
-# All but what holds several copies of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
-LONG = ("ours", "ours-1e-3", "trl_chunked", "liger_sm90", "cce", "liger_triton")
+# Along an axis, where many cases tell what one does not; and without what compiles anew for every vocabulary.
+POINTS = tuple(name for name in SWEEP if name != "verl_triton")
+VOCABULARIES = tuple(name for name in POINTS if name != "liger_sm90")
+# What holds no copy of the logits, 31 GiB each at 131072 tokens; and where a step takes seconds.
+LONG = ("ours", "ours-1e-3", "trl_chunked", "cce")
+LONG_BATCH = (*LONG, "ours-one-pass", "liger_triton")
 LONGEST = ("ours", "trl_chunked")
-# On frozen heads beside the first, which has a whole sweep.
 FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
 TOLERANCES = ("ours", "ours-1e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
 # A batch in which every token counts has more of them than 400 MiB hold in one pass.
@@ -192,7 +193,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     logps = of_each("logps-", groups=(FORWARD,), task=LOGPS)
     entropies = of_each("logps-entropy-", groups=(FORWARD,), task=LOGPS_AND_ENTROPY)
     flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
-    point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=SWEEP)
+    point = replace(llama, groups=(TOKENS,), quantities=MEMORY_AND_TIME, variants=POINTS)
     crossing = replace(point, name="tokens-4096", tokens=512, groups=(TOKENS, VOCABULARY))
     vocabularies = [
         replace(crossing, name=f"vocab-{v}", vocab=v, groups=(VOCABULARY,), variants=VOCABULARIES)
@@ -209,12 +210,11 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
         logps[0],
         replace(entropies[0], variants=SWEEP),
         flat,
-        *(replace(llama, name=name, groups=(MODELS,), **HEADS[name]) for name in (QWEN, GEMMA)),
+        *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in (QWEN, GEMMA)),
         *(replace(case, variants=(*SWEEP, "ours-400-mib", "ours-1e-4")) for case in rl[1:]),
-        replace(frozen[0], variants=SWEEP),
-        *frozen[1:],
+        *frozen,
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
-        replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=SWEEP),
+        replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=LONG_BATCH),
         replace(point, name="tokens-131072", tokens=16384, variants=LONG),
         crossing,
         *vocabularies,
