@@ -9,6 +9,7 @@ from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     TileBounds,
+    TileShares,
     TokenGradients,
     TokenStatistics,
 )
@@ -71,30 +72,38 @@ def left_out_sums(
 
 
 def tile_shares(
-    hidden: Tensor,  # (n, H) in the compute dtype
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (n,) of the tokens in it, None for all
+    tokens: TokenGradients,  # (n,) each
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     transform: LogitTransform,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How a tile's words share what is left out of it: as they share its mass where the mean hidden state is.
+    dtype: torch.dtype,
+) -> TileShares:
+    """How a tile's words share what is left out of it: as they share its mass where a mean of the hidden states is.
 
-    Words that few tokens are likely to say are rare for all of them, and how rare is what the logits of the mean hidden
-    state tell. Words that have no share where that is not finite (every word of a tile banned) have no mass either.
-
-    Returns:
-        (V,) float32, adding up to 1 over a tile; (tiles,) float32, their sums of squares; and (padded tiles, H) in the
-        compute dtype, the weight's rows added up by them.
+    Words that few tokens are likely to say are rare for all of them, and how rare is what the logits of that mean tell.
+    A token counts in it by the gradient that it has beside its target, of which the left-out sums are parts. Words that
+    have no share where the mean is not finite, or a tile's every word is banned, have no mass either.
     """
     vocab, size = weight.shape
-    # One token's NaN must not reach the gradients of others.
-    mean = hidden.float().nan_to_num(0.0, 0.0, 0.0).mean(0)
+    mean = _mean(hidden if index is None else hidden[index], tokens)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
-    rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
+    rows = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
     squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
     for tile, first in enumerate(range(0, vocab, BLOCK_VOCAB)):
         span = slice(first, first + BLOCK_VOCAB)
-        part = weight[span].to(hidden.dtype).float()
+        part = weight[span].to(dtype).float()
         z = transformed((part @ mean)[None], None if bias is None else bias[span], transform)[0]
         share = z.softmax(0).nan_to_num_(0.0)
         shares[span], squares[tile], rows[tile] = share, share.square().sum(), share @ part
-    return shares, squares, rows
+    return TileShares(shares, squares, rows)
+
+
+def _mean(hidden: Tensor, tokens: TokenGradients) -> Tensor:
+    counts = tokens.at_target.abs()
+    if tokens.grad_entropy is not None and tokens.entropy is not None:
+        counts = counts + (tokens.grad_entropy * tokens.entropy).abs()
+    # One token's NaN must not reach the gradients of others.
+    counts = counts.nan_to_num(0.0, 0.0, 0.0)
+    return counts @ hidden.float().nan_to_num(0.0, 0.0, 0.0) / counts.sum()

@@ -14,6 +14,7 @@ from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     TileBounds,
+    TileShares,
     TokenGradients,
     TokenStatistics,
 )
@@ -117,9 +118,13 @@ def _left_out_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add_kernel(
-    hidden,  # (n, H)
+    hidden,  # (N, H)
     stride,  # between two tokens
-    sums,  # (n / TOKENS rounded up, H) float32
+    index,  # (n,) of the tokens in it, or None
+    at_target,  # (n,)
+    entropies,
+    grad_entropies,
+    sums,  # (n / TOKENS rounded up, H + 1) float32
     tokens,
     hidden_size,
     TOKENS: tl.constexpr,
@@ -130,19 +135,28 @@ def _add_kernel(
     total = tl.zeros((STEP, COLUMNS), tl.float32)
     for step in tl.static_range(0, TOKENS, STEP):
         token = tl.program_id(0) * TOKENS + step + tl.arange(0, STEP)
-        inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-        place = token.to(tl.int64)[:, None] * stride + column[None, :]
-        part = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        known = token < tokens
+        count = tl.abs(tl.load(at_target + token, mask=known, other=0.0))
+        if grad_entropies is not None:
+            e = tl.load(grad_entropies + token, mask=known, other=0.0)
+            count += tl.abs(e * tl.load(entropies + token, mask=known, other=0.0))
         # One token's NaN must not reach the gradients of others.
-        total += tl.where(tl.abs(part) < float("inf"), part, 0.0)
-    place = tl.program_id(0).to(tl.int64) * hidden_size + column
-    tl.store(sums + place, tl.sum(total, 0), mask=column < hidden_size)
+        count = tl.where(count < float("inf"), count, 0.0)
+        row = token.to(tl.int64)
+        if index is not None:
+            row = tl.load(index + token, mask=known, other=0)
+        inside = known[:, None] & (column < hidden_size)[None, :]
+        part = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        part = tl.where(tl.abs(part) < float("inf"), part, 0.0)
+        # The column behind the last one counts the tokens.
+        total += count[:, None] * tl.where((column == hidden_size)[None, :], 1.0, part)
+    place = tl.program_id(0).to(tl.int64) * (hidden_size + 1) + column
+    tl.store(sums + place, tl.sum(total, 0), mask=column <= hidden_size)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _shares_kernel(
-    hidden_sums,  # (H,) float32, over
-    tokens,  # so many
+    hidden_sums,  # (H + 1,) float32, of the tokens in the end
     weight,  # (V, H)
     stride,  # between two words
     bias,
@@ -164,7 +178,7 @@ def _shares_kernel(
 ):
     tile, column = tl.program_id(0), tl.arange(0, COLUMNS)
     inside = column < hidden_size
-    mean = tl.load(hidden_sums + column, mask=inside, other=0.0) / tokens
+    mean = tl.load(hidden_sums + column, mask=inside, other=0.0) / tl.load(hidden_sums + hidden_size)
     peak, total = LOWEST, 0.0
     row = tl.zeros((COLUMNS,), tl.float32)
     for step in range(0, TILE_VOCAB, WORDS):
@@ -260,24 +274,41 @@ def left_out_sums(
 
 
 def tile_shares(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `choice.tile_shares`, in one read of the weight; last dimensions must be contiguous."""
-    assert hidden.stride(1) == weight.stride(1) == 1
-    (n, size), vocab = hidden.shape, weight.shape[0]
+    hidden: Tensor,
+    index: Tensor | None,
+    tokens: TokenGradients,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> TileShares:
+    """As `choice.tile_shares`, in one read of the weight, whose last dimension must be contiguous."""
+    assert weight.stride(1) == 1
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    n, (vocab, size) = tokens.at_target.numel(), weight.shape
     tiles, columns = padded_tiles(vocab), triton.next_power_of_2(size)
     shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
-    rows = torch.empty(tiles, size, dtype=hidden.dtype, device=weight.device)
-    parts = torch.empty(triton.cdiv(n, ADDED_TOKENS), size, dtype=torch.float32, device=weight.device)
+    rows = torch.empty(tiles, size, dtype=dtype, device=weight.device)
+    parts = torch.empty(triton.cdiv(n, ADDED_TOKENS), size + 1, dtype=torch.float32, device=weight.device)
     with on(weight.device):
-        _add_kernel[(parts.shape[0], triton.cdiv(size, ADDED_COLUMNS))](
-            hidden, hidden.stride(0), parts, n, size, ADDED_TOKENS, ADDED_STEP, ADDED_COLUMNS
+        _add_kernel[(parts.shape[0], triton.cdiv(size + 1, ADDED_COLUMNS))](
+            hidden,
+            hidden.stride(0),
+            index,
+            tokens.at_target,
+            tokens.entropy,
+            tokens.grad_entropy,
+            parts,
+            n,
+            size,
+            ADDED_TOKENS,
+            ADDED_STEP,
+            ADDED_COLUMNS,
         )
         # Tiles that fill up a multiple have no words, and rows of zeros.
         _shares_kernel[(tiles,)](
             parts.sum(0),
-            n,
             weight,
             weight.stride(0),
             None if bias is None else bias.contiguous(),
@@ -292,4 +323,4 @@ def tile_shares(
             COLUMNS=columns,
             num_warps=SHARING_WARPS,
         )
-    return shares, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows
+    return TileShares(shares, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
