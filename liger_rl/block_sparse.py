@@ -5,8 +5,7 @@ squares. The smallest are left out while their bounds add up to at most toleranc
 gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
 
 What is left out of a token's row of a block is replaced by its sum, which the forward knows too, shared among the words
-as they share the tile's mass where a mean of the hidden states is (`choice.tile_shares`). The bounds are of what that
-leaves.
+as they share the tile's mass in a sample of the tokens (`choice.tile_shares`). The bounds are of what that leaves.
 It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a trained weight
 have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words that a policy
 rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense products.

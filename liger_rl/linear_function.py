@@ -135,11 +135,12 @@ def token_gradients(
             picked = select_rows(tokens)
         else:
             assert options.tolerance is not None
+            live_targets = rows_of(targets, live)
             shares = choice_for(hidden.device).tile_shares(
-                hidden, live, tokens, weight, bias, options.transform, options.compute_dtype
+                hidden, live, live_targets, statistics, tokens, weight, bias, options.transform, options.compute_dtype
             )
             chosen = choose_blocks(
-                known, statistics, tokens, rows_of(targets, live), shares, options.transform, options.tolerance,
+                known, statistics, tokens, live_targets, shares, options.transform, options.tolerance,
                 options.compute_dtype, needs_hidden=needs[0],
             )  # fmt: skip
             picked = chosen.order
