@@ -125,8 +125,9 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
     tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
     index = torch.arange(N) if entropy else None
-    given = (statistics(entropy), tokens, weight, bias, transform, torch.bfloat16)
-    shares = choice_triton.tile_shares(hidden, index, targets, *given)
+    drawn = choice_triton.draw(index, targets, statistics(entropy), tokens)
+    drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
+    shares = choice_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
     known = known._replace(share_squares=shares.squares)
     ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)

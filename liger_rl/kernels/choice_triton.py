@@ -4,6 +4,7 @@ The device has nothing else to do while these run, so what counts is that they a
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -299,27 +300,20 @@ def left_out_sums(
     return out
 
 
-def tile_shares(
-    hidden: Tensor,
-    index: Tensor | None,
-    targets: Tensor,
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    weight: Tensor,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    dtype: torch.dtype,
-) -> TileShares:
-    """As `choice.tile_shares`, of one token at least, in two reads of the weight; its last dimension is contiguous."""
-    assert weight.stride(1) == 1
-    vocab, size = weight.shape
-    tiles = padded_tiles(vocab)
-    numbers = partial(torch.empty, device=weight.device)
-    rows, own = (numbers(SAMPLES, dtype=torch.int64) for _ in range(2))
-    lse, counts = (numbers(SAMPLES, dtype=torch.float32) for _ in range(2))
-    words, squares = numbers(vocab, dtype=torch.float32), numbers(tiles, dtype=torch.float32)
-    sums = numbers(tiles, size, dtype=dtype)
-    with on(weight.device):
+class Drawn(NamedTuple):
+    """Tokens that say how words share what is left out, (SAMPLES,) each."""
+
+    rows: Tensor  # int64, of all hidden states
+    lse: Tensor  # float32
+    targets: Tensor  # int64
+    counts: Tensor  # float32, what a probability of theirs counts
+
+
+def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tokens: TokenGradients) -> Drawn:
+    """Of one token at least, as `choice.tile_shares` says."""
+    numbers = partial(torch.empty, SAMPLES, device=targets.device)
+    drawn = Drawn(*(numbers(dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64, torch.float32)))
+    with on(targets.device):
         _draw_kernel[(1,)](
             statistics.logps,
             tokens.lse,
@@ -328,22 +322,31 @@ def tile_shares(
             tokens.grad_entropy,
             targets.contiguous(),
             index,
-            rows,
-            lse,
-            own,
-            counts,
+            *drawn,
             targets.numel(),
             SAMPLES=SAMPLES,
             STEP=DRAWN,
             num_warps=DRAWING_WARPS,
         )
+    return drawn
+
+
+def shares_by(
+    drawn: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype
+) -> TileShares:
+    """In two reads of the weight, whose last dimension is contiguous."""
+    assert weight.stride(1) == 1
+    vocab, size = weight.shape
+    tiles = padded_tiles(vocab)
+    numbers = partial(torch.empty, device=weight.device)
+    words, squares = numbers(vocab, dtype=torch.float32), numbers(tiles, dtype=torch.float32)
+    rows = numbers(tiles, size, dtype=dtype)
+    with on(weight.device):
         # Tiles that fill up a multiple have no words, and rows of zeros.
         _shares_kernel[(tiles,)](
-            gemm.matmul(weight.to(dtype), hidden[rows].to(dtype).T),
+            gemm.matmul(weight.to(dtype), hidden[drawn.rows].to(dtype).T),
             None if bias is None else bias.contiguous(),
-            lse,
-            own,
-            counts,
+            *drawn[1:],
             words,
             squares,
             vocab,
@@ -356,11 +359,26 @@ def tile_shares(
             weight,
             weight.stride(0),
             words,
-            sums,
+            rows,
             vocab,
             size,
             TILE_VOCAB=BLOCK_VOCAB,
             WORDS=WEIGHED_WORDS,
             COLUMNS=WEIGHED_COLUMNS,
         )
-    return TileShares(words, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], sums)
+    return TileShares(words, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
+
+
+def tile_shares(
+    hidden: Tensor,
+    index: Tensor | None,
+    targets: Tensor,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> TileShares:
+    """As `choice.tile_shares`, of one token at least."""
+    return shares_by(draw(index, targets, statistics, tokens), hidden, weight, bias, transform, dtype)
