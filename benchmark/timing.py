@@ -42,9 +42,9 @@ def measure_ms(
         before()
         return once(run)
 
-    begun = time.perf_counter()
     if not warm:
-        repeat()
+        repeat()  # which may compile, and leave the device with nothing to do
+    begun = time.perf_counter()
     while time.perf_counter() - begun < repeats.warm_seconds:
         repeat()
     times: list[float] = []

@@ -17,8 +17,8 @@ from liger_rl.projection import CHUNK_ALIGNMENT, ProjectionOptions, kind_of
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)
 
-# Of a chunk without a budget: its exponentials and the float32 gradient of its hidden states. On CUDA, with H = 4096
-# and V = 128256, that is 2075 tokens, whose products run at full speed.
+# Of a chunk without a budget: its exponentials and the float32 gradient of its hidden states, of which a frozen head
+# adds up a few. On CUDA, with H = 4096 and V = 128256, that is 2075 tokens, whose products run at full speed.
 CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
 # Each chunk reads and writes a sum of the weight's size: under so many tokens that costs more than the product saved.
 MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}

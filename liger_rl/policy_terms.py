@@ -9,7 +9,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.policy.loss import PolicyLoss, PreparedLoss
 from liger_rl.policy.metrics import Metric
@@ -52,16 +51,31 @@ class _WithSlopes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logps, prepared, kernel):
         slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
-        ctx.save_for_backward(slopes)
+        ctx.save_for_backward(logps, slopes)
         ctx.mark_non_differentiable(sums)
         # Not a view, which nobody could divide in place.
         return sums[0].clone(), sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, _):
-        (slopes,) = ctx.saved_tensors
-        return grad * slopes, None, None
+        logps, slopes = ctx.saved_tensors
+        scaled = _Scaled.apply(grad, logps, slopes) if torch.is_grad_enabled() else grad * slopes
+        return scaled, None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """grad (), log-probabilities, slopes -> grad * slopes, which depends on the log-probabilities, nobody knows how.
+
+    A gradient of it has to fail. It would not if there were no such step: the head would take it for a constant.
+    """
+
+    @staticmethod
+    def forward(ctx, grad, logps, slopes):
+        return grad * slopes
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("this loss can be differentiated once: a kernel made its derivative")
 
 
 def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
@@ -69,7 +83,9 @@ def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleT
     terms, batch, weights = prepared.terms, prepared.batch, prepared.weights
     if logps.device.type not in DEVICES or torch.compiler.is_compiling():
         return None
-    if weights is None or weights.requires_grad or weights.shape != batch.mask.shape or weights.device != logps.device:
+    if not isinstance(weights, Tensor) or weights.requires_grad:
+        return None
+    if weights.shape != batch.mask.shape or weights.device != logps.device:
         return None
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None

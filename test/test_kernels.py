@@ -315,6 +315,28 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     assert found.log_sum_sq_probs[sure].abs().max() < 3e-7
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("softcap", "temperature"),
+    [(1024.0, 1.0), (1030.0, 1.0), (30.0, 1e-3), (30.0, 1e-8), (30.0, 1e-9), (1e10, 1.0), (3e38, 1.0)],
+)
+def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
+    """Statistics are finite however far a cap is, and those of the words as far as a tanh in float32 says."""
+    from liger_rl.kernels import epilogue
+
+    tokens, vocab = 256, 512 if whole else 600
+    hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
+    targets = torch.randint(vocab, (tokens,)).to(DEVICE)
+    transform = LogitTransform(softcap=softcap, temperature=temperature)
+    found, _ = epilogue.gemm_fold(hidden, weight, None, targets, transform, entropy=True, extras=EXTRAS)
+    for values in found:
+        assert not values.isnan().any()
+    assert (found.logps <= 0).all()
+    if softcap / temperature < 1e5:
+        logps, _ = oracles.logprobs(hidden.double(), weight.double(), targets, softcap=softcap, temperature=temperature)
+        assert (found.logps - logps).abs().max() < 2 * 2.4e-7 * softcap / temperature + 1e-5
+
+
 @pytest.mark.parametrize("level", [2.6e8, -5e8, 6e8, 1e30, 3e38, -3e38, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("banned", [False, True])
 def test_large_logits_in_the_epilogue(level, banned):

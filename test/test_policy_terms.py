@@ -442,3 +442,28 @@ def test_the_samplers_ratio(level, monkeypatch):
     spy = Spy(monkeypatch)
     policy_terms.evaluate(prepare(terms, columns, logps.shape), logps)
     assert spy.calls == [{"slopes": False, "sums": True}]
+
+
+def test_a_second_derivative_is_refused(monkeypatch):
+    """And not taken for that of a constant; a graph that nobody asks for it is no mistake."""
+    monkeypatch.setattr(policy_terms, "DEVICES", (DEVICE.type,))
+    loss_fn = FusedLinearGRPOLoss("dapo", passes="two")
+    hidden, weight = torch.randn(3, 7, 8, device=DEVICE), torch.randn(33, 8, device=DEVICE)
+    ids, advantages = torch.randint(33, (3, 7)).to(DEVICE), torch.randn(3).to(DEVICE)
+    hidden.requires_grad_()
+    loss = loss_fn(hidden, weight, ids, advantages).loss
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (expected,) = torch.autograd.grad(loss_fn(hidden, weight, ids, advantages).loss, hidden)
+    assert torch.equal(grad.detach(), expected)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        (loss_fn(hidden, weight, ids, advantages).loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("number", [0.05, 2])
+def test_a_reduction_to_one_number(number, monkeypatch):
+    """As formulas take it, which broadcast."""
+    logps, columns = some_tokens((5, 30), importance=False, old=True)
+    terms = replace(BASE, reduction=lambda batch: number)
+    expected = prepare(terms, columns, logps.shape).evaluate(logps).loss
+    monkeypatch.setattr(policy_terms, "DEVICES", (DEVICE.type,))
+    assert torch.equal(policy_terms.evaluate(prepare(terms, columns, logps.shape), logps).loss, expected)

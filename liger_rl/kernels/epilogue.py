@@ -42,6 +42,9 @@ TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
 STAGES, WARPS = 4, 8
 STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
+# Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
+# would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
+MOST_LEVELLED = 1024.0
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
@@ -101,6 +104,7 @@ def _gemm_fold_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
+    LEVELLED: tl.constexpr,  # capped, by not too much, see MOST_LEVELLED
     WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -117,7 +121,7 @@ def _gemm_fold_kernel(
         fold_tile(
             logits, token, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
             targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
-            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, WHOLE, store, at_word,
+            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, store, at_word,
         )  # fmt: skip
 
 
@@ -261,7 +265,8 @@ def _fold_tiles(
         vocab,
         hidden.shape[1],
     )
-    constants = transform_constants(transform) | {"WHOLE": vocab % TILE_VOCAB == 0}
+    levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
+    constants = transform_constants(transform) | {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
     overlapped = overlapped_for(hidden.device)
     with on(hidden.device):

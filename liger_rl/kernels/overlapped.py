@@ -125,7 +125,7 @@ def _store(out, row, column, values):
 @gluon.jit
 def _fold(
     rows, words, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
-    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, WHOLE: gl.constexpr,
+    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LEVELLED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     (
         bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
@@ -142,7 +142,7 @@ def _fold(
         fold_tile(
             logits, first + row, word, first + LOWER * HALF, vocab_tile, tokens, vocab, targets, peaks, sums, moments,
             sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, references, limit,
-            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, WHOLE, _store, _at_word,
+            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, _store, _at_word,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -224,6 +224,7 @@ def fold_kernel(
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     HEATED: gl.constexpr,
+    LEVELLED: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
     """The arguments are those of `epilogue._gemm_fold_kernel`."""
@@ -238,11 +239,11 @@ def fold_kernel(
         [
             (_fold, (
                 upper, words, barriers, (kept, upper_out), where, tiles, hidden_size, given, False,
-                SCALED, CAPPED, HEATED, WHOLE,
+                SCALED, CAPPED, HEATED, LEVELLED, WHOLE,
             )),
             (_fold, (
                 lower, words, barriers, (kept, lower_out), where, tiles, hidden_size, given, True,
-                SCALED, CAPPED, HEATED, WHOLE,
+                SCALED, CAPPED, HEATED, LEVELLED, WHOLE,
             )),
             (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, False)),
         ],

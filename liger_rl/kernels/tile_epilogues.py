@@ -108,7 +108,7 @@ def fold_tile(
     first_token, vocab_tile, tokens, vocab,
     targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
     gain, cap, inverse, inverse_rest,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, WHOLE: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, LEVELLED: tl.constexpr, WHOLE: tl.constexpr,
     STORE: tl.constexpr, AT_WORD: tl.constexpr,
 ):  # fmt: skip
     """Write what the fold leaves of one tile of logits, of tokens from `first_token` on.
@@ -127,7 +127,7 @@ def fold_tile(
     full = cap
     if HEATED:
         full = tl.fma(cap, inverse, cap * inverse_rest)
-    if CAPPED:
+    if LEVELLED:
         level = cap_left(logits, gain)
         if not WHOLE:
             level = tl.where(inside, level, float("inf"))
@@ -152,13 +152,14 @@ def fold_tile(
         values = exp * scale[:, None]
         if CAPPED and references is not None:
             # 1 - tanh^2
-            values *= level * (2.0 - level)
+            left = level if LEVELLED else 1.0 - level / full
+            values *= left * (2.0 - left)
         STORE(kept, first_token, vocab_tile * TILE_VOCAB, values)
     tl.store(peaks + place, peak, mask=live)
     tl.store(sums + place, total * factor, mask=live)
     if moments is not None:
         # No capped word is banned, and none is past the last one of a whole tile.
-        if not (CAPPED and WHOLE):
+        if not (LEVELLED and WHOLE):
             exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
         moment = tl.sum(exp * exponent, 1)
         tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
@@ -166,12 +167,12 @@ def fold_tile(
         tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
     target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
     target_z = AT_WORD(level, target)
-    if CAPPED:
+    if LEVELLED:
         target_z = _under_cap(target_z, full)
     tl.store(target_logits + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
     if rivals is not None:
         before = word[None, :] < target[:, None]
-        if CAPPED:
+        if LEVELLED:
             rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
         else:
             rival = tl.max(tl.where(before, level, float("-inf")), 1)
