@@ -5,7 +5,7 @@ squares. The smallest are left out while their bounds add up to at most toleranc
 gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
 
 What is left out of a token's row of a block is replaced by its sum, which the forward knows too, shared among the words
-as they share the tile's mass where the mean hidden state is (`choice.tile_shares`). The bounds are of what that leaves.
+as they share the tile's mass in a sample of the tokens (`choice.tile_shares`). The bounds are of what that leaves.
 It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a trained weight
 have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words that a policy
 rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense products.
@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_rl.host_answer import HostAnswer
 from liger_rl.kernels import bounds_for, choice_for, gemm
 from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import TileBounds, TileShares, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 # With `unbiased`, the root mean square of what sampling adds, over that of what is left out. At most 1 / 3^2 of the
@@ -50,10 +50,10 @@ class ChosenBlocks:
 
 def choose_blocks(
     known: TileBounds,
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    targets: Tensor,
-    vocab: int,
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    targets: Tensor,  # (n,)
+    shares: TileShares,
     transform: LogitTransform,
     tolerance: Tolerance,
     compute_dtype: torch.dtype,
@@ -62,6 +62,7 @@ def choose_blocks(
 ) -> ChosenBlocks:
     """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
     kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
+    known = known._replace(share_squares=shares.squares)
     ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance.relative)
     order = ranking.key.argsort(stable=True)
     energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
@@ -70,13 +71,11 @@ def choose_blocks(
         scales = _sampled(energies, scales != 0, tolerance.seed)
     counted = chooser.count(scales, ranking.key)
     numbers = HostAnswer(counted)
-    left_out = chooser.left_out_sums(known, statistics, tokens, targets, order, scales, transform, vocab, compute_dtype)
-    assert known.shares is not None
-    assert known.share_rows is not None
-    from_left_out = None
-    if needs_hidden:
-        from_left_out = gemm.matmul(left_out, known.share_rows)
-    return ChosenBlocks(order, scales, counted, numbers, left_out, known.shares, from_left_out)
+    left_out = chooser.left_out_sums(
+        known, statistics, tokens, targets, order, scales, transform, shares.words.numel(), compute_dtype
+    )
+    from_left_out = gemm.matmul(left_out, shares.rows) if needs_hidden else None
+    return ChosenBlocks(order, scales, counted, numbers, left_out, shares.words, from_left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_rl.invariant import INVARIANT_TOKENS
-from liger_rl.kernels import gemm, scatter
+from liger_rl.kernels import choice, gemm, scatter
 from liger_rl.kernels.limits import BLOCKS_BYTES, CAPABILITY, MIN_TOKENS, STATISTICS_BYTES, takes
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, ProjectionOptions, Tiles, kind_of, plan_tiles
@@ -122,10 +122,11 @@ class HeadShape:
         known = 3 * (1 + self.options.entropy) * self.tokens * tiles  # codes of a byte, masses and moments of two
         blocks = 96 * (self.tokens // BLOCK_TOKENS + 1) * tiles
         # Of left-out blocks: each token's sums with what they are made of, the shares of the words, and the weight's
-        # rows added up by them.
+        # rows added up by them; or before, what the shares are made of.
         left_out = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size + 8 * self.vocab
         if self.cuda:
-            return known + blocks + left_out
+            sampled = choice.SAMPLES * (4 * self.vocab + 2 * self.itemsize * self.hidden_size)
+            return known + max(blocks + left_out, 16 * tiles * self.hidden_size + 8 * self.vocab + sampled)
         # Also the sums that bounds are made of with the steps to them, or later one tile's logits with the steps to
         # their gradient; words that fill up the last tile, the rows of one tile, and a weight that is converted.
         sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.invariant import fold_invariant
-from liger_rl.kernels import blocks_for, gemm, scatter_for
+from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
@@ -135,9 +135,13 @@ def token_gradients(
             picked = select_rows(tokens)
         else:
             assert options.tolerance is not None
+            live_targets = rows_of(targets, live)
+            shares = choice_for(hidden.device).tile_shares(
+                hidden, live, live_targets, statistics, tokens, weight, bias, options.transform, options.compute_dtype
+            )
             chosen = choose_blocks(
-                known, statistics, tokens, rows_of(targets, live), weight.shape[0], options.transform,
-                options.tolerance, options.compute_dtype, needs_hidden=needs[0],
+                known, statistics, tokens, live_targets, shares, options.transform, options.tolerance,
+                options.compute_dtype, needs_hidden=needs[0],
             )  # fmt: skip
             picked = chosen.order
         if picked is not None:

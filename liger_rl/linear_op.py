@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
-from liger_rl.kernels.choice import padded_tiles
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
@@ -90,7 +89,7 @@ class Outputs(NamedTuple):
         statistics = TokenStatistics(*_wanted(parts, True, True, options.entropy, *extras))  # type: ignore[arg-type]
         known = None
         if options.bounded:
-            there = (*[True] * 4, *[options.entropy] * 3, *[True] * 3)
+            there = (*[True] * 4, *[options.entropy] * 3)
             known = TileBounds(*_wanted(parts, *there))  # type: ignore[arg-type]
         return cls(statistics, known, *_wanted(parts, options.bounded, options.unbiased))
 
@@ -109,9 +108,6 @@ class Outputs(NamedTuple):
         known = None
         if options.bounded:
             known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
-            shares, squares = (known.elsewhere.new_empty(size) for size in (vocab, known.codes.shape[0]))
-            rows = hidden.new_empty(padded_tiles(vocab), hidden.shape[1], dtype=options.compute_dtype)
-            known = known.sharing(shares, squares, rows)
         has_bounds = torch.empty(1, dtype=torch.bool, device="cpu") if options.bounded else None
         seed = torch.empty(1, dtype=torch.int64, device="cpu") if options.unbiased else None
         return cls(statistics, known, has_bounds, seed)
@@ -134,9 +130,8 @@ def _forward(*args) -> list[Tensor]:
         _place(whole, part, index)
     if out.known is not None and out.has_bounds is not None:
         out.has_bounds.fill_(known is not None)
-        of_head = (out.known.shares, out.known.share_squares, out.known.share_rows)
         for whole, part in zip(out.known, known or [None] * len(out.known), strict=True):
-            _place(whole, part, None if any(whole is one for one in of_head) else index)
+            _place(whole, part, index)
     if out.seed is not None:
         out.seed.random_(2**31)
     return out.flat()

@@ -93,7 +93,7 @@ def linear_logprobs(
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
             Blocks of 128 tokens x 256 words whose bounds are small enough together are left out of the backward's three
-            products, each token's sum over a tile in their place, shared among its words as the mean hidden state's
+            products, each token's sum over a tile in their place, shared among its words as some tokens' own
             probabilities are, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to
             it. The gradient of weight follows; that of hidden may be several times further off, see
             docs/performance.md. The backward stays exact where blocks cannot be told apart: on CUDA below compute

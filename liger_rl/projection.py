@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabShard
-from liger_rl.kernels import bounds, choice, choice_for, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.limits import BLOCKS_BYTES
 from liger_rl.kernels.statistics import (
@@ -120,13 +120,10 @@ def fold_projection(
     shard = options.shard
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
     if whole_fold is not None:
-        # The device, whose tokens the host has just waited for, has nothing else to do until the product is launched.
-        shares = choice_for(hidden.device).tile_shares(hidden, weight, bias, options.transform) if bounded else None
-        statistics, known = whole_fold(
+        return whole_fold(
             hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
             bounded=bounded, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
-        return statistics, known if known is None or shares is None else known.sharing(*shares)
     known = None
     if bounded and free and not hidden.is_cuda:
         known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
@@ -155,7 +152,6 @@ def fold_projection(
     statistics = (state if over_ranks is None else over_ranks(state)).finish()
     if known is not None and by_tile is not None:
         bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
-        known = known.sharing(*choice.tile_shares(hidden, weight, bias, options.transform))
     return statistics, known
 
 

@@ -124,8 +124,11 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     known = TileBounds.empty(N, V, CPU, entropy=entropy)
     sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
     tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
-    shares = choice_triton.tile_shares(hidden, weight, bias, transform)
-    known = known.sharing(*shares)
+    index = torch.arange(N) if entropy else None
+    drawn = choice_triton.draw(index, targets, statistics(entropy), tokens)
+    drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
+    shares = choice_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
+    known = known._replace(share_squares=shares.squares)
     ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
     tiles.block_bounds(known, tokens, ranking.own, targets, order)
@@ -139,7 +142,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(scales, counted, counts, kept, kept, N)
     left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares[0], ones(N, H), transform, needs)
+    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.words, ones(N, H), transform, needs)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

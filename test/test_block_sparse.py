@@ -15,6 +15,7 @@ from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     TileBounds,
+    TileShares,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -96,7 +97,8 @@ def test_bound_holds(kind, transform, with_entropy):
     grad_entropy = torch.randn(tokens) if with_entropy else None
     statistics, known = bounds_of(logits, targets, transform, entropy=with_entropy)
     weight = torch.randn(vocab, 8)
-    known = known.sharing(*shares_like(vocab, weight))
+    shares = shares_like(vocab, weight)
+    known = known._replace(share_squares=shares.squares)
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
     # The constant factor of the derivative is left out of the bounds.
     exact = gradient_of_logits(logits.clamp(min=-3e4), targets, grad_logps, grad_entropy, transform)
@@ -107,7 +109,7 @@ def test_bound_holds(kind, transform, with_entropy):
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
         tolerance = Tolerance(relative=relative, seed=None)
-        given = (known, statistics, gradients, targets, vocab, transform, tolerance, torch.float32)
+        given = (known, statistics, gradients, targets, shares, transform, tolerance, torch.float32)
         chosen = choose_blocks(*given, needs_hidden=True)
         plan, order = plan_blocks(chosen), chosen.order
         assert order.sort().values.tolist() == list(range(tokens))
@@ -115,10 +117,10 @@ def test_bound_holds(kind, transform, with_entropy):
         kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * known.shares
+        by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.words
         torch.testing.assert_close(chosen.from_left_out, by_word @ weight, rtol=1e-4, atol=1e-5 * by_word.abs().max())
         sums = chosen.left_out.double() * (transform.temperature / transform.scale)
-        by_word = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * known.shares
+        by_word = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.words
         assert not by_word[kept != 0].any()
         assert (left_out - by_word).norm() <= relative * exact.norm()
         if transform.softcap is None:
@@ -141,7 +143,7 @@ def shares_like(vocab, weight, sure=3.0):
     rows = (shares[..., None].to(rows) * rows).sum(1)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, choice.padded_tiles(vocab) - tiles))
     shares = shares.to(weight.device)
-    return shares.flatten()[:vocab], shares.square().sum(1), rows
+    return TileShares(shares.flatten()[:vocab], shares.square().sum(1), rows)
 
 
 def blocks_of(energies):
@@ -162,6 +164,7 @@ def test_bounds_are_not_far_above():
     logits[rows, targets], logits[rows, rivals] = 0.0, torch.randn(tokens)
     statistics, known = bounds_of(logits, targets, PLAIN, entropy=False)
     gradients = TokenGradients.of(statistics, torch.ones(tokens), None)
+    known = known._replace(share_squares=torch.full((vocab // BLOCK_VOCAB,), 1 / BLOCK_VOCAB))  # even
     own = bounds.rank_tokens(known, statistics, gradients, targets, PLAIN, 1.0).own
     each = bounds.block_bounds(known, gradients, own, targets, rows)
     exact = blocks_of(gradient_of_logits(logits, targets, torch.ones(tokens), None, PLAIN).square()).float()
@@ -617,7 +620,7 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
             close = {"rtol": 1e-4, "atol": 1e-7} if mine.dtype == torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
             torch.testing.assert_close(mine, same, **close, msg=lambda m, name=name: f"{name}: {m}")
 
-    other = other.sharing(*shares_like(vocab, torch.zeros(vocab, 1, device=DEVICE)))
+    other = other._replace(share_squares=shares_like(vocab, torch.zeros(vocab, 1, device=DEVICE)).squares)
     grad_entropy = torch.randn(tokens, device=DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens, device=DEVICE), grad_entropy)
     per_token.grad_logps[1:2] = 0.0
@@ -706,71 +709,127 @@ def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
     assert found[:, :tiles].any()
 
 
+def counting(hidden, weight, bias=None, transform=PLAIN, *, entropy=False):
+    """-> targets, statistics and gradients of very different sizes, some of them 0."""
+    tokens = hidden.shape[0]
+    targets = torch.randint(weight.shape[0], (tokens,)).to(DEVICE)
+    grad_logps = torch.randn(tokens) * torch.logspace(0, -3, tokens)
+    grad_logps[::5] = 0.0
+    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
+    z = oracles.linear_logits(hidden.double(), weight.double(), bias, **options)
+    log_p = z.log_softmax(-1)
+    terms = (log_p.gather(1, targets[:, None])[:, 0], z.logsumexp(-1), -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1))
+    statistics = TokenStatistics(*(term.float() for term in terms))
+    grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
+    return targets, statistics, TokenGradients.of(statistics, grad_logps.to(DEVICE), grad_entropy)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("transform", [PLAIN, COOL, CAPPED])
-@pytest.mark.parametrize(("tokens", "vocab", "hidden_size"), [(50, 1000, 72), (256, 512, 64), (600, 5, 3)])
+@pytest.mark.parametrize(("tokens", "vocab", "hidden_size"), [(50, 1000, 72), (300, 512, 64), (600, 5, 3)])
 def test_shares_as_kernels(tokens, vocab, hidden_size, transform, with_bias, dtype):
-    """Triton's are plain PyTorch's: a softmax over each tile of the mean hidden state's logits."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
-
-    hidden = (torch.randn(tokens, hidden_size) + 0.3).to(DEVICE, dtype)
+    """Triton's are plain PyTorch's: probabilities beside the targets of some tokens, of those with more of a gradient
+    there more, over each tile."""
+    _, kernel = both_kernels()
+    hidden = (torch.randn(tokens, hidden_size) / math.sqrt(hidden_size)).to(DEVICE, dtype)
     weight = torch.randn(vocab, hidden_size).to(DEVICE, dtype)
     bias = torch.randn(vocab).to(DEVICE) if with_bias else None
     if bias is not None:
         bias[256:512] = -torch.inf  # a tile of banned words, if there are so many
         bias[3] = -torch.inf
-    given = hidden, weight, bias, transform
-    found, expected = (kernels.tile_shares(*given) for kernels in (choice_triton, choice))
+    index = torch.randperm(tokens)[: tokens - 7].to(DEVICE) if with_bias else None
+    rows = hidden if index is None else hidden[index]
+    known = counting(rows, weight, bias, transform, entropy=with_bias)
+    given = hidden, index, *known, weight, bias, transform, dtype
+    found, expected = kernel.tile_shares(*given), choice.tile_shares(*given)
+
+    targets, _, gradients = known
+    drawn = choice._drawn(gradients)
+    assert drawn.numel() == choice.SAMPLES
     options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
-    z = oracles.linear_logits(hidden.double().mean(0)[None], weight.double(), bias, **options)[0]
-    shares = torch.cat([part.softmax(0).nan_to_num(0.0) for part in z.split(BLOCK_VOCAB)])
-    torch.testing.assert_close(expected[0].double(), shares, rtol=1e-4, atol=1e-7)
-    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    p = oracles.linear_logits(rows[drawn].double(), weight.double(), bias, **options).softmax(-1)
+    p.scatter_(1, targets[drawn, None], 0.0)
+    mixed = (p / p.sum(1, keepdim=True)).nan_to_num(0.0).sum(0)
+    shares = torch.cat([(part / part.sum()).nan_to_num(0.0) for part in mixed.split(BLOCK_VOCAB)])
+    close = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-3}
+    torch.testing.assert_close(expected.words.double(), shares, **close)
     for mine, other in zip(found, expected, strict=True):
         assert mine.dtype == other.dtype
-        torch.testing.assert_close(mine, other, **tolerance)
-    assert not found[2][math.ceil(vocab / BLOCK_VOCAB) :].any()
+        torch.testing.assert_close(mine, other, **close)
+    assert found.rows.dtype == dtype
+    assert not found.rows[math.ceil(vocab / BLOCK_VOCAB) :].any()
 
 
-def test_shares_beside_a_token_that_is_not_finite():
-    """One token's NaN must not reach the gradients of others: it counts as zeros."""
-    hidden, weight = torch.randn(20, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
-    hidden[3] = 0.0
-    expected = choice.tile_shares(hidden, weight, None, PLAIN)
-    hidden[3, ::2], hidden[3, 1::2] = torch.nan, torch.inf
-    given = hidden.clone()
-    for mine, other in zip(choice.tile_shares(hidden, weight, None, PLAIN), expected, strict=True):
-        assert torch.equal(mine, other)
-        assert mine.isfinite().all()
-    assert torch.equal(hidden.view(torch.int32), given.view(torch.int32))
+def test_tokens_are_drawn_by_their_gradient_beside_the_target():
+    """Each as often as its part of all of it says, up to one; what is not finite never."""
+    at_target = torch.rand(500, device=DEVICE) ** 4
+    at_target[::3] = 0.0
+    at_target[40] = 100.0
+    at_target[41:44] = torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE)
+    nothing = torch.zeros_like(at_target)
+    drawn = choice._drawn(TokenGradients(nothing, nothing, at_target, None, None))
+    times = torch.bincount(drawn, minlength=500)
+    finite = at_target.nan_to_num(0.0, 0.0, 0.0).double()
+    assert ((times - choice.SAMPLES * finite / finite.sum()).abs() < 1).all()
+    assert not times[finite == 0].any()
 
 
-def test_shares_where_the_mean_has_infinite_logits():
-    """One token that large makes sums of the weight's rows 0, not NaN, which would reach all tokens' gradients."""
+def shares_by(kernels, hidden, known, weight) -> TileShares:
+    return kernels.tile_shares(hidden, None, *known, weight, None, PLAIN, hidden.dtype)
+
+
+def both_kernels():
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import choice_triton
 
+    return choice, choice_triton
+
+
+def test_shares_beside_tokens_that_are_not_finite():
+    """One token's NaN must not reach the gradients of others: it has no say."""
     hidden, weight = torch.randn(20, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
-    hidden[3], weight[:40] = 3e38, 100.0
-    for kernels in (choice_triton, choice):
-        shares, squares, rows = kernels.tile_shares(hidden, weight, None, PLAIN)
-        assert not shares[:BLOCK_VOCAB].any()
-        assert squares[0] == 0
-        assert not rows[0].any()
-        assert rows.isfinite().all()
+    targets, statistics, gradients = counting(hidden, weight)
+    gradients.at_target[6:9] = 0.0
+    bad = gradients._replace(at_target=gradients.at_target.clone())
+    bad.at_target[7], bad.at_target[8] = torch.nan, -torch.inf
+    for kernels in both_kernels():
+        expected = shares_by(kernels, hidden, (targets, statistics, gradients), weight)
+        found = shares_by(kernels, hidden, (targets, statistics, bad), weight)
+        for mine, same in zip(found, expected, strict=True):
+            assert torch.equal(mine, same)
+        # Nor where it is drawn all the same.
+        rows = hidden.clone()
+        rows[1, ::2], rows[2, 1::2] = torch.nan, torch.inf
+        for part in shares_by(kernels, rows, (targets, statistics, gradients), weight):
+            assert part.isfinite().all()
+
+
+@pytest.mark.parametrize("why", ["no probability", "no gradient"])
+def test_shares_of_which_nothing_is_known(why):
+    """Tiles without a word that has any probability have no shares, not NaN, which would reach all gradients."""
+    hidden, weight = torch.rand(20, 8, device=DEVICE), torch.randn(700, 8, device=DEVICE)
+    weight[:BLOCK_VOCAB] = -500.0
+    targets, statistics, gradients = counting(hidden, weight)
+    if why == "no gradient":
+        gradients.at_target.zero_()
+    for kernels in both_kernels():
+        shares = shares_by(kernels, hidden, (targets, statistics, gradients), weight)
+        assert not shares.words[:BLOCK_VOCAB].any()
+        assert shares.squares[0] == 0
+        assert not shares.rows[0].any()
+        assert all(part.isfinite().all() for part in shares)
 
 
 def test_shares_of_rows_that_are_apart():
-    """Rows of hidden states and of the weight may be parts of longer ones."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
-
+    """Rows of hidden states and of the weight may be parts of longer ones, or columns."""
     hidden, weight = torch.randn(20, 24, device=DEVICE)[:, :16], torch.randn(300, 32, device=DEVICE)[:, 8:24]
-    expected = choice.tile_shares(hidden, weight, None, PLAIN)
-    for mine, other in zip(choice_triton.tile_shares(hidden, weight, None, PLAIN), expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    known = counting(hidden, weight)
+    plain, kernel = both_kernels()
+    expected = shares_by(plain, hidden, known, weight)
+    for rows in (hidden, hidden.T.contiguous().T):
+        for mine, other in zip(shares_by(kernel, rows, known, weight), expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

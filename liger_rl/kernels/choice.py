@@ -9,6 +9,7 @@ from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     TileBounds,
+    TileShares,
     TokenGradients,
     TokenStatistics,
 )
@@ -19,6 +20,8 @@ from liger_rl.kernels.transform import LogitTransform
 BUDGET_UNITS = 2**36
 # Sums of what is left out have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
 TILE_MULTIPLE = 8
+# Tokens that say how words share what is left out. Of a trained model's own tokens 64 say it as well as all of them.
+SAMPLES = 64
 
 
 def padded_tiles(vocab: int) -> int:
@@ -71,30 +74,50 @@ def left_out_sums(
 
 
 def tile_shares(
-    hidden: Tensor,  # (n, H) in the compute dtype
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (n,) of the tokens in it, None for all
+    targets: Tensor,  # (n,)
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     transform: LogitTransform,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How a tile's words share what is left out of it: as they share its mass where the mean hidden state is.
+    dtype: torch.dtype,
+) -> TileShares:
+    """How a tile's words share what is left out of it: as they share its mass where SAMPLES of the tokens are.
 
-    Words that few tokens are likely to say are rare for all of them, and how rare is what the logits of the mean hidden
-    state tell. Words that have no share where that is not finite (every word of a tile banned) have no mass either.
-
-    Returns:
-        (V,) float32, adding up to 1 over a tile; (tiles,) float32, their sums of squares; and (padded tiles, H) in the
-        compute dtype, the weight's rows added up by them.
+    Words that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
+    the gradient that it has beside its target, of which the left-out sums are parts, and counts by its probabilities
+    beside its target. Words of a tile in which none of these has any, have no share.
     """
     vocab, size = weight.shape
-    # One token's NaN must not reach the gradients of others.
-    mean = hidden.float().nan_to_num(0.0, 0.0, 0.0).mean(0)
-    shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
-    rows = torch.zeros(padded_tiles(vocab), size, dtype=hidden.dtype, device=weight.device)
+    drawn = _drawn(tokens)
+    rows = hidden[drawn if index is None else index[drawn]].to(dtype).float()
+    lse, own, counts = statistics.lse[drawn], targets[drawn], (-1.0 / torch.expm1(statistics.logps[drawn]))
+    words = torch.empty(vocab, dtype=torch.float32, device=weight.device)
+    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
     squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
     for tile, first in enumerate(range(0, vocab, BLOCK_VOCAB)):
         span = slice(first, first + BLOCK_VOCAB)
-        part = weight[span].to(hidden.dtype).float()
-        z = transformed((part @ mean)[None], None if bias is None else bias[span], transform)[0]
-        share = z.softmax(0).nan_to_num_(0.0)
-        shares[span], squares[tile], rows[tile] = share, share.square().sum(), share @ part
-    return shares, squares, rows
+        part = weight[span].to(dtype).float()
+        z = transformed(rows @ part.T, None if bias is None else bias[span], transform)
+        p = counts[:, None] * (z - lse[:, None]).exp_()
+        p.masked_fill_(own[:, None] == torch.arange(first, first + part.shape[0], device=own.device), 0.0)
+        # One token's NaN must not reach the gradients of others.
+        share = p.nan_to_num_(0.0, 0.0, 0.0).sum(0)
+        share = (share / share.sum()).nan_to_num_(0.0, 0.0, 0.0)
+        words[span], squares[tile], sums[tile] = share, share.square().sum(), share @ part
+    return TileShares(words, squares, sums)
+
+
+def _drawn(tokens: TokenGradients) -> Tensor:
+    """(SAMPLES,) tokens, some of them more than once, at even steps of what they have beside their targets."""
+    beside = tokens.at_target.abs()
+    if tokens.grad_entropy is not None and tokens.entropy is not None:
+        beside = beside + (tokens.grad_entropy * tokens.entropy).abs()
+    n = beside.numel()
+    if n == 0:
+        return torch.empty(0, dtype=torch.long, device=beside.device)
+    so_far = beside.double().nan_to_num(0.0, 0.0, 0.0).cumsum(0)
+    steps = torch.arange(SAMPLES, dtype=torch.float64, device=beside.device) + 0.5
+    return torch.searchsorted(so_far, steps * (so_far[-1] / SAMPLES), right=True).clamp_(max=n - 1)

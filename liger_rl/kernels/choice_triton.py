@@ -3,17 +3,22 @@
 The device has nothing else to do while these run, so what counts is that they are few.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels import gemm
 from liger_rl.kernels.bounds import NOT_WANTED
-from liger_rl.kernels.choice import BUDGET_UNITS, padded_tiles
+from liger_rl.kernels.choice import BUDGET_UNITS, SAMPLES, padded_tiles
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     TileBounds,
+    TileShares,
     TokenGradients,
     TokenStatistics,
 )
@@ -24,12 +29,11 @@ from liger_rl.kernels.triton import heat_of, on, transform_constants, transforme
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
-ADDED_TOKENS, ADDED_COLUMNS = 256, 64  # of a program, a step of ADDED_STEP tokens at a time
-ADDED_STEP = 64
-SHARED, SHARING_WARPS = 2**14, 4  # numbers of the weight that a program reads at a time
+DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
+SHARING_WARPS = 8
+WEIGHED_WORDS, WEIGHED_COLUMNS = 16, 256  # of the weight, which a program reads at a time
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
@@ -116,41 +120,70 @@ def _left_out_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _add_kernel(
-    hidden,  # (n, H)
-    stride,  # between two tokens
-    sums,  # (n / TOKENS rounded up, H) float32
+def _draw_kernel(
+    logps,  # (tokens,) each
+    lse_of,
+    at_target,
+    entropies,
+    grad_entropies,
+    targets,
+    index,  # or None
+    rows,  # (SAMPLES,) each: where in all hidden states
+    lse_out,
+    targets_out,
+    counts,
     tokens,
-    hidden_size,
-    TOKENS: tl.constexpr,
+    SAMPLES: tl.constexpr,
     STEP: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((STEP, COLUMNS), tl.float32)
-    for step in tl.static_range(0, TOKENS, STEP):
-        token = tl.program_id(0) * TOKENS + step + tl.arange(0, STEP)
-        inside = (token < tokens)[:, None] & (column < hidden_size)[None, :]
-        place = token.to(tl.int64)[:, None] * stride + column[None, :]
-        part = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
-        # One token's NaN must not reach the gradients of others.
-        total += tl.where(tl.abs(part) < float("inf"), part, 0.0)
-    place = tl.program_id(0).to(tl.int64) * hidden_size + column
-    tl.store(sums + place, tl.sum(total, 0), mask=column < hidden_size)
+    # One program, because where a token comes depends on all before it.
+    total = tl.zeros((), tl.float64)
+    for first in range(0, tokens, STEP):
+        token = first + tl.arange(0, STEP)
+        total += tl.sum(_beside_target(at_target, entropies, grad_entropies, token, token < tokens))
+    step = (tl.arange(0, SAMPLES) + 0.5) * (total / SAMPLES)
+    so_far = tl.zeros((), tl.float64)
+    drawn = tl.zeros((SAMPLES,), tl.int32)
+    for first in range(0, tokens, STEP):
+        token = first + tl.arange(0, STEP)
+        live = token < tokens
+        until = so_far + tl.cumsum(_beside_target(at_target, entropies, grad_entropies, token, live), 0)
+        drawn += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
+        so_far = tl.max(until, 0)
+    drawn = tl.minimum(drawn, tokens - 1)
+    sample = tl.arange(0, SAMPLES)
+    row = drawn.to(tl.int64)
+    if index is not None:
+        row = tl.load(index + drawn)
+    tl.store(rows + sample, row)
+    tl.store(lse_out + sample, tl.load(lse_of + drawn))
+    tl.store(targets_out + sample, tl.load(targets + drawn).to(tl.int64))
+    logp = tl.load(logps + drawn)
+    # 1 - p, of which a difference has few digits where p is near 1.
+    near = -logp * (1.0 + logp * (0.5 + logp * (1.0 / 6.0 + logp * (1.0 / 24.0))))
+    tl.store(counts + sample, 1.0 / tl.where(logp > -0.05, near, 1.0 - tl.exp(logp)))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _beside_target(at_target, entropies, grad_entropies, token, live):
+    """-> what a token counts in float64, 0 where that is not finite."""
+    count = tl.abs(tl.load(at_target + token, mask=live, other=0.0))
+    if grad_entropies is not None:
+        e = tl.load(grad_entropies + token, mask=live, other=0.0)
+        count += tl.abs(e * tl.load(entropies + token, mask=live, other=0.0))
+    return tl.where(count < float("inf"), count, 0.0).to(tl.float64)
+
+
+@triton.jit
 def _shares_kernel(
-    hidden_sums,  # (H,) float32, over
-    tokens,  # so many
-    weight,  # (V, H)
-    stride,  # between two words
+    logits,  # (V, SAMPLES) float32
     bias,
-    shares,  # (V,) float32
-    squares,  # (padded tiles,) float32
-    rows,  # (padded tiles, H)
+    lse_of,  # (SAMPLES,) each
+    targets,
+    counts,
+    shares,  # (V,)
+    squares,  # (tiles,)
     vocab,
-    hidden_size,
     gain,
     cap,
     inverse,
@@ -159,42 +192,50 @@ def _shares_kernel(
     CAPPED: tl.constexpr,
     HEATED: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):
+    tile, sample = tl.program_id(0), tl.arange(0, SAMPLES)
+    word = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    known = word < vocab
+    place = word.to(tl.int64)[:, None] * SAMPLES + sample[None, :]
+    x = tl.load(logits + place, mask=known[:, None], other=0.0)
+    if bias is not None:
+        x += tl.load(bias + word, mask=known, other=0.0).to(tl.float32)[:, None]
+    z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+    p = tl.load(counts + sample)[None, :] * tl.exp(z - tl.load(lse_of + sample)[None, :])
+    beside = known[:, None] & (tl.load(targets + sample)[None, :] != word[:, None])
+    # One token's NaN must not reach the gradients of others.
+    share = tl.sum(tl.where(beside & (p < float("inf")), p, 0.0), 1)
+    total = tl.sum(share, 0)
+    share = tl.where(total > 0.0, share / total, 0.0)
+    tl.store(shares + word, share, mask=known)
+    tl.store(squares + tile, tl.sum(share * share, 0))
+
+
+@triton.jit
+def _weigh_rows_kernel(
+    weight,  # (V, H)
+    stride,  # between two words
+    shares,
+    rows,  # (padded tiles, H)
+    vocab,
+    hidden_size,
+    TILE_VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    tile, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    tile, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden_size
-    mean = tl.load(hidden_sums + column, mask=inside, other=0.0) / tokens
-    peak, total = LOWEST, 0.0
-    row = tl.zeros((COLUMNS,), tl.float32)
+    total = tl.zeros((WORDS, COLUMNS), tl.float32)
     for step in range(0, TILE_VOCAB, WORDS):
         word = tile * TILE_VOCAB + step + tl.arange(0, WORDS)
         known = word < vocab
         place = word.to(tl.int64)[:, None] * stride + column[None, :]
         part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
         part = part.to(rows.dtype.element_ty).to(tl.float32)
-        x = tl.sum(part * mean[None, :], 1)
-        if bias is not None:
-            x += tl.load(bias + word, mask=known, other=0.0).to(tl.float32)
-        z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
-        z = tl.where(known, z, float("-inf"))
-        tl.store(shares + word, z, mask=known)
-        # As in a softmax of one pass: what was added up is relative to the largest number so far.
-        higher = tl.maximum(peak, tl.max(z, 0))
-        term, fade = tl.exp(z - higher), tl.exp(peak - higher)
-        row = row * fade + tl.sum(term[:, None] * part, 0)
-        total, peak = total * fade + tl.sum(term, 0), higher
-    # Of a tile whose words are all banned nothing is left out. A sum is NaN where a logit is infinite.
-    part_of = tl.where(total > 0.0, 1.0 / total, 0.0)
-    row = tl.where(total > 0.0, row * part_of, 0.0)
-    tl.store(rows + tile.to(tl.int64) * hidden_size + column, row.to(rows.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # other threads wrote the numbers
-    word = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-    z = tl.load(shares + word, mask=word < vocab, other=float("-inf"))
-    share = tl.where(total > 0.0, tl.exp(z - peak) * part_of, 0.0)
-    tl.debug_barrier()
-    tl.store(shares + word, share, mask=word < vocab)
-    tl.store(squares + tile, tl.sum(share * share, 0))
+        total += part * tl.load(shares + word, mask=known, other=0.0)[:, None]
+    place = tile.to(tl.int64) * hidden_size + column
+    tl.store(rows + place, tl.sum(total, 0).to(rows.dtype.element_ty), mask=inside)
 
 
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
@@ -259,37 +300,85 @@ def left_out_sums(
     return out
 
 
-def tile_shares(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `choice.tile_shares`, in one read of the weight; last dimensions must be contiguous."""
-    assert hidden.stride(1) == weight.stride(1) == 1
-    (n, size), vocab = hidden.shape, weight.shape[0]
-    tiles, columns = padded_tiles(vocab), triton.next_power_of_2(size)
-    shares = torch.empty(vocab, dtype=torch.float32, device=weight.device)
-    squares = torch.empty(tiles, dtype=torch.float32, device=weight.device)
-    rows = torch.empty(tiles, size, dtype=hidden.dtype, device=weight.device)
-    parts = torch.empty(triton.cdiv(n, ADDED_TOKENS), size, dtype=torch.float32, device=weight.device)
-    with on(weight.device):
-        _add_kernel[(parts.shape[0], triton.cdiv(size, ADDED_COLUMNS))](
-            hidden, hidden.stride(0), parts, n, size, ADDED_TOKENS, ADDED_STEP, ADDED_COLUMNS
+class Drawn(NamedTuple):
+    """Tokens that say how words share what is left out, (SAMPLES,) each."""
+
+    rows: Tensor  # int64, of all hidden states
+    lse: Tensor  # float32
+    targets: Tensor  # int64
+    counts: Tensor  # float32, what a probability of theirs counts
+
+
+def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tokens: TokenGradients) -> Drawn:
+    """Of one token at least, as `choice.tile_shares` says."""
+    numbers = partial(torch.empty, SAMPLES, device=targets.device)
+    drawn = Drawn(*(numbers(dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64, torch.float32)))
+    with on(targets.device):
+        _draw_kernel[(1,)](
+            statistics.logps,
+            tokens.lse,
+            tokens.at_target,
+            tokens.entropy,
+            tokens.grad_entropy,
+            targets.contiguous(),
+            index,
+            *drawn,
+            targets.numel(),
+            SAMPLES=SAMPLES,
+            STEP=DRAWN,
+            num_warps=DRAWING_WARPS,
         )
+    return drawn
+
+
+def shares_by(
+    drawn: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype
+) -> TileShares:
+    """In two reads of the weight, whose last dimension is contiguous."""
+    assert weight.stride(1) == 1
+    vocab, size = weight.shape
+    tiles = padded_tiles(vocab)
+    numbers = partial(torch.empty, device=weight.device)
+    words, squares = numbers(vocab, dtype=torch.float32), numbers(tiles, dtype=torch.float32)
+    rows = numbers(tiles, size, dtype=dtype)
+    with on(weight.device):
         # Tiles that fill up a multiple have no words, and rows of zeros.
         _shares_kernel[(tiles,)](
-            parts.sum(0),
-            n,
+            gemm.matmul(weight.to(dtype), hidden[drawn.rows].to(dtype).T),
+            None if bias is None else bias.contiguous(),
+            *drawn[1:],
+            words,
+            squares,
+            vocab,
+            **transform_constants(transform),
+            TILE_VOCAB=BLOCK_VOCAB,
+            SAMPLES=SAMPLES,
+            num_warps=SHARING_WARPS,
+        )
+        _weigh_rows_kernel[(tiles, triton.cdiv(size, WEIGHED_COLUMNS))](
             weight,
             weight.stride(0),
-            None if bias is None else bias.contiguous(),
-            shares,
-            squares,
+            words,
             rows,
             vocab,
             size,
-            **transform_constants(transform),
             TILE_VOCAB=BLOCK_VOCAB,
-            WORDS=max(1, min(BLOCK_VOCAB, SHARED // columns)),
-            COLUMNS=columns,
-            num_warps=SHARING_WARPS,
+            WORDS=WEIGHED_WORDS,
+            COLUMNS=WEIGHED_COLUMNS,
         )
-    return shares, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows
+    return TileShares(words, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
+
+
+def tile_shares(
+    hidden: Tensor,
+    index: Tensor | None,
+    targets: Tensor,
+    statistics: TokenStatistics,
+    tokens: TokenGradients,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> TileShares:
+    """As `choice.tile_shares`, of one token at least."""
+    return shares_by(draw(index, targets, statistics, tokens), hidden, weight, bias, transform, dtype)

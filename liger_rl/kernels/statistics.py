@@ -153,10 +153,8 @@ class TileBounds(NamedTuple):
     entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
     entropy_beside_target: Tensor | None  # (n,) float32
     moments: Tensor | None  # (tiles, n) float16, times MOMENT_SCALE
-    # Of the head alone, see `choice.tile_shares`.
-    shares: Tensor | None = None  # (V,) float32
+    # Of the shares by which a left-out sum takes a tile's place, which the backward knows.
     share_squares: Tensor | None = None  # (tiles,) float32
-    share_rows: Tensor | None = None  # (padded tiles, H)
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileBounds":
@@ -171,14 +169,18 @@ class TileBounds(NamedTuple):
         always = (matrix(torch.uint8), energies(), energies(), matrix(torch.float16))
         return cls(*always, *((matrix(torch.uint8), energies(), matrix(torch.float16)) if entropy else (None,) * 3))
 
-    def sharing(self, shares: Tensor, squares: Tensor, rows: Tensor) -> "TileBounds":
-        """With what `choice.tile_shares` gave."""
-        return self._replace(shares=shares, share_squares=squares, share_rows=rows)
-
     def columns(self, tokens: slice) -> "TileBounds":
         """Views of some tokens."""
-        by_token, of_head = self[:-3], self[-3:]
-        return TileBounds._make([*(None if part is None else part[..., tokens] for part in by_token), *of_head])
+        *by_token, squares = self
+        return TileBounds._make([*(None if part is None else part[..., tokens] for part in by_token), squares])
+
+
+class TileShares(NamedTuple):
+    """How a tile's words share what is left out of it, see `choice.tile_shares`."""
+
+    words: Tensor  # (V,) float32, adding up to 1 over a tile
+    squares: Tensor  # (tiles,) float32, sums of their squares
+    rows: Tensor  # (padded tiles, H) in the compute dtype, the weight's rows added up by them
 
 
 class TokenGradients(NamedTuple):
