@@ -27,17 +27,17 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place
+from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place, tokens_together
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import INTERPRETED, on, transform_constants
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
-# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). Three stages in place of four, or groups of 16
-# or 32 in place of 8, measured the same or worse. The gradient's kernel: 1.09 x at H = 4096 and 1.15 x at H = 2048,
-# where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in halves, 1.49 x in one,
-# where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
+# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). Three stages in place of four measured the
+# same or worse. The gradient's kernel: 1.09 x at H = 4096 and 1.15 x at H = 2048, where float32 tiles and a kernel over
+# them take 1.18 x and 1.32 x; with a softcap 1.28 x in halves, 1.49 x in one, where they take 1.39 x; with an entropy's
+# gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
 STAGES, WARPS = 4, 8
@@ -112,8 +112,9 @@ def _gemm_fold_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
+    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles)
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
         )
@@ -156,8 +157,9 @@ def _gemm_grad_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
+    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles)
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         logits = tile_logits(

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import blocks_to_compute, fold_tile, halves, tile_gradient, tile_place
+from liger_rl.kernels.tile_epilogues import blocks_to_compute, fold_tile, halves, tile_gradient, tile_place, tokens_together
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936.
@@ -36,13 +36,14 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @gluon.jit
 def _place(tile, where, LISTED: gl.constexpr):
-    """-> (token tile, vocabulary tile) from the lists of both, or in order, from how many there are of each."""
+    """-> (token tile, vocabulary tile) from the lists of both, or in order, from how many there are of each and go
+    together."""
     if LISTED:
         block_row, block_tile = where
         return gl.load(block_row + tile), gl.load(block_tile + tile)
     else:
-        token_tiles, vocab_tiles = where
-        return tile_place(tile, token_tiles, vocab_tiles)
+        token_tiles, vocab_tiles, together = where
+        return tile_place(tile, token_tiles, vocab_tiles, together)
 
 
 @gluon.jit
@@ -233,7 +234,8 @@ def fold_kernel(
         bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     )  # fmt: skip
-    tiles, where = token_tiles * vocab_tiles, (token_tiles, vocab_tiles)
+    tiles = token_tiles * vocab_tiles
+    where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
     upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, kept)
     gl.warp_specialize(
         [
@@ -307,7 +309,7 @@ def grad_kernel(
         bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, None, tokens, vocab, first,
         gain, cap, inverse, inverse_rest, slope,
     )  # fmt: skip
-    where = (token_tiles, vocab_tiles)
+    where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
     _gradients(hidden, weight, out, where, token_tiles * vocab_tiles, hidden_size, given, SCALED, CAPPED, HEATED, False)
 
 
