@@ -27,7 +27,16 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tile_epilogues import at_word, fold_tile, halves, store, tile_gradient, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import (
+    at_word,
+    fold_tile,
+    halves,
+    store,
+    tile_gradient,
+    tile_place,
+    tokens_together,
+    word_of,
+)
 from liger_rl.kernels.tiles import merge, tile_bounds
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.kernels.triton import INTERPRETED, on, transform_constants
@@ -119,9 +128,13 @@ def _gemm_fold_kernel(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
         )
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        live = token < tokens
+        target, reference = word_of(targets, token, live, vocab_tile * TILE_VOCAB), None
+        if references is not None:
+            reference = tl.load(references + token, mask=live, other=0.0)
         fold_tile(
-            logits, token, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
-            targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
+            logits, token, target, reference, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens,
+            vocab, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, limit,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, store, at_word,
         )  # fmt: skip
 

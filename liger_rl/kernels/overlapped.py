@@ -21,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import blocks_to_compute, fold_tile, halves, tile_gradient, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import (
+    blocks_to_compute,
+    fold_tile,
+    halves,
+    tile_gradient,
+    tile_place,
+    tokens_together,
+    word_of,
+)
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936.
@@ -67,15 +75,43 @@ def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_si
 
 
 @gluon.jit
-def _product(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
-    """-> half a tile of logits in float32, and how many steps this group has taken, of which `step` before."""
-    ready, free, begun = barriers
+def _begin(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
+    """-> half a tile of logits of which the first step is on its way, for `_product`.
+
+    What is done behind this and needs none of them costs nothing.
+    """
+    ready, _free, begun = barriers
     stages: gl.constexpr = words.type.shape[0]
     if LOWER:
         mbarrier.wait(begun, 0, pred=step == 0)
-    logits = gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT)
+    stage = step % stages
+    mbarrier.wait(ready.index(stage), step // stages & 1)
+    logits = hopper.warpgroup_mma(
+        rows.index(stage), words.index(stage).permute((1, 0)), gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    logits = hopper.warpgroup_mma_wait(1, deps=(logits,))  # for none: a loop takes a tensor
+    if not LOWER:
+        mbarrier.arrive(begun, pred=(step == 0) & (hidden_size <= TILE_HIDDEN))
+    return logits
+
+
+@gluon.jit
+def _product(logits, rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
+    """-> half a tile of logits in float32, and how many steps this group has taken, of which `step` before.
+
+    Given is what `_begin` began, or None.
+    """
+    ready, free, begun = barriers
+    stages: gl.constexpr = words.type.shape[0]
     steps = gl.cdiv(hidden_size, TILE_HIDDEN)
-    for i in range(steps):
+    first: gl.constexpr = 0 if logits is None else 1
+    if logits is None:
+        if LOWER:
+            mbarrier.wait(begun, 0, pred=step == 0)
+        logits = gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT)
+    step += first
+    for i in range(first, steps):
         stage = step % stages
         mbarrier.wait(ready.index(stage), step // stages & 1)
         logits = hopper.warpgroup_mma(
@@ -136,13 +172,19 @@ def _fold(
     word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        logits = _begin(rows, words, barriers, step, hidden_size, LOWER)
         token_tile, vocab_tile = _place(tile, where, False)
-        logits, step = _product(rows, words, barriers, step, hidden_size, LOWER)
-        logits = _with_bias(logits, bias, vocab_tile, vocab)
         first = token_tile * (2 * HALF)
+        token = first + row
+        live = token < tokens
+        target, reference = word_of(targets, token, live, vocab_tile * TILE_VOCAB), None
+        if references is not None:
+            reference = gl.load(references + token, mask=live, other=0.0)
+        logits, step = _product(logits, rows, words, barriers, step, hidden_size, LOWER)
+        logits = _with_bias(logits, bias, vocab_tile, vocab)
         fold_tile(
-            logits, first + row, word, first + LOWER * HALF, vocab_tile, tokens, vocab, targets, peaks, sums, moments,
-            sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, references, limit,
+            logits, token, target, reference, word, first + LOWER * HALF, vocab_tile, tokens, vocab, peaks, sums,
+            moments, sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, limit,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, _store, _at_word,
         )  # fmt: skip
     tma.store_wait(0)
@@ -162,10 +204,10 @@ def _gradient(
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, vocab_tile = _place(tile, where, LISTED)
-        logits, step = _product(rows, words, barriers, step, hidden_size, LOWER)
-        logits = _with_bias(logits, bias, vocab_tile, vocab)
         token, word_before = token_tile * (2 * HALF) + row, vocab_tile * TILE_VOCAB
         live = token < tokens
+        logits, step = _product(None, rows, words, barriers, step, hidden_size, LOWER)
+        logits = _with_bias(logits, bias, vocab_tile, vocab)
         grad = tile_gradient(
             logits, token, live, word, targets, first + word_before, lse_of, grad_logps, at_target, entropies,
             grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,

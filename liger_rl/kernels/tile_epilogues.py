@@ -115,9 +115,11 @@ def store(out, row, column, values):
 def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
     token,  # (TILE_TOKENS,) of these
+    target,  # of each token, counted from the tile's first word, see `word_of`
+    reference,  # of each token, or None
     word,  # (TILE_VOCAB,) counted from 0
     first_token, vocab_tile, tokens, vocab,
-    targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, references, limit,
+    peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, limit,
     gain, cap, inverse, inverse_rest,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, LEVELLED: tl.constexpr, WHOLE: tl.constexpr,
     STORE: tl.constexpr, AT_WORD: tl.constexpr,
@@ -157,11 +159,10 @@ def fold_tile(
     total = tl.sum(exp, 1)
     if kept is not None:
         scale = factor
-        if references is not None:
-            reference = tl.load(references + token, mask=live, other=0.0)
+        if reference is not None:
             scale *= tl.exp(tl.minimum(peak - reference, limit))
         values = exp * scale[:, None]
-        if CAPPED and references is not None:
+        if CAPPED and reference is not None:
             # 1 - tanh^2
             left = level if LEVELLED else 1.0 - level / full
             values *= left * (2.0 - left)
@@ -176,7 +177,6 @@ def fold_tile(
         tl.store(moments + place, (moment - total * rest) * (factor * LN_2), mask=live)
     if sums_sq is not None:
         tl.store(sums_sq + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
-    target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
     target_z = AT_WORD(level, target)
     if LEVELLED:
         target_z = _under_cap(target_z, full)
