@@ -66,8 +66,8 @@ class Bench:
 
     def floor(self, *, gradients: bool) -> Timing:
         """Of the products of a step, or of the logits alone, as often in a row as a variant: at its power limit a GPU
-        gives what takes less power the higher clock. After every variant: clocks differ from minute to minute."""
-        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device)
+        gives what takes less power the higher clock. Right after every variant: clocks differ from minute to minute."""
+        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device, busy=True)
 
     @cached_property
     def small(self) -> "Bench":
