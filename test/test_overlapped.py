@@ -15,11 +15,14 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 PLAIN = LogitTransform()
 ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
 SHAPES = [
-    # tokens, hidden, vocab: fewer tiles than programs, one step of the product and many, tails on every side
+    # tokens, hidden, vocab: fewer tiles than programs and several for each, one step of the product, as many as there
+    # are buffers and more, tails on every side
     (1, 8, 300),
     (64, 64, 256),
     (65, 72, 257),
     (600, 136, 1000),
+    (1030, 64, 9000),
+    (1030, 136, 9000),
     (1030, 256, 9000),
     (8192, 512, 5003),
 ]
