@@ -132,7 +132,7 @@ class HeadShape:
         sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)
         sums += 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
         converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
-        return known + blocks + left_out + sums + 12 * self.tokens * self.hidden_size + converted
+        return known + blocks + left_out + sums + 12 * max(self.tokens, choice.SAMPLES) * self.hidden_size + converted
 
     @property
     def smallest_tiles(self) -> Tiles:

@@ -505,8 +505,8 @@ def test_gradients_whose_squares_leave_float32(size):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
 
 
-def test_shares_are_made_in_the_forward(monkeypatch):
-    """Where a GPU would wait for its product, and two backwards find them."""
+def test_two_backwards_of_one_forward(monkeypatch):
+    """Shares are each one's own; without a gradient of the hidden states they are made, too."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from liger_rl.kernels import epilogue
 
@@ -775,6 +775,19 @@ def test_tokens_are_drawn_by_their_gradient_beside_the_target():
     assert not times[finite == 0].any()
 
 
+def test_tokens_are_drawn_by_gradients_that_are_apart():
+    """A loss may give the entropies' as a view, such as one number for all tokens, which entropy.sum() gives."""
+    hidden, weight = torch.randn(300, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
+    targets, statistics, gradients = counting(hidden, weight, entropy=True)
+    gradients.at_target.zero_()
+    apart = torch.stack([gradients.grad_entropy, torch.zeros_like(gradients.grad_entropy)], 1)[:, 0]
+    for kernels in both_kernels():
+        expected = shares_by(kernels, hidden, (targets, statistics, gradients), weight)
+        found = shares_by(kernels, hidden, (targets, statistics, gradients._replace(grad_entropy=apart)), weight)
+        for mine, same in zip(found, expected, strict=True):
+            assert torch.equal(mine, same)
+
+
 def shares_by(kernels, hidden, known, weight) -> TileShares:
     return kernels.tile_shares(hidden, None, *known, weight, None, PLAIN, hidden.dtype)
 
@@ -802,6 +815,10 @@ def test_shares_beside_tokens_that_are_not_finite():
         rows = hidden.clone()
         rows[1, ::2], rows[2, 1::2] = torch.nan, torch.inf
         for part in shares_by(kernels, rows, (targets, statistics, gradients), weight):
+            assert part.isfinite().all()
+        # Nor where its numbers are finite, and their sum is not.
+        sure = statistics._replace(lse=statistics.lse - 88.0), gradients._replace(lse=gradients.lse - 88.0)
+        for part in shares_by(kernels, hidden, (targets, *sure), weight):
             assert part.isfinite().all()
 
 

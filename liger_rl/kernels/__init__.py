@@ -71,7 +71,7 @@ def bounds_for(device: torch.device) -> ModuleType:
 
 
 def choice_for(device: torch.device) -> ModuleType:
-    """The module whose `choose`, `count` and `left_out_sums` run on `device`."""
+    """The module whose `tile_shares`, `choose`, `count` and `left_out_sums` run on `device`."""
     return _module(device, choice, "choice_triton")
 
 

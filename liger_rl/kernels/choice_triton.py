@@ -205,9 +205,10 @@ def _shares_kernel(
     p = tl.load(counts + sample)[None, :] * tl.exp(z - tl.load(lse_of + sample)[None, :])
     beside = known[:, None] & (tl.load(targets + sample)[None, :] != word[:, None])
     # One token's NaN must not reach the gradients of others.
-    share = tl.sum(tl.where(beside & (p < float("inf")), p, 0.0), 1)
+    share = tl.sum(tl.where(beside & (tl.abs(p) < float("inf")), p, 0.0), 1)
     total = tl.sum(share, 0)
-    share = tl.where(total > 0.0, share / total, 0.0)
+    # Finite numbers may add up to what is not.
+    share = tl.where((total > 0.0) & (total < float("inf")), share / total, 0.0)
     tl.store(shares + word, share, mask=known)
     tl.store(squares + tile, tl.sum(share * share, 0))
 
@@ -319,7 +320,7 @@ def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tok
             tokens.lse,
             tokens.at_target,
             tokens.entropy,
-            tokens.grad_entropy,
+            None if tokens.grad_entropy is None else tokens.grad_entropy.contiguous(),
             targets.contiguous(),
             index,
             *drawn,
