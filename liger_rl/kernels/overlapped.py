@@ -32,8 +32,8 @@ from liger_rl.kernels.tile_epilogues import (
 )
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
-# H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product and
-# token tiles together by their size: log-probabilities 1.06 -> 1.02 x and 1.07 -> 1.00 x.
+# H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product,
+# and token tiles together by their size: log-probabilities 1.06 -> 1.02 x and 1.07 -> 1.00 x.
 HALF, TILE_VOCAB, TILE_HIDDEN = (gl.constexpr(size) for size in (BLOCK_TOKENS // 2, BLOCK_VOCAB, 64))
 STAGES, STORING_STAGES = gl.constexpr(4), gl.constexpr(3)  # a fourth does not fit beside tiles that are stored
 WARPS, LOADING_WARPS = gl.constexpr(4), gl.constexpr(1)  # of each half, and beside them
