@@ -14,7 +14,7 @@ from benchmark.peers import EVERYWHERE, VARIANTS
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 MEMORY = ("memory",)
-MEMORY_AND_TIME = ("memory", "time")
+MEMORY_AND_TIME = ("memory", "time")  # of steps: a forward by itself is timed where errors are measured, too
 EVERYTHING = ("memory", "time", "error")
 
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"

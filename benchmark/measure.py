@@ -66,8 +66,8 @@ class Bench:
 
     def floor(self, *, gradients: bool) -> Timing:
         """Of the products of a step, or of the logits alone, as often in a row as a variant: at its power limit a GPU
-        gives what takes less power the higher clock. Right after every variant: clocks differ from minute to minute."""
-        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device, busy=True)
+        gives what takes less power the higher clock. After every variant: clocks differ from minute to minute."""
+        return measure_ms(Products(self.case, self.inputs, self.device, gradients=gradients), self.device)
 
     @cached_property
     def small(self) -> "Bench":
@@ -121,7 +121,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
         if "memory" in quantities:
             result |= _measure_memory(compute, variant.gradient_bytes(case), case, inputs, device)
         if "time" in quantities:
-            result |= _measure_time(compute, bench, warm="memory" in quantities)
+            result |= _measure_time(compute, bench, warm="memory" in quantities, forward="error" in quantities)
         loss = _run(compute, case, inputs).item()
         result |= {"loss": loss, "expected_loss": bench.expected, "kept_share": variant.kept_share()}
         if not abs(loss - bench.expected) <= LOSS_TOLERANCE[case.dtype]:
@@ -155,15 +155,17 @@ def _measure_memory(compute: Compute, gradient_bytes: int, case: Case, inputs: I
     return {"peak_mib": memory.peak_bytes / 2**20, "peak_extra_mib": extra / 2**20}
 
 
-def _measure_time(compute: Compute, bench: Bench, *, warm: bool) -> dict[str, float | int]:
-    """`warm`: a step has been run before."""
+def _measure_time(compute: Compute, bench: Bench, *, warm: bool, forward: bool) -> dict[str, float | int]:
+    """`warm`: a step has been run before. `forward`: a step's forward is timed by itself, too."""
     case, inputs, device = bench.case, bench.inputs, bench.device
     _clear_gradients(inputs)
 
-    with torch.no_grad():
-        forward = measure_ms(compute, device)
-    floor = bench.floor(gradients=False)
-    result = _with_floor("forward", forward, floor)
+    result: dict[str, float | int] = {}
+    if forward or case.task != STEP:
+        with torch.no_grad():
+            alone = measure_ms(compute, device)
+        floor = bench.floor(gradients=False)
+        result |= _with_floor("forward", alone, floor)
     if case.task == STEP:
         step = measure_ms(
             lambda: _run(compute, case, inputs), device, before=lambda: _clear_gradients(inputs), warm=warm

@@ -32,16 +32,10 @@ class Timing(NamedTuple):
 
 
 def measure_ms(
-    run: Callable[[], object],
-    device: str,
-    before: Callable[[], object] = lambda: None,
-    *,
-    warm: bool = False,
-    busy: bool = False,
+    run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, *, warm: bool = False
 ) -> Timing:
     """Median over repeats, after one that does not count unless `run` is `warm`, and as many more as keep the device
-    busy for `warm_seconds`, unless it has been `busy` until now: a GPU lowers its clock as it warms up. `before` runs
-    ahead of each, untimed."""
+    busy for `warm_seconds`: a GPU lowers its clock as it warms up. `before` runs ahead of each, untimed."""
     repeats, once = REPEATS[device], _once_cuda if device == "cuda" else _once_cpu
 
     def repeat() -> float:
@@ -51,7 +45,7 @@ def measure_ms(
     if not warm:
         repeat()  # which may compile, and leave the device with nothing to do
     begun = time.perf_counter()
-    while not busy and time.perf_counter() - begun < repeats.warm_seconds:
+    while time.perf_counter() - begun < repeats.warm_seconds:
         repeat()
     times: list[float] = []
     begun = time.perf_counter()
