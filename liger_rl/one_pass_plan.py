@@ -27,7 +27,8 @@ VOCAB_TILES = 16
 # Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. One rounding to bfloat16 has a relative
 # error of u = 1.7e-3, the gradient of a logit too; K independent chunks give sqrt(1 + sum_k k / K) u: 2.4e-3
 # for one, 2.6e-3 for two, 2.9e-3 for three. Chunks whose gradients partly cancel have sums larger than the whole: two
-# of two models' own tokens gave 3.4e-3 and 2.7e-3, a sum in float32 2.8e-3 and 2.1e-3 (`ours-one-pass-2048`).
+# of three models' own tokens gave 3.4e-3, 2.7e-3 and 3.2e-3, a sum in float32 2.8e-3, 2.1e-3 and 2.8e-3
+# (`ours-one-pass-2048`).
 MAX_ROUNDINGS = 2
 # The same where a budget has no room for a float32 sum: 3.2e-3 for four independent chunks, and 2.4e-3 for four of a
 # batch as RL makes it, in which most words have a gradient in one of them.
