@@ -50,7 +50,7 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy".
-        grad_tolerance, unbiased: how much of the gradient the backward may leave out, as in `linear_logprobs`.
+        grad_tolerance: how much of the gradient the backward may leave out, as in `linear_logprobs`.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`; with passes="one"
             chunk_tokens bounds the tokens whose gradients are made together, over the whole vocabulary.
         max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`; it also decides how
@@ -87,7 +87,6 @@ class FusedLinearGRPOLoss(nn.Module):
         corrections: Sequence[Correction] = (),
         metrics: MetricsLevel = "loss",
         grad_tolerance: float = 0.0,
-        unbiased: bool = False,
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         max_extra_bytes: int | None = None,
@@ -101,8 +100,8 @@ class FusedLinearGRPOLoss(nn.Module):
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
         self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
-        check_tolerance(grad_tolerance, unbiased, fixed_shape)
-        self.grad_tolerance, self.unbiased, self.fixed_shape = grad_tolerance, unbiased, fixed_shape
+        check_tolerance(grad_tolerance, fixed_shape)
+        self.grad_tolerance, self.fixed_shape = grad_tolerance, fixed_shape
         check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
         check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
         self.batch_invariant, self.max_extra_bytes = batch_invariant, max_extra_bytes
@@ -288,7 +287,6 @@ class FusedLinearGRPOLoss(nn.Module):
             transform=self.transform,
             entropy=entropy,
             grad_tolerance=self.grad_tolerance,
-            unbiased=self.unbiased,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             max_extra_bytes=self.max_extra_bytes,

@@ -41,7 +41,7 @@ class LinearLogProbs(torch.autograd.Function):
         # None for both
         ctx.set_materialize_grads(False)
         head = HeadInputs(hidden, weight, bias, targets, live, low_inputs, low_weight)
-        bounded = options.tolerance is not None and any(ctx.needs_input_grad)
+        bounded = options.tolerance != 0.0 and any(ctx.needs_input_grad)
         statistics, known = fold_tokens(head, options, bounded=bounded)
         ctx.options = options
         # The extras have no gradient, and a gradient does not need them.
@@ -134,7 +134,6 @@ def token_gradients(
         elif known is None:
             picked = select_rows(tokens)
         else:
-            assert options.tolerance is not None
             live_targets = rows_of(targets, live)
             shares = choice_for(hidden.device).tile_shares(
                 hidden, live, live_targets, statistics, tokens, weight, bias, options.transform, options.compute_dtype
@@ -151,8 +150,8 @@ def token_gradients(
         if chosen is not None:
             share = DENSE_SHARE[kind_of(hidden.device)]
             begun = blocks_for(hidden.device).begin(
-                rows, weight, bias, row_targets, tokens, chosen.scales, chosen.counted, options.transform,
-                options.blocks_bytes, int(share * chosen.scales.shape[1]),
+                rows, weight, bias, row_targets, tokens, chosen.keep, chosen.counted, options.transform,
+                options.blocks_bytes, int(share * chosen.keep.shape[1]),
             )  # fmt: skip
             plan = plan_blocks(chosen)
             wanted = slice(plan.wanted)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.block_sparse import Tolerance
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
@@ -35,16 +34,12 @@ class OpOptions(NamedTuple):
     chunk_tokens: int | None
     chunk_vocab: int | None
     tolerance: float  # 0.0 for the exact backward
-    unbiased: bool
     fixed_shape: bool
     batch_invariant: bool
     kernels_fit: bool
     bounded: bool  # keep what a backward with a tolerance needs
 
-    def projection(self, seed: Tensor | None = None) -> ProjectionOptions:
-        tolerance = None
-        if self.tolerance != 0.0:
-            tolerance = Tolerance(relative=self.tolerance, seed=None if seed is None else int(seed))
+    def projection(self) -> ProjectionOptions:
         return ProjectionOptions(
             transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
             entropy=self.entropy,
@@ -52,7 +47,7 @@ class OpOptions(NamedTuple):
             compute_dtype=self.compute_dtype,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
-            tolerance=tolerance,
+            tolerance=self.tolerance,
             batch_invariant=self.batch_invariant,
             kernels_fit=self.kernels_fit,
         )
@@ -64,8 +59,8 @@ TENSORS = (
 )
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
-    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, "
-    "bool batch_invariant, bool kernels_fit, bool bounded"
+    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool fixed_shape, bool batch_invariant, "
+    "bool kernels_fit, bool bounded"
 )
 TENSOR_COUNT = len(HeadInputs._fields)
 
@@ -76,10 +71,9 @@ class Outputs(NamedTuple):
     statistics: TokenStatistics
     known: TileBounds | None
     has_bounds: Tensor | None  # (1,) bool on the host: whether `known` was made; the backward is exact where it was not
-    seed: Tensor | None  # (1,) int64 on the host
 
     def flat(self) -> list[Tensor]:
-        parts = (*self.statistics, *(self.known or ()), self.has_bounds, self.seed)
+        parts = (*self.statistics, *(self.known or ()), self.has_bounds)
         return [part for part in parts if part is not None]
 
     @classmethod
@@ -91,7 +85,7 @@ class Outputs(NamedTuple):
         if options.bounded:
             there = (*[True] * 4, *[options.entropy] * 3)
             known = TileBounds(*_wanted(parts, *there))  # type: ignore[arg-type]
-        return cls(statistics, known, *_wanted(parts, options.bounded, options.unbiased))
+        return cls(statistics, known, *_wanted(parts, options.bounded))
 
     @classmethod
     def empty(cls, hidden: Tensor, weight: Tensor, options: OpOptions) -> "Outputs":
@@ -109,8 +103,7 @@ class Outputs(NamedTuple):
         if options.bounded:
             known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
         has_bounds = torch.empty(1, dtype=torch.bool, device="cpu") if options.bounded else None
-        seed = torch.empty(1, dtype=torch.int64, device="cpu") if options.unbiased else None
-        return cls(statistics, known, has_bounds, seed)
+        return cls(statistics, known, has_bounds)
 
 
 def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
@@ -132,8 +125,6 @@ def _forward(*args) -> list[Tensor]:
         out.has_bounds.fill_(known is not None)
         for whole, part in zip(out.known, known or [None] * len(out.known), strict=True):
             _place(whole, part, index)
-    if out.seed is not None:
-        out.seed.random_(2**31)
     return out.flat()
 
 
@@ -172,7 +163,7 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     if not options.fixed_shape:
         head = head._replace(targets=torch.where(head.live, head.targets, 0), live=None)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
-    settings = options.projection(out.seed)
+    settings = options.projection()
     gradients = token_gradients(head, out.statistics, known, grad_logps, grad_entropy, settings, tuple(needs))
     return [part.contiguous() for part in gradients if part is not None]
 
@@ -255,8 +246,6 @@ def linear_op(
     head: HeadInputs,
     options: ProjectionOptions,
     *,
-    grad_tolerance: float,
-    unbiased: bool,
     fixed_shape: bool,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
@@ -267,6 +256,7 @@ def linear_op(
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     transform = options.transform
+    bounded = options.tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None
     flat = OpOptions(
         transform.temperature,
         transform.softcap,
@@ -276,12 +266,11 @@ def linear_op(
         options.compute_dtype,
         options.chunk_tokens,
         options.chunk_vocab,
-        float(grad_tolerance),
-        unbiased,
+        options.tolerance,
         fixed_shape,
         options.batch_invariant,
         options.kernels_fit,
-        bounded=grad_tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None,
+        bounded=bounded,
     )
     statistics = Outputs.named(_forward(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
 from liger_rl.kernels.statistics import EXTRAS
@@ -56,7 +55,6 @@ def linear_logprobs(
     entropy: bool = False,
     extras: Collection[str] = (),
     grad_tolerance: float = 0.0,
-    unbiased: bool = False,
     compute_dtype: torch.dtype | None = None,
     gather: Gather | None = None,
     chunk_tokens: int | None = None,
@@ -99,8 +97,6 @@ def linear_logprobs(
             docs/performance.md. The backward stays exact where blocks cannot be told apart: on CUDA below compute
             capability 9.0, in float32 or mixed dtypes, with rows of hidden or weight that do not start at multiples of
             16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank term.
-        unbiased: bring left-out blocks back at random, scaled so that the expected gradient is the exact one, seeded
-            from torch's default generator. It adds noise, at most 3 grad_tolerance in the root mean square.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
@@ -142,7 +138,6 @@ def linear_logprobs(
         entropy=entropy,
         extras=extras,
         grad_tolerance=grad_tolerance,
-        unbiased=unbiased,
         compute_dtype=compute_dtype,
         gather=gather,
         chunk_tokens=chunk_tokens,
@@ -161,7 +156,6 @@ class LinearOptions(NamedTuple):
     transform: LogitTransform
     entropy: bool
     grad_tolerance: float
-    unbiased: bool
     chunk_tokens: int | None
     chunk_vocab: int | None
     max_extra_bytes: int | None
@@ -186,7 +180,7 @@ def wanted_logprobs(
     inputs = localized(given)
     hidden, weight, targets, mask, bias, low_rank, vocab_parallel, wanted = inputs
     transform, entropy, fixed_shape = options.transform, options.entropy, options.fixed_shape
-    grad_tolerance, unbiased, weight_grad = options.grad_tolerance, options.unbiased, options.weight_grad
+    grad_tolerance, weight_grad = options.grad_tolerance, options.weight_grad
     chunk_tokens, chunk_vocab, batch_invariant = options.chunk_tokens, options.chunk_vocab, options.batch_invariant
     with nullcontext() if vocab_parallel is None else vocab_parallel.shared_errors(original):
         if not isinstance(transform, LogitTransform):
@@ -196,7 +190,7 @@ def wanted_logprobs(
         extras = _check_extras(options.extras)
         if options.gather is not None and not callable(options.gather):
             raise TypeError(f"gather must be callable or None, got {type(options.gather).__name__}")
-        check_tolerance(grad_tolerance, unbiased, fixed_shape)
+        check_tolerance(grad_tolerance, fixed_shape)
         check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
         check_budget(options.max_extra_bytes, chunk_tokens, chunk_vocab)
         if batch_invariant and low_rank:
@@ -258,7 +252,8 @@ def wanted_logprobs(
             gather=options.gather,
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
-            tolerance=None if compiled else _tolerance(grad_tolerance, unbiased),
+            # Bounds are not free, and only a backward needs them.
+            tolerance=float(grad_tolerance) if torch.is_grad_enabled() else 0.0,
             weight_grad=weight_grad,
             batch_invariant=batch_invariant,
             kernels_fit=kernels_fit,
@@ -283,9 +278,7 @@ def wanted_logprobs(
             low_weight = torch.cat([term.b for term in low_rank], dim=1)
         head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
         if compiled:
-            outputs = linear_op(
-                head, projection, grad_tolerance=grad_tolerance, unbiased=unbiased, fixed_shape=fixed_shape
-            )
+            outputs = linear_op(head, projection, fixed_shape=fixed_shape)
             return _spread(outputs, live if fixed_shape else None, targets.shape)
         outputs = linear_values(head, projection)
     return _spread(outputs, live, targets.shape)
@@ -631,33 +624,17 @@ def check_invariant(
         raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
 
 
-def check_tolerance(grad_tolerance: float, unbiased: bool, fixed_shape: bool = False) -> None:
+def check_tolerance(grad_tolerance: float, fixed_shape: bool = False) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
-    if not isinstance(unbiased, bool):
-        raise TypeError(f"unbiased must be a bool, got {type(unbiased).__name__}")
-    if unbiased and grad_tolerance == 0.0:
-        raise ValueError("unbiased belongs to grad_tolerance > 0, and grad_tolerance is 0.0")
     check_fixed_shape(fixed_shape)
     if fixed_shape and grad_tolerance != 0.0:
         raise ValueError(
             f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
             f"compute; got {grad_tolerance}"
         )
-
-
-def _tolerance(grad_tolerance: float, unbiased: bool) -> Tolerance | None:
-    """None for the exact backward, or none at all: bounds are not free."""
-    if grad_tolerance == 0.0:
-        return None
-    # Drawn in the forward and on the host: a second backward takes the same blocks, and no device is asked.
-    seed = int(torch.randint(2**31, (), device="cpu")) if unbiased else None
-    # After the draw, which a checkpointed forward repeats with gradients.
-    if not torch.is_grad_enabled():
-        return None
-    return Tolerance(relative=float(grad_tolerance), seed=seed)
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:

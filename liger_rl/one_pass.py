@@ -2,9 +2,8 @@
 
 A chunk of tokens keeps its exponentials over the whole vocabulary (`liger_rl.kernels.kept`). Once its statistics are
 complete the caller says what dL/dlogp and dL/dentropy are, and the gradients are made at once, the exponentials turning
-into dL/dlogits in their own memory. For hidden states alone (`scales_rows`) no pass over them is needed: they are
-dL/dlogits but for a factor of each token, which their product with the weight is multiplied by. What the loss is
-multiplied by afterwards multiplies these gradients in the backward.
+into dL/dlogits in their own memory. What the loss is multiplied by
+afterwards multiplies these gradients in the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scaled_for, scatter_for
+from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
-from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, scales_rows, tile_vocab, tile_words
+from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
 from liger_rl.projection import ProjectionOptions, fold_projection, spans
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
@@ -73,9 +72,6 @@ def one_pass(
             index = _index(live, chunk)
             rows, row_targets = hidden[index].to(options.compute_dtype).contiguous(), targets[index]
             kept = buffer.rows(slice(0, rows.shape[0]))
-            scaled = scaled_for(rows, weight) if scales_rows(options, needs) and not select else None
-            if scaled is not None:
-                kept = scaled.relative(kept, rows, weight, bias, row_targets, options.transform)
             fold_options = _fold_options(rows, weight, options)
             statistics, _ = fold_projection(rows, weight, bias, row_targets, fold_options, kept=kept)
             logps[chunk] = statistics.logps
@@ -83,11 +79,6 @@ def one_pass(
                 assert statistics.entropy is not None
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
-            if scaled is not None:
-                assert totals.hidden is not None
-                places, out = (None, totals.hidden[index]) if isinstance(index, slice) else (index, totals.hidden)
-                scaled.grad_hidden(kept, weight, row_targets, options.transform, tokens, places, out)
-                continue
             wanted = select_rows(tokens) if select and not in_place else None
             _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, options)
     deferred = (buffer.values.view(options.compute_dtype), rows) if in_place and chunks else (None, None)

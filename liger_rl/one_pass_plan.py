@@ -1,7 +1,6 @@
 """One pass from shapes alone: how many tokens a chunk holds, what that takes, what stands against it, when it pays."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -174,17 +173,6 @@ def tile_vocab(vocab: int, options: ProjectionOptions) -> int:
     return options.chunk_vocab // words * words
 
 
-def scales_rows(options: ProjectionOptions, needs: Sequence[bool]) -> bool:
-    """Whether what the epilogue keeps is the gradient but for a factor of each token, if no row is to be left out.
-
-    `needs` (for hidden, weight and others) has hidden alone: a product with the hidden states would sum over tokens,
-    each with its factor. No entropy is asked for, because its gradient is no such factor, and no tile is named, because
-    no epilogue keeps to it. And bfloat16's exponents have room, where float16's do not.
-    """
-    alone = needs[0] and not any(needs[1:])
-    return alone and not options.entropy and options.compute_dtype == torch.bfloat16 and options.chunk_vocab is None
-
-
 def free_tile_vocab(vocab: int) -> int:
     return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
@@ -194,10 +182,9 @@ def one_pass_traffic(shape: HeadShape, plan: OnePassPlan) -> int:
     hidden, weight = shape.needs[0], shape.needs[1] and not shape.in_place
     chunks = math.ceil(shape.tokens / plan.chunk_tokens)
     logits = shape.tokens * shape.vocab
-    # Kept, and unless it is a gradient then, read and written over as one, which each product reads.
+    # Kept, then read and written over as a gradient, which each product reads.
     epilogue = takes_epilogue(shape, plan)
-    passes = 1 if epilogue and scales_rows(shape.options, shape.needs) else 3
-    moved = logits * shape.itemsize * (passes + hidden + weight) + (0 if epilogue else 8 * logits)
+    moved = logits * shape.itemsize * (3 + hidden + weight) + (0 if epilogue else 8 * logits)
     moved += chunks * shape.weight_bytes * (1 + hidden) + shape.rows_bytes * (1 + weight)
     moved += 4 * shape.tokens * shape.hidden_size * hidden
     if weight:
@@ -274,8 +261,6 @@ class _Memory(NamedTuple):
         if shape.bias:
             fixed, kept = fixed + 16 * shape.vocab, kept + 4 * shape.vocab // gemm.SUMMED_ROWS
         if shape.cuda and options.chunk_vocab is None and shape.epilogue_applies:
-            # References, and what is added up to the gradient.
-            kept += 4 * (1 + (gemm.MAX_PARTS - 1) * size) * scales_rows(options, shape.needs)
             statistics = 4 * shape.kinds * -(-shape.vocab // BLOCK_VOCAB)
             # Or, where a chunk has few tokens, float32 tiles after all.
             return cls(fixed + logits * MIN_TOKENS * width, kept + rows + selected * width + statistics)

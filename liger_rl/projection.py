@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.block_sparse import Tolerance
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
@@ -57,7 +56,7 @@ class ProjectionOptions:
     chunk_vocab: int | None
     extras: frozenset[str] = frozenset()
     gather: Gather | None = None
-    tolerance: Tolerance | None = None
+    tolerance: float = 0.0  # of the backward, see `block_sparse`; 0 is exact
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     batch_invariant: bool = False
     kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too

@@ -20,7 +20,6 @@ from liger_rl.kernels import (
     epilogue,
     kept_triton,
     rows_triton,
-    scaled_triton,
     scatter_triton,
     selection_triton,
     tiles,
@@ -106,10 +105,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     for rows in (None, torch.arange(N)):
         kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), out)
     kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
-    scaled = scaled_triton.relative(kept, hidden, weight, bias, targets, transform)
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=False, kept=scaled)
-    index = torch.arange(N) if entropy else None
-    scaled_triton.grad_hidden(scaled, weight, targets, transform, token_gradients(False), index, ones(N, H).bfloat16())
 
 
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
@@ -132,15 +127,19 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
     tiles.block_bounds(known, tokens, ranking.own, targets, order)
-    scales = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
-    choice_triton.count(scales, order.int())
-    given = (known, statistics(entropy), tokens, targets, order, scales, transform)
+    keep = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
+    choice_triton.count(keep, order.int())
+    given = (known, statistics(entropy), tokens, targets, order, keep, transform)
     choice_triton.left_out_sums(*given, V, torch.bfloat16)
-    scales, counts, kept = ones(row_blocks, TILES), torch.full((TILES,), row_blocks), row_blocks * TILES
+    keep, counts, kept = (
+        torch.ones(row_blocks, TILES, dtype=torch.bool),
+        torch.full((TILES,), row_blocks),
+        row_blocks * TILES,
+    )
     counted = torch.cat([torch.tensor([N]), counts, counts])
     given = (hidden, weight, bias, targets, tokens)
-    begun = blocks_triton.begin(*given, scales, counted, transform, 1 << 20, TILES)
-    plan = BlockPlan(scales, counted, counts, kept, kept, N)
+    begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES)
+    plan = BlockPlan(keep, counted, counts, kept, N)
     left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
     blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.words, ones(N, H), transform, needs)
 
@@ -182,11 +181,10 @@ def main() -> None:
     if epilogue.gluon_is_known():
         from liger_rl.kernels import overlapped
 
-        epilogue.overlapped_for = blocks_triton.overlapped_for = lambda device: overlapped
+        epilogue.overlapped_for = lambda device: overlapped
         # All off or all on: they take twice as long to compile as the others.
-        for part in (in_the_epilogue, chosen_blocks):
-            for transform, entropy in zip(TRANSFORMS, (False, True), strict=True):
-                part(transform, entropy)
+        for transform, entropy in zip(TRANSFORMS, (False, True), strict=True):
+            in_the_epilogue(transform, entropy)
     print(*sorted(compiled), sep="\n")
 
 

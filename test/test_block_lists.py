@@ -11,10 +11,10 @@ from liger_rl.kernels import block_lists
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def lists_of(scales, first):
+def lists_of(keep, first):
     """As BlockLists names them."""
-    (rows, tiles), scales = scales.shape, scales.tolist()
-    kept = [(row, tile) for tile in range(tiles) for row in range(rows) if scales[row][tile] != 0]
+    (rows, tiles), keep = keep.shape, keep.tolist()
+    kept = [(row, tile) for tile in range(tiles) for row in range(rows) if keep[row][tile]]
     position = {block: place for place, block in enumerate(kept)}
     counts = {
         "row": [sum(block[0] == row for block in kept) for row in range(rows)],
@@ -23,7 +23,6 @@ def lists_of(scales, first):
     found = {
         "row": [row for row, _ in kept],
         "tile": [first + tile for _, tile in kept],
-        "scale": [scales[row][tile] for row, tile in kept],
         "by_row": [position[block] for block in sorted(kept)],
     }
     for kind, count in counts.items():
@@ -33,18 +32,18 @@ def lists_of(scales, first):
     return found
 
 
-def check(scales, first):
-    expected = lists_of(scales, first)
+def check(keep, first):
+    expected = lists_of(keep, first)
     torch.use_deterministic_algorithms(True)  # fills what is allocated, so that nothing unwritten is right by chance
     try:
-        exact = block_lists.BlockLists.of(scales, first, len(expected["row"]))
-        roomy = block_lists.BlockLists.of(scales, first, scales.numel())
+        exact = block_lists.BlockLists.of(keep, first, len(expected["row"]))
+        roomy = block_lists.BlockLists.of(keep, first, keep.numel())
     finally:
         torch.use_deterministic_algorithms(False)
     for found in (exact._asdict(), roomy._asdict()):
         assert found.keys() == expected.keys()
         for name, values in found.items():
-            assert values.dtype == (torch.float32 if name == "scale" else torch.int32), name
+            assert values.dtype == torch.int32, name
             assert values[: len(expected[name])].tolist() == expected[name], name
     assert all(part.numel() == len(expected[name]) for name, part in exact._asdict().items())
 
@@ -57,32 +56,32 @@ SMALL = [(1, 1), (1, 70), (130, 1), (5, 4), (16, 17), (64, 33)]
 )
 def test_lists(rows, tiles, share, monkeypatch):
     monkeypatch.setattr(block_lists, "STEP", 64)
-    scales = (1 + torch.rand(rows, tiles)) * (torch.rand(rows, tiles) < share)
-    check(scales.to(DEVICE), 0)
+    keep = torch.rand(rows, tiles) < share
+    check(keep.to(DEVICE), 0)
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(257, 3), (3, 513)])
 def test_more_than_a_program_reads_at_a_time(rows, tiles):
-    check((torch.rand(rows, tiles) < 0.3).float().to(DEVICE), 7)
+    check((torch.rand(rows, tiles) < 0.3).to(DEVICE), 7)
 
 
 @pytest.mark.parametrize("first", [0, 1, 16, 21])
 def test_tiles_of_a_wider_matrix(first):
-    wide = torch.rand(20, 41, device=DEVICE) * (torch.rand(20, 41, device=DEVICE) < 0.4)
+    wide = torch.rand(20, 41, device=DEVICE) < 0.4
     check(wide[:, first : first + 20], first)
     check(wide.T.contiguous().T[:, first : first + 20], first)
 
 
 def test_rows_and_tiles_that_keep_nothing_or_everything():
-    scales = torch.ones(40, 50, device=DEVICE)
-    scales[::3] = 0
-    scales[:, 10:30] = 0
-    scales[7] = 2
-    check(scales, 100)
+    keep = torch.ones(40, 50, dtype=torch.bool, device=DEVICE)
+    keep[::3] = 0
+    keep[:, 10:30] = 0
+    keep[7] = True
+    check(keep, 100)
 
 
 def test_no_rows():
-    check(torch.empty(0, 5, device=DEVICE), 0)
+    check(torch.empty(0, 5, dtype=torch.bool, device=DEVICE), 0)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="minutes in Triton's interpreter")
@@ -90,7 +89,7 @@ def test_thousands_of_rows():
     """Beside PyTorch's sums and sorts, which take no loop in Python."""
     rows, tiles = 4500, 1050
     kept = torch.rand(rows, tiles, device=DEVICE) < 0.3 * torch.rand(tiles, device=DEVICE)
-    found = block_lists.BlockLists.of(kept.float(), 0, int(kept.sum()))
+    found = block_lists.BlockLists.of(kept, 0, int(kept.sum()))
     tile, row = kept.T.nonzero(as_tuple=True)
     assert torch.equal(found.row, row.int())
     assert torch.equal(found.tile, tile.int())

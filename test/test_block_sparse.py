@@ -7,8 +7,8 @@ import torch
 
 import oracles
 from devices import skip_where_misread
-from liger_rl import LogitTransform, block_sparse, linear_function, linear_logprobs, logprobs, projection
-from liger_rl.block_sparse import Tolerance, choose_blocks, plan_blocks
+from liger_rl import LogitTransform, linear_function, linear_logprobs, projection
+from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.kernels import blocks, blocks_for, bounds, choice, choice_for
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
@@ -108,13 +108,12 @@ def test_bound_holds(kind, transform, with_entropy):
     each = bounds.block_bounds(known, gradients, own, targets, torch.arange(tokens))
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1):
-        tolerance = Tolerance(relative=relative, seed=None)
-        given = (known, statistics, gradients, targets, shares, transform, tolerance, torch.float32)
+        given = (known, statistics, gradients, targets, shares, transform, relative, torch.float32)
         chosen = choose_blocks(*given, needs_hidden=True)
         plan, order = plan_blocks(chosen), chosen.order
         assert order.sort().values.tolist() == list(range(tokens))
         assert plan.wanted == tokens
-        kept = plan.scales.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        kept = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
         by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.words
@@ -129,8 +128,8 @@ def test_bound_holds(kind, transform, with_entropy):
             sums = (exact[order] * kept + by_word).sum(1)
             size = grad_logps[order].abs() + (grad_entropy[order].abs() if with_entropy else 0.0)
             assert (sums.abs() <= 2e-3 * exact[order].abs().sum(1) + 1e-6 * size).all()
-        assert plan.counts.tolist() == (plan.scales != 0).sum(0).tolist()
-        assert plan.kept == (plan.scales != 0).sum()
+        assert plan.counts.tolist() == plan.keep.sum(0).tolist()
+        assert plan.kept == plan.keep.sum()
         assert 0 < plan.share <= 1
 
 
@@ -202,10 +201,10 @@ def test_choice_of_blocks(energies, budget, kept):
     bounds_, room = torch.tensor([energies], device=DEVICE), torch.tensor(budget, dtype=torch.float64, device=DEVICE)
     torch.use_deterministic_algorithms(True)
     try:
-        scales = choice_for(DEVICE).choose(bounds_, room)
+        keep = choice_for(DEVICE).choose(bounds_, room)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert scales.tolist() == [kept]
+    assert keep.tolist() == [list(map(bool, kept))]
 
 
 def test_bounds_far_below_the_budget_add_up():
@@ -213,8 +212,8 @@ def test_bounds_far_below_the_budget_add_up():
     count = 2**20
     each = torch.full((1, count), 1.0, device=DEVICE)
     room = torch.tensor(count / 2, dtype=torch.float64, device=DEVICE)
-    scales = choice_for(DEVICE).choose(each, room)
-    assert scales.sum() == count / 2
+    keep = choice_for(DEVICE).choose(each, room)
+    assert keep.sum() == count / 2
 
 
 # --- through the public op --------------------------------------------------------------------------------------------
@@ -327,79 +326,12 @@ def test_flat_distributions_take_the_dense_products(monkeypatch):
         torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-5 * other.abs().max().item())
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="float32 has no bounds on CUDA")
-def test_unbiased_gradients_average_to_the_exact_ones(monkeypatch):
-    """Over 60 seeds the error of the mean falls to the stated noise over sqrt(60), under what is left out otherwise."""
-    monkeypatch.setitem(linear_function.DENSE_SHARE, "cpu", 1.0)
-    leaves, targets, grad = batch("sure", tokens=520, vocab=4000, hidden_size=32)
-    exact = gradients(leaves, targets, grad)
-    tolerance, draws = 0.1, 60
-    biased = gradients(leaves, targets, grad, grad_tolerance=tolerance)
-    total = [torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves]
-    squares = [0.0 for _ in leaves]
-    for _ in range(draws):
-        found = gradients(leaves, targets, grad, grad_tolerance=tolerance, unbiased=True)
-        for i, mine in enumerate(found):
-            total[i] += mine.double() / draws
-            squares[i] += distance(mine, exact[i]) ** 2 / draws
-    for mean, square, one, other in zip(total, squares, biased, exact, strict=True):
-        noise = math.sqrt(square)
-        assert noise <= 4 * block_sparse.SAMPLING_NOISE * tolerance  # 4 as in test_gradients_are_close
-        assert distance(mean, other) <= 2.0 * noise / math.sqrt(draws)
-        assert distance(mean, other) < 0.7 * distance(one, other)
-
-
-@pytest.mark.parametrize("largest", [1e-4, 0.1, 0.5, 0.9])
-def test_sampling_noise_is_no_more_than_stated(largest, monkeypatch):
-    """One large block, always brought back, among many small ones, none of which is scaled up far above it."""
-    energies = torch.cat([torch.full((10000,), (1.0 - largest) / 10000), torch.tensor([largest])]).to(DEVICE)
-    kept = torch.zeros_like(energies, dtype=torch.bool)
-    # A draw of 0 brings every block back.
-    monkeypatch.setattr(torch, "rand", lambda size, *, generator, **options: torch.zeros(size, **options))
-    scales = block_sparse._sampled(energies, kept, 0).double()
-    assert (scales >= 1).all()
-    noise = block_sparse.SAMPLING_NOISE**2
-    assert (energies.double() * (scales - 1)).sum() <= noise * energies.sum()
-    assert (energies.double().sqrt() * scales).max() <= 1.001 * noise * energies.max().sqrt()
-    assert (1 / scales).mean() <= 1.001 / noise
-
-
-def test_unbiased_is_seeded_and_the_same_in_a_second_backward():
-    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
-
-    def twice():
-        found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], grad_tolerance=0.1, unbiased=True)
-        return [torch.autograd.grad(found.logps, leaves, grad, retain_graph=True) for _ in range(2)]
-
-    first, again, other = twice(), twice(), None
-    torch.manual_seed(0)
-    other = twice()
-    torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(other[0], twice()[0], strict=True))
-    assert not torch.equal(first[0][0], again[0][0])
-
-
 def test_no_bounds_without_a_backward(monkeypatch):
     leaves, targets, _ = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     monkeypatch.setattr(TileBounds, "empty", None)  # would be called in vain
     with torch.no_grad():
         linear_logprobs(*leaves[:2], targets, grad_tolerance=0.1)
     linear_logprobs(*(leaf.detach() for leaf in leaves[:2]), targets, grad_tolerance=0.1)
-
-
-def test_the_seed_is_drawn_on_the_host():
-    with torch.device("meta"):  # another default device, of which any value asked is an error
-        assert logprobs._tolerance(0.1, True).seed is not None
-
-
-def test_the_draw_does_not_choose_the_dense_products(monkeypatch):
-    """Or draws of few blocks would count and draws of many would not, and the mean would be too small."""
-    shares = recorded_shares(monkeypatch)
-    leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
-    found = [gradients(leaves, targets, grad, grad_tolerance=0.1, unbiased=True)[0] for _ in range(4)]
-    assert not torch.equal(found[0], found[1])
-    assert len(set(shares)) == 1
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
@@ -435,13 +367,12 @@ def test_tokens_that_do_not_count(dead):
     assert not found[0][masked | zero].any()
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("tokens", [0, 700])
-def test_no_token_counts(tokens, unbiased):
+def test_no_token_counts(tokens):
     """Gradients of zero, not an error: a micro-batch may hold masked tokens alone, or none."""
     leaves, targets, grad = batch("sure", tokens=tokens)
     mask = torch.zeros_like(targets)
-    found = gradients(leaves, targets, grad, mask=mask, entropy=True, grad_tolerance=0.1, unbiased=unbiased)
+    found = gradients(leaves, targets, grad, mask=mask, entropy=True, grad_tolerance=0.1)
     for mine, leaf in zip(found, leaves, strict=True):
         assert torch.equal(mine, torch.zeros_like(leaf))
 
@@ -467,7 +398,7 @@ def test_what_tokens_without_a_gradient_hold_does_no_harm(value, monkeypatch):
     found = gradients(leaves, targets, grad, grad_tolerance=0.1)
     assert plans[0].share < 0.5
     assert plans[1].share < 0.5
-    assert plans[1].counts.tolist() == (plans[1].scales != 0).sum(0).tolist()
+    assert plans[1].counts.tolist() == plans[1].keep.sum(0).tolist()
     if not math.isfinite(value):
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     for mine, other in zip(found, exact, strict=True):
@@ -563,22 +494,22 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
-    scales = torch.randint(3, (rows, tiles)).float()
-    scales[:, tiles // 2] = 0  # a tile without a block
-    scales = scales.to(DEVICE)
+    keep = torch.randint(3, (rows, tiles)) > 0
+    keep[:, tiles // 2] = False  # a tile without a block
+    keep = keep.to(DEVICE)
     wanted = tokens - tokens // 5  # the others hold what must not get into a sum
-    scales[math.ceil(wanted / BLOCK_TOKENS) :] = 0
+    keep[math.ceil(wanted / BLOCK_TOKENS) :] = False
     hidden[wanted:] = torch.nan
     left_out, shares = torch.randn(tokens, tiles).to(DEVICE, LOW), shares_like(vocab, weight.cpu())[0].to(DEVICE)
     from_left_out = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
-    counted = choice.count(scales, torch.where(torch.arange(tokens) < wanted, 0, bounds.NOT_WANTED).int().to(DEVICE))
+    counted = choice.count(keep, torch.where(torch.arange(tokens) < wanted, 0, bounds.NOT_WANTED).int().to(DEVICE))
     counts = counted[1 : 1 + tiles].cpu()
     kept = int(counts.sum())
-    plan = BlockPlan(scales, counted, counts, kept, int((scales == 1).sum()), wanted)
+    plan = BlockPlan(keep, counted, counts, kept, wanted)
     given = (hidden, weight, biases, targets, per_token)
     found, expected = (
         kernels.grad_blocks(
-            kernels.begin(*given, scales, counted, transform, workspace, 0 if late else tiles), *given, plan,
+            kernels.begin(*given, keep, counted, transform, workspace, 0 if late else tiles), *given, plan,
             left_out, shares, None if from_left_out is None else from_left_out.clone(), transform, needs[1:],
         )
         for kernels in (blocks_triton, blocks)
@@ -674,12 +605,11 @@ def test_choices_as_kernels(shape, room):
     energies.flatten()[:: energies.numel() // 5 + 1] = torch.nan
     energies[:, 0] = energies[0, 0]
     energies, budget = energies.to(DEVICE), torch.tensor(room, dtype=torch.float64, device=DEVICE)
-    scales = choice_triton.choose(energies, budget * energies.nansum().double())
-    assert torch.equal(scales, choice.choose(energies, budget * energies.nansum().double()))
-    scales = torch.where(scales == 0, torch.randint_like(scales, 3) * 1.5, scales)
+    keep = choice_triton.choose(energies, budget * energies.nansum().double())
+    assert torch.equal(keep, choice.choose(energies, budget * energies.nansum().double()))
     key = torch.randint(3, (1500,), dtype=torch.int32, device=DEVICE)
     key[key == 1] = bounds.NOT_WANTED
-    assert torch.equal(choice_triton.count(scales, key), choice.count(scales, key))
+    assert torch.equal(choice_triton.count(keep, key), choice.count(keep, key))
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -700,8 +630,8 @@ def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
     if known.moments is not None:
         known.moments.copy_(1000 * torch.randn(tiles, tokens))
     targets, order = torch.randint(vocab, (tokens,)).to(DEVICE), torch.randperm(tokens).to(DEVICE)
-    scales = 0.5 * torch.randint(4, (math.ceil(tokens / BLOCK_TOKENS), tiles), device=DEVICE)
-    given = (known, statistics, per_token, targets, order, scales, transform, vocab)
+    keep = torch.randint(4, (math.ceil(tokens / BLOCK_TOKENS), tiles), device=DEVICE) > 1
+    given = (known, statistics, per_token, targets, order, keep, transform, vocab)
     found, expected = (kernels.left_out_sums(*given, torch.float32) for kernels in (choice_triton, choice))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert found.shape == (tokens, choice.padded_tiles(vocab))

@@ -172,7 +172,6 @@ RUNS = {
     "default": {"entropy": True},
     "chunks": {"chunk_tokens": 100, "chunk_vocab": 300},
     "tolerance": {"grad_tolerance": 0.1},
-    "unbiased": {"grad_tolerance": 0.1, "unbiased": True},
     "low rank": {"low_rank": True},
     "fixed shape": {"fixed_shape": True, "entropy": True},
     "batch invariant": {"batch_invariant": True},

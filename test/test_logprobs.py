@@ -670,8 +670,6 @@ BAD_ARGUMENTS = [
     ("grad_tolerance", ValueError, {"grad_tolerance": 1.0}),
     ("grad_tolerance", ValueError, {"grad_tolerance": NAN}),
     ("grad_tolerance", TypeError, {"grad_tolerance": "1e-3"}),
-    ("unbiased", TypeError, {"unbiased": 1}),
-    ("unbiased", ValueError, {"unbiased": True}),
     ("extras", ValueError, {"extras": ("is_top2",)}),
     ("extras", TypeError, {"extras": "is_top1"}),
     ("compute_dtype", TypeError, {"compute_dtype": torch.float64}),

@@ -282,7 +282,7 @@ def test_kept_blocks_take_no_more_than_planned(budget):
     of_block = BLOCK_TOKENS * BLOCK_VOCAB * 2
     counts = torch.full((-(-vocab // BLOCK_VOCAB),), tokens // BLOCK_TOKENS // 2)
     kept = int(counts.sum())
-    blocks = BlockPlan(torch.empty(0), torch.empty(0), counts, kept, kept, tokens)
+    blocks = BlockPlan(torch.empty(0), torch.empty(0), counts, kept, tokens)
     spans = blocks_triton._spans(blocks, options.blocks_bytes // of_block)
     assert [first for first, _, _ in spans] == [0, *(last for _, last, _ in spans[:-1])]
     assert all(total == counts[first:last].sum() for first, last, total in spans)

@@ -195,7 +195,7 @@ def test_rules_see_what_they_forbid():
 
 def test_triton_is_imported_by_its_own_modules_and_only_when_needed():
     names = ("triton", "kept_triton", "rows_triton", "selection_triton", "choice_triton", "epilogue", "block_lists",
-             "blocks_triton", "tiles", "scaled_triton", "scatter_triton", "tile_epilogues", "overlapped")  # fmt: skip
+             "blocks_triton", "tiles", "scatter_triton", "tile_epilogues", "overlapped")  # fmt: skip
     compiled = {f"kernels.{name}" for name in names} | {"policy_terms_triton"}
     for module, tree in MODULES.items():
         at_import = imports(top_level(tree))

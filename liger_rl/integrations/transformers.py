@@ -35,7 +35,6 @@ from liger_rl.logprobs import linear_logprobs
 IGNORE_INDEX = -100
 HEAD_OPTIONS = (
     "grad_tolerance",
-    "unbiased",
     "chunk_tokens",
     "chunk_vocab",
     "max_extra_bytes",
@@ -86,7 +85,7 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        grad_tolerance, unbiased, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
+        grad_tolerance, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
     Args:

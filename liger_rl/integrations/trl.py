@@ -40,7 +40,6 @@ class CoreOptions:
     """Options of `linear_logprobs` that TRL knows nothing of."""
 
     grad_tolerance: float = 0.0
-    unbiased: bool = False
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
 
@@ -240,7 +239,6 @@ _patches: tuple[GlobalPatch, ...] = ()
 def patch_trl(
     *,
     grad_tolerance: float = 0.0,
-    unbiased: bool = False,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
 ) -> None:
@@ -250,7 +248,7 @@ def patch_trl(
     and 1.16 the trainers then take LoRA adapters on the lm_head as well, which they refuse without the patch.
 
     Args:
-        grad_tolerance, unbiased, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
 
     Raises:
         ImportError: TRL is not installed, or not of a supported version: 1.10 to 1.16.
@@ -258,9 +256,7 @@ def patch_trl(
         TypeError, ValueError: an option that `linear_logprobs` does not take.
         In each case nothing has been patched.
     """
-    options = CoreOptions(
-        grad_tolerance=grad_tolerance, unbiased=unbiased, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab
-    )
+    options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
     _apply(_new_patches(options))
 
 

@@ -47,15 +47,6 @@ def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., tuple[TokenSt
     return epilogue.gemm_fold if epilogue.applies(hidden, weight) else None
 
 
-def scaled_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
-    """The module whose `relative` and `grad_hidden` go around the fold of `gemm_fold_for`, None where that is."""
-    if gemm_fold_for(hidden, weight) is None:
-        return None
-    from liger_rl.kernels import scaled_triton
-
-    return scaled_triton
-
-
 def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """The gradient of a tile in the recomputing product's own epilogue, under the conditions of `gemm_fold_for`."""
     if not hidden.is_cuda:

@@ -24,7 +24,6 @@ class BlockLists(NamedTuple):
 
     row: Tensor  # (most,) int32, row of blocks
     tile: Tensor  # (most,) int32, tile among all of the vocabulary, ascending
-    scale: Tensor  # (most,) float32
     by_row: Tensor  # (most,) int32 positions, row by row
     row_end: Tensor  # (row blocks,) int32 into by_row
     row_count: Tensor  # (row blocks,) int32
@@ -34,16 +33,15 @@ class BlockLists(NamedTuple):
     tile_order: Tensor  # (tiles of the span,) int32
 
     @classmethod
-    def of(cls, scales: Tensor, first: int, most: int) -> "BlockLists":
-        """Of `scales` (row blocks, tiles of the span), the first of which is tile `first`, at most so many kept."""
-        rows, tiles = scales.shape
+    def of(cls, keep: Tensor, first: int, most: int) -> "BlockLists":
+        """Of `keep` (row blocks, tiles of the span), the first of which is tile `first`, at most so many kept."""
+        rows, tiles = keep.shape
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.
-        ints = partial(torch.empty, dtype=torch.int32, device=scales.device)
+        ints = partial(torch.empty, dtype=torch.int32, device=keep.device)
         lists = cls(
             row=ints(most),
             tile=ints(most),
-            scale=scales.new_empty(most),
             by_row=ints(most),
             row_end=ints(rows),
             row_count=ints(rows),
@@ -52,13 +50,12 @@ class BlockLists(NamedTuple):
             tile_count=ints(tiles),
             tile_order=ints(tiles),
         )
-        given = (scales, *scales.stride(), ints((rows, tiles)), lists.row_count, lists.tile_count)
+        given = (keep, *keep.stride(), ints((rows, tiles)), lists.row_count, lists.tile_count)
         _count_kernel[(rows + tiles,)](*given, rows, tiles, STEP)
         _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](
             *given,
             lists.row,
             lists.tile,
-            lists.scale,
             lists.by_row,
             lists.row_end,
             lists.row_order,
@@ -75,7 +72,7 @@ class BlockLists(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _count_kernel(
-    scales, row_stride, tile_stride,
+    keep, row_stride, tile_stride,
     rank,  # (rows, tiles) of a kept block among those of its tile
     row_count, tile_count, rows, tiles,
     STEP: tl.constexpr,
@@ -85,15 +82,15 @@ def _count_kernel(
     if item < rows:
         for start in range(0, tiles, STEP):
             tile = start + tl.arange(0, STEP)
-            place = scales + item.to(tl.int64) * row_stride + tile * tile_stride
-            count += tl.sum((tl.load(place, mask=tile < tiles, other=0.0) != 0.0).to(tl.int32), 0)
+            place = keep + item.to(tl.int64) * row_stride + tile * tile_stride
+            count += tl.sum(tl.load(place, mask=tile < tiles, other=0).to(tl.int32), 0)
         tl.store(row_count + item, count)
     else:
         tile = item - rows
         for start in range(0, rows, STEP):
             row = (start + tl.arange(0, STEP)).to(tl.int64)
-            place = scales + row * row_stride + tile * tile_stride
-            kept = (tl.load(place, mask=row < rows, other=0.0) != 0.0).to(tl.int32)
+            place = keep + row * row_stride + tile * tile_stride
+            kept = tl.load(place, mask=row < rows, other=0).to(tl.int32)
             tl.store(rank + row * tiles + tile, count + tl.cumsum(kept, 0) - 1, mask=kept != 0)
             count += tl.sum(kept, 0)
         tl.store(tile_count + tile, count)
@@ -101,8 +98,8 @@ def _count_kernel(
 
 @triton.jit
 def _list_row(
-    row, scales, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, block_scale, by_row,  # (most,)
+    row, keep, row_stride, tile_stride, rank, row_count, tile_count,
+    block_row, block_tile, by_row,  # (most,)
     tiles, first,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -115,15 +112,14 @@ def _list_row(
     for start in range(0, tiles, STEP):
         tile = start + tl.arange(0, STEP)
         inside = tile < tiles
-        scale = tl.load(scales + row.to(tl.int64) * row_stride + tile * tile_stride, mask=inside, other=0.0)
-        kept = (scale != 0.0).to(tl.int32)
+        place = keep + row.to(tl.int64) * row_stride + tile * tile_stride
+        kept = tl.load(place, mask=inside, other=0).to(tl.int32)
         chosen = kept != 0
         count = tl.load(tile_count + tile, mask=inside, other=0)
         among = tl.load(rank + row.to(tl.int64) * tiles + tile, mask=chosen, other=0)
         block = earlier_tiles + tl.cumsum(count, 0) - count + among
         tl.store(block_row + block, tl.zeros_like(tile) + row, mask=chosen)
         tl.store(block_tile + block, first + tile, mask=chosen)
-        tl.store(block_scale + block, scale, mask=chosen)
         tl.store(by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
         at += tl.sum(kept, 0)
         earlier_tiles += tl.sum(count, 0)
@@ -150,8 +146,8 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "tiles", "first"])
 def _list_kernel(
-    scales, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, block_scale, by_row,  # (most,)
+    keep, row_stride, tile_stride, rank, row_count, tile_count,
+    block_row, block_tile, by_row,  # (most,)
     row_end, row_order, tile_end, tile_order, rows, tiles, first,
     STEP: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +155,7 @@ def _list_kernel(
     row_parts = tl.cdiv(rows, ITEMS)
     if item < rows:
         _list_row(
-            item, scales, row_stride, tile_stride, rank, row_count, tile_count, block_row, block_tile, block_scale,
+            item, keep, row_stride, tile_stride, rank, row_count, tile_count, block_row, block_tile,
             by_row, tiles, first, STEP,
         )  # fmt: skip
     elif item < rows + row_parts:

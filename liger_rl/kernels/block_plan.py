@@ -11,11 +11,10 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS
 class BlockPlan(NamedTuple):
     """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
 
-    scales: Tensor  # (row blocks, tiles) float32: 0 leaves a block out, 1 keeps it, more makes up for others
+    keep: Tensor  # (row blocks, tiles) bool
     counted: Tensor  # as `choice.count` gives it, of which the rest is known to the host
     counts: Tensor  # (tiles,) int64, blocks kept in each
     kept: int  # in all
-    certain: int  # blocks of scale 1, the same for every seed
     wanted: int  # tokens with a gradient, the first of all
 
     @property
@@ -24,11 +23,8 @@ class BlockPlan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Blocks kept whatever the seed, of all the blocks of the tokens with a gradient.
-
-        What is decided by it must not depend on the blocks drawn, or the expected gradient would not be the exact one.
-        """
-        return self.certain / max(self.row_blocks * self.counts.numel(), 1)
+        """Kept blocks, of all the blocks of the tokens with a gradient."""
+        return self.kept / max(self.row_blocks * self.counts.numel(), 1)
 
 
 class LeftOutGradients(NamedTuple):

@@ -15,7 +15,7 @@ def begin(
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (n,)
     tokens: TokenGradients,  # (n,) each
-    scales: Tensor,  # (row blocks, tiles), see `BlockPlan`
+    keep: Tensor,  # (row blocks, tiles) bool, see `BlockPlan`
     counted: Tensor,  # as `choice.count` gives it
     transform: LogitTransform,
     workspace: int,  # bytes of blocks at a time, where they are not made tile by tile
@@ -23,9 +23,9 @@ def begin(
 ) -> Tensor:
     """Whatever can be done before the host knows of any block, for `grad_blocks` with the same inputs.
 
-    Here the scale of each row in each tile.
+    Here whether each row is kept in each tile.
     """
-    return scales.repeat_interleave(BLOCK_TOKENS, 0)
+    return keep.repeat_interleave(BLOCK_TOKENS, 0)
 
 
 def grad_blocks(
@@ -50,15 +50,14 @@ def grad_blocks(
     start = LeftOutGradients.of(left_out[wanted], hidden, grad_hidden, (needs[0], needs[1] and bias is not None))
     grad_weight = None if start.weight is None else torch.empty_like(weight)
     grad_bias = None if start.bias is None or bias is None else torch.empty_like(bias)
-    row_scales = begun[wanted]
+    kept_rows = begun[wanted]
     for tile in range(plan.counts.numel()):
         span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
-        rows = row_scales[:, tile].nonzero().squeeze(1)
+        rows = kept_rows[:, tile].nonzero().squeeze(1)
         weight_tile, bias_tile = weight[span].to(compute_dtype), None if bias is None else bias[span]
         logits = gemm.matmul(hidden[rows], weight_tile.T)
         block = torch.empty_like(logits, dtype=compute_dtype)
-        scaled = tokens.take(rows).times(row_scales[rows, tile])
-        eager.grad(logits, targets[rows], span.start, bias_tile, transform, scaled, block)
+        eager.grad(logits, targets[rows], span.start, bias_tile, transform, tokens.take(rows), block)
         if start.hidden is not None:
             start.hidden.index_add_(0, rows, gemm.matmul(block, weight_tile))
         if grad_weight is not None and start.weight is not None:

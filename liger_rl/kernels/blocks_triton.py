@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
-from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, overlapped_for, tile_logits
+from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_logits
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
 from liger_rl.kernels.tile_epilogues import blocks_to_compute, tile_gradient
 from liger_rl.kernels.transform import LogitTransform
@@ -39,7 +39,6 @@ def _blocks_kernel(
     out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
     block_row,
     block_tile,
-    block_scale,
     tile_end,  # (tiles,)
     tiles,
     room,  # the first so many blocks are computed,
@@ -79,7 +78,7 @@ def _blocks_kernel(
             logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
             gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
         )  # fmt: skip
-        grad = tl.where(live[:, None] & (word < vocab - first)[None, :], grad * tl.load(block_scale + block), 0.0)
+        grad = tl.where(live[:, None] & (word < vocab - first)[None, :], grad, 0.0)
         out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
 
 
@@ -226,19 +225,19 @@ def begin(
     bias: Tensor | None,
     targets: Tensor,
     tokens: TokenGradients,
-    scales: Tensor,
+    keep: Tensor,
     counted: Tensor,
     transform: LogitTransform,
     workspace: int,
     most_of_row: int,
 ) -> Begun:
     """As `blocks.begin`, where `epilogue.applies` says so: the device need not wait for a host that waits for it."""
-    rows, tiles = scales.shape
+    rows, tiles = keep.shape
     # At least those of a tile, which is never split.
     room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)
     buffer = torch.empty(room * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=hidden.device)
     with on(hidden.device):
-        lists = BlockLists.of(scales, 0, rows * tiles)
+        lists = BlockLists.of(keep, 0, rows * tiles)
         if rows:
             _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform)
     return Begun(lists, buffer, most_of_row)
@@ -263,7 +262,7 @@ def grad_blocks(
     start = grad_weight = grad_bias = None
     with on(hidden.device):
         for first, last, total in spans:
-            span = begun.lists if len(spans) == 1 else BlockLists.of(plan.scales[:, first:last], first, total)
+            span = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
             if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
                 _store_blocks(
                     begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform
@@ -325,7 +324,6 @@ def _store_blocks(
     arguments = (
         span.row,
         span.tile,
-        span.scale,
         span.tile_end,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
@@ -339,10 +337,6 @@ def _store_blocks(
     )
     constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
     programs = device_programs(hidden.device)
-    overlapped = overlapped_for(hidden.device)
-    if overlapped is not None:
-        overlapped.launch(overlapped.blocks_kernel, programs, hidden, weight, buffer, *arguments, **constants)
-        return
     _blocks_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
         TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),

@@ -30,21 +30,21 @@ def padded_tiles(vocab: int) -> int:
 
 
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
-    """Upper bounds (row blocks, tiles) -> 0.0 for the smallest, as many as `budget` () has room for, 1.0 for the rest.
+    """Upper bounds (row blocks, tiles) -> bool, False for the smallest, as many as `budget` () has room for.
 
     Of equal ones the first are left out; none that is NaN is, and none at all where the budget is NaN or not positive.
     """
     ascending, place = energies.flatten().sort(stable=True)
     units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
     units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
-    scales = (units.cumsum(0) > BUDGET_UNITS).to(torch.float32)
-    return torch.empty_like(scales).scatter_(0, place, scales).view_as(energies)
+    kept = units.cumsum(0) > BUDGET_UNITS
+    return torch.empty_like(kept).scatter_(0, place, kept).view_as(energies)
 
 
-def count(scales: Tensor, key: Tensor) -> Tensor:
-    """(1 + 2 tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile; those of scale 1."""
+def count(kept: Tensor, key: Tensor) -> Tensor:
+    """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile."""
     wanted = (key != NOT_WANTED).sum(0, keepdim=True)
-    return torch.cat([wanted, (scales != 0).sum(0), (scales == 1).sum(0)])
+    return torch.cat([wanted, kept.sum(0)])
 
 
 def left_out_sums(
@@ -53,12 +53,12 @@ def left_out_sums(
     tokens: TokenGradients,  # (n,) each
     targets: Tensor,  # (n,)
     order: Tensor,  # (n,) permutation of the tokens
-    scales: Tensor,  # (row blocks, tiles), of blocks of BLOCK_TOKENS of these
+    kept: Tensor,  # (row blocks, tiles) bool, of blocks of BLOCK_TOKENS of these
     transform: LogitTransform,
     vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(n, padded tiles) sums over each tile's words of what a block's scale leaves out of dL/dx, (1 - scale) dL/dx_v.
+    """(n, padded tiles) sums of dL/dx over each tile of the vocabulary, 0 in blocks that are kept.
 
     Rows of tokens without a gradient mean nothing.
     """
@@ -68,8 +68,8 @@ def left_out_sums(
     sums = sums_beside_target(known, tokens)[:, order]
     target_tile = (targets[order] // BLOCK_VOCAB)[None]
     sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
-    left_out = (1.0 - scales.T).repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
-    sums.mul_(left_out).mul_(transform.scale / transform.temperature)
+    kept_rows = kept.T.repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
+    sums.mul_(transform.scale / transform.temperature).masked_fill_(kept_rows, 0.0)
     return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
 
 

@@ -37,7 +37,7 @@ LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
 
 @triton.jit
-def _choose_kernel(ascending, place, budget_at, scales, count, STEP: tl.constexpr):
+def _choose_kernel(ascending, place, budget_at, keep, count, STEP: tl.constexpr):
     # One program, because what a bound finds left of the budget depends on all before it; 2^19 blocks are 128 steps.
     budget = tl.load(budget_at)
     # No comparison holds for NaN.
@@ -49,12 +49,12 @@ def _choose_kernel(ascending, place, budget_at, scales, count, STEP: tl.constexp
         units = tl.ceil(tl.load(ascending + index, mask=inside, other=0.0).to(tl.float64) * per_energy)
         units = tl.where(units <= UNITS, units, UNITS + 1.0).to(tl.int64)
         kept = spent + tl.cumsum(units, 0) > MOST
-        tl.store(scales + tl.load(place + index, mask=inside, other=0), kept.to(tl.float32), mask=inside)
+        tl.store(keep + tl.load(place + index, mask=inside, other=0), kept, mask=inside)
         spent += tl.sum(units)
 
 
 @triton.jit
-def _count_kernel(scales, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
+def _count_kernel(keep, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
     tile = tl.program_id(0)
     if tile == tiles:
         wanted = tl.zeros((STEP,), tl.int64)
@@ -64,14 +64,10 @@ def _count_kernel(scales, key, numbers, rows, tiles, tokens, STEP: tl.constexpr)
         tl.store(numbers, tl.sum(wanted))
     else:
         kept = tl.zeros((STEP,), tl.int64)
-        certain = tl.zeros((STEP,), tl.int64)
         for first in range(0, rows, STEP):
             row = first + tl.arange(0, STEP)
-            scale = tl.load(scales + row.to(tl.int64) * tiles + tile, mask=row < rows, other=0.0)
-            kept += (scale != 0.0).to(tl.int64)
-            certain += (scale == 1.0).to(tl.int64)
+            kept += tl.load(keep + row.to(tl.int64) * tiles + tile, mask=row < rows, other=0).to(tl.int64)
         tl.store(numbers + 1 + tile, tl.sum(kept))
-        tl.store(numbers + 1 + tiles + tile, tl.sum(certain))
 
 
 @triton.jit
@@ -86,7 +82,7 @@ def _left_out_kernel(
     grad_entropies,
     targets,
     order,
-    scales,  # (row blocks, tiles)
+    keep,  # (row blocks, tiles) bool
     out,  # (tokens, width)
     tokens,
     tiles,
@@ -113,8 +109,8 @@ def _left_out_kernel(
         at_target *= slope_at(logps + tl.load(lse_of + token, mask=live, other=0.0), heat)
     target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
     total += tl.where(tile[None, :] == target_tile[:, None], at_target[:, None], 0.0)
-    scale = tl.load(scales + first // BLOCK_TOKENS * tiles + tile, mask=tile < tiles, other=1.0)
-    total *= ((1.0 - scale) * slope)[None, :]
+    kept = tl.load(keep + first // BLOCK_TOKENS * tiles + tile, mask=tile < tiles, other=1) != 0
+    total = tl.where(kept[None, :], 0.0, total * slope)
     written = live[:, None] & (tile < width)[None, :]
     tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
 
@@ -242,18 +238,18 @@ def _weigh_rows_kernel(
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
     """As `choice.choose`; the budget in float64."""
     ascending, place = energies.flatten().sort(stable=True)
-    scales = torch.empty_like(energies, memory_format=torch.contiguous_format)
+    keep = torch.empty_like(energies, dtype=torch.bool, memory_format=torch.contiguous_format)
     with on(energies.device):
-        _choose_kernel[(1,)](ascending, place, budget, scales, ascending.numel(), CHOSEN, num_warps=CHOOSING_WARPS)
-    return scales
+        _choose_kernel[(1,)](ascending, place, budget, keep, ascending.numel(), CHOSEN, num_warps=CHOOSING_WARPS)
+    return keep
 
 
-def count(scales: Tensor, key: Tensor) -> Tensor:
-    """As `choice.count`; `scales` must be contiguous."""
-    rows, tiles = scales.shape
-    numbers = torch.empty(1 + 2 * tiles, dtype=torch.int64, device=scales.device)
-    with on(scales.device):
-        _count_kernel[(tiles + 1,)](scales, key, numbers, rows, tiles, key.numel(), COUNTED)
+def count(keep: Tensor, key: Tensor) -> Tensor:
+    """As `choice.count`; `keep` must be contiguous."""
+    rows, tiles = keep.shape
+    numbers = torch.empty(1 + tiles, dtype=torch.int64, device=keep.device)
+    with on(keep.device):
+        _count_kernel[(tiles + 1,)](keep, key, numbers, rows, tiles, key.numel(), COUNTED)
     return numbers
 
 
@@ -263,12 +259,12 @@ def left_out_sums(
     tokens: TokenGradients,
     targets: Tensor,
     order: Tensor,
-    scales: Tensor,
+    keep: Tensor,
     transform: LogitTransform,
     vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `choice.left_out_sums`; `scales` must be contiguous."""
+    """As `choice.left_out_sums`; `keep` must be contiguous."""
     tiles, n = known.codes.shape
     width = padded_tiles(vocab)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
@@ -285,7 +281,7 @@ def left_out_sums(
             None if grad_entropy is None else grad_entropy.contiguous(),
             targets.contiguous(),
             order,
-            scales,
+            keep,
             out,
             n,
             tiles,

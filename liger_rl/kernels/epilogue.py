@@ -101,8 +101,6 @@ def _gemm_fold_kernel(
     logit_sums,
     rivals,
     target_logits,  # (tokens,)
-    references,  # (tokens,), or None
-    limit,
     tokens,
     vocab,
     hidden_size,
@@ -129,12 +127,10 @@ def _gemm_fold_kernel(
         )
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
-        target, reference = word_of(targets, token, live, vocab_tile * TILE_VOCAB), None
-        if references is not None:
-            reference = tl.load(references + token, mask=live, other=0.0)
+        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
         fold_tile(
-            logits, token, target, reference, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens,
-            vocab, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, limit,
+            logits, token, target, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens,
+            vocab, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, store, at_word,
         )  # fmt: skip
 
@@ -274,8 +270,6 @@ def _fold_tiles(
         tiles.sum_exp,
         *tiles[3:],
         target,
-        None if kept is None else kept.references,
-        0.0 if kept is None else kept.limit,
         n,
         vocab,
         hidden.shape[1],
@@ -286,7 +280,7 @@ def _fold_tiles(
     overlapped = overlapped_for(hidden.device)
     with on(hidden.device):
         if overlapped is not None:
-            overlapped.launch(overlapped.fold_kernel, programs, hidden, weight, values, *arguments, **constants)
+            overlapped.launch(programs, hidden, weight, values, *arguments, **constants)
         else:
             _gemm_fold_kernel[(programs,)](
                 TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
@@ -336,27 +330,23 @@ def gemm_grad(
     )
     constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
     programs = device_programs(hidden.device)
-    overlapped = overlapped_for(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     with on(hidden.device):
-        if overlapped is not None:
-            overlapped.launch(overlapped.grad_kernel, programs, hidden, weight, out, *arguments, **constants)
-        else:
-            _gemm_grad_kernel[(programs,)](
-                TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
-                TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
-                TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
-                *arguments,
-                **constants,
-                HALVED=halved,
-                TILE_TOKENS=TILE_TOKENS,
-                TILE_VOCAB=TILE_VOCAB,
-                TILE_HIDDEN=TILE_HIDDEN,
-                PROGRAMS=programs,
-                num_stages=STORING_STAGES,
-                num_warps=WARPS,
-            )
+        _gemm_grad_kernel[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
+            TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
+            TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
+            *arguments,
+            **constants,
+            HALVED=halved,
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=TILE_VOCAB,
+            TILE_HIDDEN=TILE_HIDDEN,
+            PROGRAMS=programs,
+            num_stages=STORING_STAGES,
+            num_warps=WARPS,
+        )
     return out
 
 

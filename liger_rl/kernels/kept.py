@@ -4,12 +4,8 @@ Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks:
 probability of a word is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside bfloat16 factors
 they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under 2^-24 of the
 largest one beside it. They are as wide as the gradient that takes their place.
-
-Where the gradient is wanted for hidden alone they may be relative to each token's target instead, in bfloat16: see
-`liger_rl.kernels.scaled_triton`.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,19 +16,14 @@ from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
-# Nats above a token's reference from which on its values are held back: bfloat16 ends at 88 of them, and a token whose
-# probability is exp(-40) is one that no policy has drawn.
-LIMIT = 40.0
 
 
 class Kept(NamedTuple):
     """The exponentials of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16 or float32, exp(z - peak); with references bfloat16, see `scaled_triton`
+    values: Tensor  # (n, V) float16 or float32, exp(z - peak)
     peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every word is banned
     words: int  # in a tile, a power of two
-    references: Tensor | None = None  # (n,) float32
-    limit: float = LIMIT  # nats above a reference
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, words: int) -> "Kept":
@@ -47,13 +38,7 @@ class Kept(NamedTuple):
 
     def rows(self, rows: slice) -> "Kept":
         """Views of some tokens."""
-        references = None if self.references is None else self.references[rows]
-        return Kept(self.values[rows], self.peaks[:, rows], self.words, references, self.limit)
-
-    def relative_to(self, references: Tensor, dtype: torch.dtype) -> "Kept":
-        """The same memory for values of a dtype of the same size, relative to `references` (n,)."""
-        assert math.exp(self.limit) < torch.finfo(dtype).max
-        return self._replace(values=self.values.view(dtype), references=references)
+        return Kept(self.values[rows], self.peaks[:, rows], self.words)
 
 
 def keep(

@@ -22,10 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.kernels.tile_epilogues import (
-    blocks_to_compute,
     fold_tile,
     halves,
-    tile_gradient,
     tile_place,
     tokens_together,
     word_of,
@@ -44,25 +42,13 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
-def _place(tile, where, LISTED: gl.constexpr):
-    """-> (token tile, vocabulary tile) from the lists of both, or in order, from how many there are of each and go
-    together."""
-    if LISTED:
-        block_row, block_tile = where
-        return gl.load(block_row + tile), gl.load(block_tile + tile)
-    else:
-        token_tiles, vocab_tiles, together = where
-        return tile_place(tile, token_tiles, vocab_tiles, together)
-
-
-@gluon.jit
-def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, LISTED: gl.constexpr):
+def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size):
     """Every step's rows and words, as soon as a buffer is free."""
     ready, free, _begun = barriers
     stages: gl.constexpr = words.type.shape[0]
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, vocab_tile = _place(tile, where, LISTED)
+        token_tile, vocab_tile = tile_place(tile, *where)
         for column in range(0, hidden_size, TILE_HIDDEN):
             stage = step % stages
             # A barrier at which nobody has arrived yet is done with the phase before.
@@ -99,27 +85,17 @@ def _begin(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
 
 @gluon.jit
 def _product(logits, rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
-    """-> half a tile of logits in float32, and how many steps this group has taken, of which `step` before.
-
-    Given is what `_begin` began, or None.
-    """
+    """-> half a tile of logits in float32, which `_begin` began, and how many steps this group has taken."""
     ready, free, begun = barriers
     stages: gl.constexpr = words.type.shape[0]
     steps = gl.cdiv(hidden_size, TILE_HIDDEN)
-    first: gl.constexpr = 0 if logits is None else 1
-    if logits is None:
-        if LOWER:
-            mbarrier.wait(begun, 0, pred=step == 0)
-        logits = gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT)
-    step += first
-    for i in range(first, steps):
+    step += 1
+    for _step in range(1, steps):
         stage = step % stages
         mbarrier.wait(ready.index(stage), step // stages & 1)
-        logits = hopper.warpgroup_mma(
-            rows.index(stage), words.index(stage).permute((1, 0)), logits, use_acc=i > 0, is_async=True
-        )
+        logits = hopper.warpgroup_mma(rows.index(stage), words.index(stage).permute((1, 0)), logits, is_async=True)
         logits = hopper.warpgroup_mma_wait(1, deps=(logits,))
-        mbarrier.arrive(free.index((step + stages - 1) % stages), pred=i > 0)
+        mbarrier.arrive(free.index((step + stages - 1) % stages))
         if not LOWER:
             mbarrier.arrive(begun, pred=step == gl.minimum(steps, stages) - 1)
         step += 1
@@ -166,7 +142,7 @@ def _fold(
     SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LEVELLED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
+        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     ) = given  # fmt: skip
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
@@ -174,51 +150,18 @@ def _fold(
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         logits = _begin(rows, words, barriers, step, hidden_size, LOWER)
-        token_tile, vocab_tile = _place(tile, where, False)
+        token_tile, vocab_tile = tile_place(tile, *where)
         first = token_tile * (2 * HALF)
         token = first + row
         live = token < tokens
-        target, reference = word_of(targets, token, live, vocab_tile * TILE_VOCAB), None
-        if references is not None:
-            reference = gl.load(references + token, mask=live, other=0.0)
+        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
         logits, step = _product(logits, rows, words, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         fold_tile(
-            logits, token, target, reference, word, first + LOWER * HALF, vocab_tile, tokens, vocab, peaks, sums,
-            moments, sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored, limit,
+            logits, token, target, word, first + LOWER * HALF, vocab_tile, tokens, vocab, peaks, sums,
+            moments, sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored,
             gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, _store, _at_word,
         )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _gradient(
-    rows, words, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
-    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LISTED: gl.constexpr,
-):  # fmt: skip
-    (
-        bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, block_scale, tokens, vocab, first,
-        gain, cap, inverse, inverse_rest, slope,
-    ) = given  # fmt: skip
-    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
-    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
-    step = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, vocab_tile = _place(tile, where, LISTED)
-        token, word_before = token_tile * (2 * HALF) + row, vocab_tile * TILE_VOCAB
-        live = token < tokens
-        logits, step = _product(None, rows, words, barriers, step, hidden_size, LOWER)
-        logits = _with_bias(logits, bias, vocab_tile, vocab)
-        grad = tile_gradient(
-            logits, token, live, word, targets, first + word_before, lse_of, grad_logps, at_target, entropies,
-            grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-        )  # fmt: skip
-        if LISTED:
-            inside = live[:, None] & (word < vocab - word_before)[None, :]
-            grad = gl.where(inside, grad * gl.load(block_scale + tile), 0.0)
-            _store(stored, tile * (2 * HALF) + LOWER * HALF, 0, grad)
-        else:
-            _store(stored, token_tile * (2 * HALF) + LOWER * HALF, word_before, grad)
     tma.store_wait(0)
 
 
@@ -256,8 +199,6 @@ def fold_kernel(
     logit_sums,
     rivals,
     target_logits,
-    references,
-    limit,
     tokens,
     vocab,
     hidden_size,
@@ -274,7 +215,7 @@ def fold_kernel(
     """The arguments are those of `epilogue._gemm_fold_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     given = (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, references, limit,
+        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits,
         tokens, vocab, gain, cap, inverse, inverse_rest,
     )  # fmt: skip
     tiles = token_tiles * vocab_tiles
@@ -290,111 +231,11 @@ def fold_kernel(
                 lower, words, barriers, (kept, lower_out), where, tiles, hidden_size, given, True,
                 SCALED, CAPPED, HEATED, LEVELLED, WHOLE,
             )),
-            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, False)),
+            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size)),
         ],
         [WARPS, LOADING_WARPS],
         [REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
-
-
-@gluon.jit
-def _gradients(
-    hidden, weight, out, where, tiles, hidden_size, given,
-    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LISTED: gl.constexpr,
-):  # fmt: skip
-    """All three groups of a kernel that stores gradients."""
-    upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, out)
-    gl.warp_specialize(
-        [
-            (_gradient, (
-                upper, words, barriers, (out, upper_out), where, tiles, hidden_size, given, False,
-                SCALED, CAPPED, HEATED, LISTED,
-            )),
-            (_gradient, (
-                lower, words, barriers, (out, lower_out), where, tiles, hidden_size, given, True,
-                SCALED, CAPPED, HEATED, LISTED,
-            )),
-            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size, LISTED)),
-        ],
-        [WARPS, LOADING_WARPS],
-        [REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["first"])
-def grad_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (vocab, H), the tile's rows
-    out,  # descriptor of (tokens, vocab)
-    bias,
-    targets,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
-    tokens,
-    vocab,
-    first,  # id of the tile's first word
-    hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,  # scale / temperature
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
-    HEATED: gl.constexpr,
-):
-    """The arguments are those of `epilogue._gemm_grad_kernel`."""
-    token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
-    given = (
-        bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, None, tokens, vocab, first,
-        gain, cap, inverse, inverse_rest, slope,
-    )  # fmt: skip
-    where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
-    _gradients(hidden, weight, out, where, token_tiles * vocab_tiles, hidden_size, given, SCALED, CAPPED, HEATED, False)
-
-
-@gluon.jit(do_not_specialize=["tiles", "room", "most_of_row"])
-def blocks_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (V, H)
-    out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
-    block_row,
-    block_tile,
-    block_scale,
-    tile_end,  # (tiles,)
-    tiles,
-    room,
-    most_of_row,
-    wanted,  # () int64
-    bias,
-    targets,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
-    vocab,
-    hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
-    HEATED: gl.constexpr,
-):
-    """The arguments are those of `blocks_triton._blocks_kernel`."""
-    tokens = gl.load(wanted)
-    count = blocks_to_compute(gl.load(tile_end + tiles - 1), room, most_of_row, gl.cdiv(tokens, 2 * HALF))
-    given = (
-        bias, targets, lse_of, grad_logps, at_target, entropies, grad_entropies, block_scale, tokens, vocab, 0,
-        gain, cap, inverse, inverse_rest, slope,
-    )  # fmt: skip
-    _gradients(hidden, weight, out, (block_row, block_tile), count, hidden_size, given, SCALED, CAPPED, HEATED, True)
 
 
 @cache
@@ -407,7 +248,6 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def launch(
-    kernel: Any,  # one of the three above
     programs: int,
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
@@ -415,8 +255,8 @@ def launch(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """With the descriptors that they begin with, and what follows these."""
-    kernel[(programs,)](
+    """The fold, with the descriptors that its arguments begin with, and what follows these."""
+    fold_kernel[(programs,)](
         _descriptor(hidden, HALF.value, TILE_HIDDEN.value),
         _descriptor(weight, TILE_VOCAB.value, TILE_HIDDEN.value),
         None if out is None else _descriptor(out, HALF.value, TILE_VOCAB.value),

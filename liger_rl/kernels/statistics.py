@@ -211,8 +211,3 @@ class TokenGradients(NamedTuple):
         parts = TokenGradients._make(None if part is None else torch.where(live, part, 0.0) for part in self)
         # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
         return parts._replace(lse=torch.where(live, self.lse, math.inf))
-
-    def times(self, scale: Tensor) -> "TokenGradients":
-        """All that is linear in the loss, times a number for each token."""
-        grad_entropy = None if self.grad_entropy is None else self.grad_entropy * scale
-        return TokenGradients(self.lse, self.grad_logps * scale, self.at_target * scale, self.entropy, grad_entropy)

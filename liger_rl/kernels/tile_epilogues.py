@@ -116,10 +116,9 @@ def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
     token,  # (TILE_TOKENS,) of these
     target,  # of each token, counted from the tile's first word, see `word_of`
-    reference,  # of each token, or None
     word,  # (TILE_VOCAB,) counted from 0
     first_token, vocab_tile, tokens, vocab,
-    peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept, limit,
+    peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept,
     gain, cap, inverse, inverse_rest,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr, LEVELLED: tl.constexpr, WHOLE: tl.constexpr,
     STORE: tl.constexpr, AT_WORD: tl.constexpr,
@@ -158,15 +157,7 @@ def fold_tile(
     # Not after the values, which under a softcap would then spill.
     total = tl.sum(exp, 1)
     if kept is not None:
-        scale = factor
-        if reference is not None:
-            scale *= tl.exp(tl.minimum(peak - reference, limit))
-        values = exp * scale[:, None]
-        if CAPPED and reference is not None:
-            # 1 - tanh^2
-            left = level if LEVELLED else 1.0 - level / full
-            values *= left * (2.0 - left)
-        STORE(kept, first_token, vocab_tile * TILE_VOCAB, values)
+        STORE(kept, first_token, vocab_tile * TILE_VOCAB, exp * factor[:, None])
     tl.store(peaks + place, peak, mask=live)
     tl.store(sums + place, total * factor, mask=live)
     if moments is not None:

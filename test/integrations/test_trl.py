@@ -284,7 +284,7 @@ def test_options_reach_the_core(monkeypatch):
         return LogProbs(torch.zeros(len(targets)), None)
 
     monkeypatch.setattr(integration, "linear_logprobs", core)
-    options = {"grad_tolerance": 0.01, "unbiased": True, "chunk_tokens": 5, "chunk_vocab": 64}
+    options = {"grad_tolerance": 0.01, "chunk_tokens": 5, "chunk_vocab": 64}
     patch_trl(**options)
     hidden, weight, bias, targets = inputs()
     vars(trl_utils)[NAME].apply(hidden, weight, bias, targets, 1.0, 32768)
@@ -293,9 +293,7 @@ def test_options_reach_the_core(monkeypatch):
         assert options.items() <= seen.items()
 
 
-@pytest.mark.parametrize(
-    "options", [{"grad_tolerance": -0.1}, {"grad_tolerance": math.nan}, {"unbiased": True}, {"chunk_vocab": 0}]
-)
+@pytest.mark.parametrize("options", [{"grad_tolerance": -0.1}, {"grad_tolerance": math.nan}, {"chunk_vocab": 0}])
 def test_options_are_refused_before_anything_is_patched(options):
     original = vars(trl_utils)[NAME]
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):
