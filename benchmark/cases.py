@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmark.peers import EVERYWHERE, VARIANTS
+from benchmark.variants import EVERYWHERE, VARIANTS
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmark import oracle
 from benchmark.cases import STEP, Case
-from benchmark.inputs import Inputs, logit_transform
+from benchmark.inputs import Inputs
 from benchmark.loss import grpo_loss
-from liger_rl.reference import reference_logprobs
 
 # Of the batch a gold is made for at most: on CUDA whole batches, on CPU what float64 is fast enough for.
 GOLD_ROWS = {"cpu": 128, "cuda": 8192}
@@ -27,13 +27,12 @@ class Gold:
 
 
 def gold_of(case: Case, inputs: Inputs) -> Gold:
-    transform = logit_transform(case)
     hidden, weight = inputs.hidden.detach().flatten(0, 1), inputs.weight.detach().double()
     ids = inputs.ids.flatten()
     step = max(1, LOGITS_BYTES // (8 * case.vocab))
     spans = [slice(start, start + step) for start in range(0, case.rows, step)]
 
-    parts = [reference_logprobs(hidden[s].double(), weight, ids[s], transform=transform) for s in spans]
+    parts = [oracle.logprobs(hidden[s].double(), weight, ids[s], case.softcap) for s in spans]
     logps, entropy = (torch.cat(part).view(inputs.ids.shape) for part in zip(*parts, strict=True))
     del parts
     leaf = logps.clone().requires_grad_()
@@ -47,7 +46,7 @@ def gold_of(case: Case, inputs: Inputs) -> Gold:
         weight.requires_grad_(grad_weight is not None)
         for s in spans:
             rows = hidden[s].double().requires_grad_()
-            span_logps, _ = reference_logprobs(rows, weight, ids[s], transform=transform)
+            span_logps, _ = oracle.logprobs(rows, weight, ids[s], case.softcap)
             leaves = (rows,) if grad_weight is None else (rows, weight)
             grads = torch.autograd.grad(span_logps, leaves, grad_logps[s])
             grad_hidden[s] = grads[0]

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmark import oracle
 from benchmark.cases import FLAT, SURE, SURE_SHARE, Case
-from liger_rl import LogitTransform
-from liger_rl.reference import reference_logprobs
 
 SEED = 0
 DRIFT_NATS = 0.1  # of the old and the reference policy from the current one, standard deviation per token
@@ -107,9 +106,9 @@ def _of_policy(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def _current(case: Case, hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) log-probabilities and entropies."""
-    weight_float32, transform = weight.float(), logit_transform(case)
+    weight_float32 = weight.float()
     parts = [
-        reference_logprobs(hidden[span].float(), weight_float32, ids[span], transform=transform)
+        oracle.logprobs(hidden[span].float(), weight_float32, ids[span], case.softcap)
         for span in _spans(case, hidden.device.type)
     ]
     logps, entropies = zip(*parts, strict=True)
@@ -119,7 +118,3 @@ def _current(case: Case, hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[T
 def _spans(case: Case, device: str) -> list[slice]:
     step = max(1, REFERENCE_LOGITS_BYTES[device] // (4 * case.vocab))
     return [slice(start, start + step) for start in range(0, case.rows, step)]
-
-
-def logit_transform(case: Case) -> LogitTransform:
-    return LogitTransform(softcap=case.softcap)

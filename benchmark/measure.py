@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark import peers
+from benchmark import variants
 from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
 from benchmark.errors import measure_errors
 from benchmark.floor import Products
@@ -27,6 +27,7 @@ from benchmark.gold import GOLD_ROWS, Gold, gold_of
 from benchmark.inputs import Inputs, make_inputs
 from benchmark.loss import grpo_loss
 from benchmark.memory import PeakMemory
+from benchmark.peers import peer
 from benchmark.peers.peer import Head
 from benchmark.timing import Timing, measure_ms
 
@@ -99,12 +100,12 @@ def _mean(logps: Tensor, inputs: Inputs) -> Tensor:
 
 def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str, Any]:
     """-> {"status": "ok", ...numbers} or {"status", "reason"}."""
-    variant = peers.load(variant_name)
+    variant = peer.load(variant_name)
     reason = variant.reason(bench.case, bench.device)
     if reason is not None:
         return {"status": "unavailable", "reason": reason}
     try:
-        return _numbers(bench, variant, variant_name == peers.OURS, quantities)
+        return _numbers(bench, variant, variant_name == variants.OURS, quantities)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise

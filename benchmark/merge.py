@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmark.peers import BASELINE, LABELS, TRL
+from benchmark.variants import BASELINE, LABELS, TRL
 
 # Of an environment, what may change while its numbers stay comparable.
 PASSING = ("date", "load_average")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
-from benchmark.peers import LABELS
+from benchmark.variants import LABELS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STYLES: dict[str, dict[str, Any]] = {

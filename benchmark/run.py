@@ -18,9 +18,9 @@ from rich.table import Table
 from benchmark.cases import GROUPS, Case, preset
 from benchmark.environment import ROOT, slug
 from benchmark.merge import differences, merged
-from benchmark.peers import EVERYWHERE, LABELS, OURS
 from benchmark.plot import RESULTS, plot_directory
 from benchmark.table import by_case, cells, columns_of, notes, title
+from benchmark.variants import EVERYWHERE, LABELS, OURS
 from benchmark.worker import Job, OutOfTime, Workers
 
 

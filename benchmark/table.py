@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP, TOKENS, VOCABULARY
 from benchmark.environment import PACKAGES, package_key
-from benchmark.peers import LABELS, VARIANTS
+from benchmark.variants import LABELS, VARIANTS
 
 Row = dict[str, Any]
 

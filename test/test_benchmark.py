@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 pytest.importorskip("rich", reason="the benchmark needs rich")
 
-from benchmark import floor, gold, measure, peers, plot, readme, run, timing
+from benchmark import floor, gold, measure, plot, readme, run, timing, variants
 from benchmark.cases import (
     FLAT,
     LOGPS,
@@ -34,6 +34,7 @@ from benchmark.errors import measure_errors
 from benchmark.inputs import make_inputs
 from benchmark.measure import Bench
 from benchmark.merge import merge, merged
+from benchmark.peers import peer
 from benchmark.table import markdown
 from benchmark.worker import Job, OutOfTime, Workers
 
@@ -51,7 +52,7 @@ def test_cases_of_the_presets_have_names_of_their_own_and_variants_that_exist():
         for quick in (False, True):
             cases = preset(device, quick=quick)
             assert len({case.name for case in cases}) == len(cases)
-            assert {variant for case in cases for variant in case.variants} <= set(peers.VARIANTS)
+            assert {variant for case in cases for variant in case.variants} <= set(variants.VARIANTS)
 
 
 def test_presets_are_selected_by_name_and_by_group():
@@ -66,7 +67,7 @@ def test_what_a_reader_looks_for_is_measured():
     assert {"ours", "ours-one-pass", "ours-in-place"} <= set(cases["llama-3-8b"].variants)
     for case in cases.values():
         if RL in case.groups:
-            assert {"ours-1e-4", "ours-1e-3", peers.TRL} <= set(case.variants)
+            assert {"ours-1e-4", "ours-1e-3", variants.TRL} <= set(case.variants)
             assert "ours-in-place" not in case.variants
 
 
@@ -84,7 +85,7 @@ def test_every_head_is_measured_frozen():
     frozen = [case for case in cuda_preset() if case.frozen]
     assert [case.name for case in frozen] == ["llama-3-8b-frozen", "qwen3-1.7b-frozen", "gemma-2-2b-frozen"]
     assert [case.softcap for case in frozen] == [None, None, 30.0]
-    assert all({"ours-one-pass", peers.TRL} <= set(case.variants) for case in frozen)
+    assert all({"ours-one-pass", variants.TRL} <= set(case.variants) for case in frozen)
 
 
 def test_the_rl_batch_is_the_published_one():
@@ -179,7 +180,7 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
             super().__call__()
             said.append(self.word)
 
-    class Said(type(peers.load("eager"))):
+    class Said(type(peer.load("eager"))):
         def make(self, *arguments):
             run = super().make(*arguments)
 
@@ -191,7 +192,7 @@ def test_every_variant_has_floors_of_its_own(monkeypatch):
             return step
 
     monkeypatch.setattr(measure, "Products", Counted)
-    monkeypatch.setattr(peers, "load", lambda name: Said())
+    monkeypatch.setattr(peer, "load", lambda name: Said())
     once = timing.Repeats(warm_seconds=0.0, most=2, least=2, seconds=1.0, long_seconds=60.0)
     monkeypatch.setitem(timing.REPEATS, "cpu", once)
     # Where errors are measured, too, a step's forward is timed by itself. Each is run once untimed, but for a variant's
@@ -232,7 +233,7 @@ def test_a_floor_in_pieces_is_the_whole_products(words, tile, monkeypatch):
     assert floor.Products(BATCH, inputs, "cpu", gradients=False).grad_hidden is None
 
 
-@pytest.mark.parametrize("variant", peers.VARIANTS)
+@pytest.mark.parametrize("variant", variants.VARIANTS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -245,13 +246,13 @@ def test_a_floor_in_pieces_is_the_whole_products(words, tile, monkeypatch):
     ids=lambda case: case.name,
 )
 def test_variants_compute_the_same_thing(variant, case):
-    head = peers.load(variant)
+    head = peer.load(variant)
     reason = head.reason(case, "cpu")
     if reason is not None:
         pytest.skip(reason)
     bench = Bench(case, "cpu")
     errors = measure_errors(head, bench.compute(head), case, bench.inputs, bench.gold)
-    tolerance = max(1e-5, 1.1 * peers.VARIANTS[variant].options.get("grad_tolerance", 0.0))
+    tolerance = max(1e-5, 1.1 * variants.VARIANTS[variant].options.get("grad_tolerance", 0.0))
     assert errors.pop("error_rows") == case.rows
     assert {"grad_hidden_error", "loss_error"} <= errors.keys() or case.task != STEP
     for name, error in errors.items():
@@ -261,10 +262,10 @@ def test_variants_compute_the_same_thing(variant, case):
             assert error < tolerance, name
 
 
-@pytest.mark.parametrize("variant", peers.VARIANTS)
+@pytest.mark.parametrize("variant", variants.VARIANTS)
 def test_every_variant_says_at_once_whether_it_can_run(variant):
     for case in (DENSE, replace(DENSE, softcap=5.0), replace(DENSE, task=LOGPS_AND_ENTROPY)):
-        reason = peers.load(variant).reason(case, "cpu")
+        reason = peer.load(variant).reason(case, "cpu")
         assert reason is None or reason.strip()
 
 
@@ -279,7 +280,7 @@ def test_liger_triton_is_given_what_its_own_trainer_gives_it():
     pytest.importorskip("liger_kernel", reason="the variant needs liger-kernel")
     if torch.cuda.is_available():
         pytest.skip("measured there")
-    head = peers.load("liger_triton")
+    head = peer.load("liger_triton")
     for case in (DENSE, BATCH):
         bench = Bench(case, "cpu")
         errors = measure_errors(head, bench.compute(head), case, bench.inputs, bench.gold)
@@ -372,7 +373,7 @@ def test_a_plan_leaves_out_what_is_done():
         (("eager",), ("time", "error"), True),
     ]
     (job,) = run.plan([DENSE], None, "cuda", quick=False)
-    assert job.variants == peers.EVERYWHERE
+    assert job.variants == variants.EVERYWHERE
 
 
 ENVIRONMENT = {
@@ -389,12 +390,12 @@ def test_results_of_one_environment_merge_and_the_later_row_wins():
     one = {"environment": ENVIRONMENT, "rows": [a_row(DENSE, "ours"), a_row(BATCH, "ours")]}
     two = {
         "environment": ENVIRONMENT | {"date": "2026-01-02"},
-        "rows": [a_row(BATCH, "ours", step_ms=7.0), a_row(DENSE, "eager"), a_row(DENSE, peers.TRL, step_ms=40.0)],
+        "rows": [a_row(BATCH, "ours", step_ms=7.0), a_row(DENSE, "eager"), a_row(DENSE, variants.TRL, step_ms=40.0)],
     }
     both = merge([one, two])
     assert [(row["case"], row["variant"], row["step_ms"]) for row in both["rows"]] == [
         ("dense", "eager", 10.0),
-        ("dense", peers.TRL, 40.0),
+        ("dense", variants.TRL, 40.0),
         ("dense", "ours", 10.0),
         ("rl", "ours", 7.0),
     ]
@@ -423,7 +424,7 @@ def test_a_table_says_what_the_memory_of_a_gradient_in_place_is():
     row = a_row(DENSE, "ours-in-place", peak_extra_mib=3.0)
     text = markdown({"environment": ENVIRONMENT, "rows": [a_row(DENSE, "ours", peak_extra_mib=9.0), row]})
     assert "| liger_rl, dW in place | 10.0 | 2.00 | 3 |" in text
-    assert text.endswith(f"\n\nliger_rl, dW in place: {peers.VARIANTS['ours-in-place'].note}.\n")
+    assert text.endswith(f"\n\nliger_rl, dW in place: {variants.VARIANTS['ours-in-place'].note}.\n")
     for rows in ([a_row(DENSE, "ours")], [row | {"status": "out of memory", "reason": "none left"}]):
         assert "not part of the extra memory" not in markdown({"environment": ENVIRONMENT, "rows": rows})
 

@@ -91,7 +91,6 @@ ALLOWED = {
         "distributed",
     ],
     "from_logits": ["logit_loss", "logit_rows", "logprobs", "policy", "tokens", "kernels.transform"],
-    "reference": ["kernels.transform", "policy"],
     "integrations": [""],
 }
 # Every other room: torch alone, integrations: anything.

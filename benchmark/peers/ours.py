@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from benchmark.cases import STEP, Case
-from benchmark.inputs import Inputs, logit_transform
+from benchmark.inputs import Inputs
 from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
-from liger_rl import FusedLinearGRPOLoss, linear_function, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_function, linear_logprobs
 from liger_rl.block_sparse import ChosenBlocks, plan_blocks
 from liger_rl.kernels.block_plan import BlockPlan
 
@@ -48,7 +48,7 @@ class Head(Base):
             inputs.weight,
             inputs.ids,
             mask=inputs.mask,
-            transform=logit_transform(case),
+            transform=LogitTransform(softcap=case.softcap),
             entropy=entropy,
         )
         return Values(found.logps, found.entropy)

@@ -1,6 +1,7 @@
 """What a variant is: an lm_head and a loss, in terms that every one of them can be asked for."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
 from benchmark.inputs import Inputs
 from benchmark.loss import grpo_loss
+from benchmark.variants import VARIANTS
 
 
 class Values(NamedTuple):
@@ -68,6 +70,12 @@ class Head:
     def kept_share(self) -> float | None:
         """Of the blocks of the latest backward, the share that was computed; None where all of them always are."""
         return None
+
+
+def load(variant: str) -> Head:
+    """A variant, whose library may still be missing: its `reason` says so."""
+    found = VARIANTS[variant]
+    return import_module(f"benchmark.peers.{found.module}").Head(**found.options)
 
 
 def over_live_rows(inputs: Inputs, operator: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:

@@ -1,0 +1,63 @@
+"""The variants: what is measured, by name. `benchmark.peers.peer.load` loads the module of one.
+
+Labels stand here, so that tables and plots need not import the libraries they name.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Variant(NamedTuple):
+    label: str
+    module: str  # of benchmark.peers, with a class named Head
+    options: dict[str, Any]  # of that class
+    note: str | None = None  # what its numbers do not say by themselves
+
+
+VARIANTS = {
+    "eager": Variant("eager PyTorch", "eager", {}),
+    "compiled": Variant("torch.compile", "eager", {"compiled": True}),
+    "liger_chunked": Variant("Liger chunked", "liger_chunked", {}),
+    "liger_triton": Variant("logits + Liger Triton", "liger_triton", {}),
+    "liger_sm90": Variant("Liger fused scaled CE", "liger_sm90", {}),
+    "trl_chunked": Variant("TRL chunked", "trl_chunked", {}),
+    "cce": Variant("cut-cross-entropy", "cce", {}),
+    "torch_linear_ce": Variant("torch linear CE", "torch_linear_ce", {}),
+    "verl_triton": Variant("verl Triton", "verl_triton", {}),
+    "ours": Variant("liger_rl", "ours", {}),
+    "ours-one-pass": Variant("liger_rl, one pass", "ours", {"passes": "one"}),
+    "ours-one-pass-2048": Variant(
+        "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
+    ),
+    "ours-400-mib": Variant(
+        "liger_rl, at most 400 MiB",
+        "ours",
+        {"passes": "auto", "max_extra_bytes": 400 << 20},
+        "chooses between one pass and two by the tokens that count; the 400 MiB include 64 that cuBLAS may take, and "
+        "took before the step",
+    ),
+    "ours-in-place": Variant(
+        "liger_rl, dW in place",
+        "ours",
+        {"in_place": True},
+        "adds the weight's gradient to a float32 (V, H) sum that is there before the step and not part of the extra "
+        "memory; no (V, H) gradient is allocated",
+    ),
+    "ours-1e-4": Variant("liger_rl, tolerance 1e-4", "ours", {"grad_tolerance": 1e-4}),
+    "ours-1e-3": Variant("liger_rl, tolerance 1e-3", "ours", {"grad_tolerance": 1e-3}),
+    "ours-3e-3": Variant("liger_rl, tolerance 3e-3", "ours", {"grad_tolerance": 3e-3}),
+    "ours-1e-2": Variant("liger_rl, tolerance 1e-2", "ours", {"grad_tolerance": 1e-2}),
+}
+LABELS = {name: variant.label for name, variant in VARIANTS.items()}
+BASELINE = "eager"
+TRL = "trl_chunked"
+OURS = "ours"
+# Not on a case that names no others: one tolerance stands for all, one choice of chunks, one owner of the gradient.
+SPECIAL = (
+    "ours-one-pass-2048",
+    "ours-400-mib",
+    "ours-in-place",
+    "ours-1e-4",
+    "ours-3e-3",
+    "ours-1e-2",
+)
+EVERYWHERE = tuple(name for name in VARIANTS if name not in SPECIAL)
