@@ -7,17 +7,19 @@ from pathlib import Path
 from benchmark import row_losses
 from benchmark.environment import ROOT
 from benchmark.plot import RESULTS
-from benchmark.table import markdown
+from benchmark.table import markdown, summary
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
+SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
     """`text` with every marked block filled from `benchmark/results/<name>.json`.
 
     `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match. Results of
-    `benchmark.row_losses` are one case, and taken whole.
+    `benchmark.row_losses` are one case, and taken whole. `<!-- begin summary NAME CASE VARIANT... -->` takes a few
+    columns of some variants.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -27,7 +29,11 @@ def filled(text: str) -> str:
         patterns = match[3].split() or ["*"]
         return f"{match[1]}{markdown(results, patterns=patterns, sweeps=False)}{match[5]}"
 
-    return BLOCK.sub(block, text)
+    def few(match: re.Match[str]) -> str:
+        results = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        return f"{match[1]}{summary(results, match[3], match[4].split())}{match[6]}"
+
+    return SUMMARY.sub(few, BLOCK.sub(block, text))
 
 
 if __name__ == "__main__":

@@ -112,6 +112,22 @@ def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), sweep
     return "\n\n".join(blocks) + "\n"
 
 
+SUMMARY = {
+    "step ms": COLUMNS["fwd+bwd ms"],
+    "x TRL": COLUMNS["x TRL"],
+    "extra MiB": COLUMNS["extra MiB"],
+    "logp error": COLUMNS["logp err"],
+    "gradient error": COLUMNS["dW err"],
+}
+
+
+def summary(results: dict[str, Any], case: str, variants: Sequence[str]) -> str:
+    """One table of the variants on a case, in a few columns."""
+    rows = {row["variant"]: row for row in results["rows"] if row["case"] == case}
+    lines = [[_label(rows[name]), *(cell(rows[name]) for cell in SUMMARY.values())] for name in variants]
+    return f"{_environment(results['environment'])}\n\n{_table(['', *SUMMARY], lines)}\n"
+
+
 def _sweep(sweep: list[list[Row]], axis: str, field: str) -> str:
     size = (lambda row: row["vocab"]) if axis == VOCABULARY else (lambda row: row["rows"])
     sweep = sorted(sweep, key=lambda rows: size(rows[0]))
