@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scaled_for, scatter_for
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.kept import Kept, grad_at_targets
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, scales_rows, tile_vocab, tile_words
@@ -89,7 +89,8 @@ def one_pass(
                 scaled.grad_hidden(kept, weight, row_targets, options.transform, tokens, places, out)
                 continue
             wanted = select_rows(tokens) if select and not in_place else None
-            _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, options)
+            at_target = grad_at_targets(tokens, statistics, options.transform)
+            _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, at_target, options)
     deferred = (buffer.values.view(options.compute_dtype), rows) if in_place and chunks else (None, None)
     return OnePass(logps, entropy, Gradients(*totals.finish(), *deferred))
 
@@ -114,10 +115,11 @@ def _add_chunk(
     weight: Tensor,
     targets: Tensor,  # (m,)
     tokens: TokenGradients,  # (m,) each
+    at_target: Tensor,  # (m,) as `grad_at_targets` gives it
     options: ProjectionOptions,
 ) -> None:
     if wanted is not None:
-        rows, targets, tokens = rows[wanted], targets[wanted], tokens.take(wanted)
+        rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
         index = wanted + index.start if isinstance(index, slice) else index[wanted]
     if rows.shape[0] == 0:
         return
@@ -131,7 +133,7 @@ def _add_chunk(
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, tile)
+        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
         if grad_rows is not None:
             product = gemm.write if first == 0 else gemm.accumulate
             product(grad_rows, tile, weight[first:last].to(options.compute_dtype))

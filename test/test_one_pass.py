@@ -399,6 +399,40 @@ def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     assert_same(found, expected, 1e-6 if dtype == torch.float32 else 2e-3)
 
 
+def improbable(data: Batch, size: float) -> Batch:
+    """Each second hidden state away from its target's row, so that logits reach from -size to size."""
+    rows = data.weight[data.ids].float()
+    hidden = data.hidden.float() * (size / 4)
+    hidden[:, ::2] -= size * (rows / rows.square().sum(-1, keepdim=True))[:, ::2]
+    return data._replace(hidden=hidden.to(data.hidden.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [1.0, 5.0, 30.0, 50.0, 1e4])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.parametrize("chunk_tokens", [None, 48])
+def test_improbable_targets_under_a_softcap(softcap, entropy_coef, dtype, chunk_tokens, device):
+    data = improbable(batch(8, 24, dtype, device, vocab=517, hidden_size=64), 2 * min(softcap, 100.0))
+    options = {"softcap": softcap, "entropy_coef": entropy_coef, "scale": 0.5, "temperature": 0.8}
+    del data.columns["old_per_token_logps"]  # ratios of 1: the gradient of no token is cut
+    expected = truth(data, "gpg", **options)
+    one, two = (
+        step(FusedLinearGRPOLoss("gpg", passes=passes, **options, **chunks), data)
+        for passes, chunks in (("one", {"chunk_tokens": chunk_tokens}), ("two", {}))
+    )
+    for mine, other, exact in zip(one.grads, two.grads, expected.grads, strict=True):
+        assert error(mine, exact) < 1.3 * error(other, exact) + (2e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_the_gradient_of_one_improbable_target():
+    hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(300, 1, dtype=torch.bfloat16)
+    weight[0], weight[1] = 30, -10
+    weight.requires_grad_()
+    loss = FusedLinearGRPOLoss("gpg", softcap=30.0)(hidden, weight, torch.tensor([1]), torch.tensor([1.0])).loss
+    loss.backward()
+    assert weight.grad[1].item() == pytest.approx(math.tanh(1 / 3) ** 2 - 1, rel=4e-3)
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -643,6 +677,7 @@ class Scaled(nn.Module):
         ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
         (r"max_extra_bytes of at least \d+ .* got 200000", "grpo", {"max_extra_bytes": 200000}, {}),
+        (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),

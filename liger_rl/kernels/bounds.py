@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.eager import LOWEST_LOG_PROBABILITY
+from liger_rl.kernels.eager import entropy_term
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -89,8 +89,8 @@ def tile_bounds(
         assert out.moments is not None
         # sum_v p_v (log p_v + H) = P (sum_v exp(z_v - peak) (z_v - peak) + (log P + H) sum_v exp(z_v - peak))
         moment = log_peak.exp() * (tiles.moments + (log_peak + entropy) * tiles.sums)
-        p_target = statistics.logps.exp() * (statistics.logps + entropy)
-        moment = moment.scatter(0, target_tile, moment.gather(0, target_tile) - p_target)
+        at_target = entropy_term(statistics.logps, entropy)
+        moment = moment.scatter(0, target_tile, moment.gather(0, target_tile) - at_target)
         out.moments.copy_(moment * (slope * MOMENT_SCALE))
         log_energy = log_mass + _log_supremum(log_peak, entropy)
         out.entropy_codes.copy_(_encoded(log_energy - ENTROPY_OCTAVES * math.log(2.0), slack))
@@ -108,6 +108,7 @@ def _decoded(codes: Tensor) -> Tensor:
 
 def _log_supremum(log_p: Tensor, entropy: Tensor) -> Tensor:
     """log of the supremum of p (log p + entropy)^2 over 0 < p <= exp(log_p)."""
+    log_p = log_p.clamp(min=torch.finfo(torch.float32).min)  # of banned ids alone: -inf plus inf is NaN
     value = log_p + 2.0 * (log_p + entropy).abs().log()
     # Its one local maximum, 4 exp(-entropy - 2), is at log p = -entropy - 2.
     hill = math.log(4.0) - 2.0 - entropy
@@ -125,8 +126,7 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     """(n,) dL/dz at the target."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return tokens.at_target
-    log_p = logps.clamp(min=LOWEST_LOG_PROBABILITY)  # of a banned target: 0 times -inf is NaN, and keeps every block
-    return tokens.at_target - tokens.grad_entropy * log_p.exp() * (log_p + tokens.entropy)
+    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
 
 
 class Ranking(NamedTuple):
