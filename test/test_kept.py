@@ -123,20 +123,18 @@ SOFTCAPS = [(1.0, 1.0, 1.0), (5.0, 0.5, 2.0), (30.0, 1.0, 1.0), (50.0, 1.3, 0.25
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("which", ["random", "least", "most"])
 @pytest.mark.parametrize(("softcap", "temperature", "scale"), SOFTCAPS)
-def test_gradient_under_a_softcap(softcap, temperature, scale, which, entropy, dtype, kernels):
+def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, kernels):
     """Whatever the target is and however many logits are near the cap.
 
     Values in float16 add less to the error than rounding the gradient to bfloat16 does, values in float32 nothing.
     """
     transform = LogitTransform(softcap=softcap, temperature=temperature, scale=scale)
     # From rows far below the cap to rows where most logits are within 1% of it.
-    spread = torch.logspace(-1.5, 0.7, 48)[:, None] * min(softcap, 100.0) / scale
+    spread = torch.logspace(-1.5, 0.7, 16).repeat(3)[:, None] * min(softcap, 100.0) / scale
     logits = (spread * torch.randn(48, 700)).to(DEVICE)
-    targets = {"random": torch.randint(700, (48,)).to(DEVICE), "least": logits.argmin(1), "most": logits.argmax(1)}[
-        which
-    ]
+    least, most = logits[16:32].argmin(1), logits[32:].argmax(1)
+    targets = torch.cat([torch.randint(700, (16,)).to(DEVICE), least, most])
     some, at = token_gradients(logits, targets, None, transform, entropy)
     expected = truth_of(logits, targets, None, transform, some)
     out = torch.full_like(logits, math.nan)
