@@ -212,21 +212,27 @@ class WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
-        ctx.save_for_backward(*gradients)
+        # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
+        ctx.gradients = gradients[:3]
+        ctx.save_for_backward(gradients.logits, gradients.rows)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor):
-        gradients = Gradients(*ctx.saved_tensors)
+        logits, rows = ctx.saved_tensors  # raises where an earlier backward did not keep the graph
         factor = factor.float()
-        if gradients.logits is not None and gradients.rows is not None:
-            rows = (gradients.rows * factor).contiguous()
-            vocab = gradients.logits.shape[1]
+        if logits is not None and rows is not None:
+            rows = (rows * factor).contiguous()
+            vocab = logits.shape[1]
             for first, last in spans(vocab, free_tile_vocab(vocab)):
-                gemm.accumulate(ctx.weight_grad[first:last], gradients.logits[:, first:last].T, rows)
-        # A graph that is kept may be walked again; one that is not gives its tensors away.
+                gemm.accumulate(ctx.weight_grad[first:last], logits[:, first:last].T, rows)
+        gradients = ctx.gradients
+        # A graph that is kept may be walked again. One that is not gives its tensors away, and accumulation copies a
+        # gradient that anything else refers to.
         again = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not again:
+            ctx.gradients = None
 
         def scaled(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
@@ -236,5 +242,5 @@ class WithGradients(torch.autograd.Function):
             kept_for(gradient.device).scale_(gradient, factor)
             return gradient
 
-        hidden, weight, bias = map(scaled, gradients[:3])
+        hidden, weight, bias = map(scaled, gradients)
         return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None

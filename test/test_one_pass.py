@@ -481,6 +481,54 @@ def test_second_backward_gives_the_same_gradients(device):
         torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["returned", "in place"])
+def test_saved_tensors_are_never_written_to(in_place, device):
+    """Hooks are given tensors, clone or move them, and give back their own; none of these may change."""
+    data = batch(device=device)
+    expected = step(FusedLinearGRPOLoss("grpo", passes="one"), data, factor=3.0)
+    seen = []
+
+    def pack(tensor):
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    def unpack(tensor):
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    leaves = leaves_of(data)
+    more = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
+    module = FusedLinearGRPOLoss("grpo", passes="one")
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = module(leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns, **more).loss
+        (3 * loss).backward()
+    assert seen
+    assert all(torch.equal(tensor, before) for tensor, before in seen)
+    with torch.autograd.graph.save_on_cpu():
+        others = leaves_of(data)
+        again = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
+        loss = module(others[0], others[1], data.ids, bias=others[2], **data.columns, **again).loss
+    (3 * loss).backward()
+    for found, buffers in ((leaves, more), (others, again)):
+        grads = [leaf.grad for leaf in found]
+        grads[1] = buffers.get("weight_grad", grads[1])
+        for mine, other in zip(grads, expected.grads, strict=True):
+            assert error(mine, other) < 1e-6
+
+
+def test_a_backward_gives_its_gradients_away(device):
+    """What the forward made is the weight's `grad`, scaled where it lies, and nothing else keeps it alive."""
+    data = batch(device=device)
+    leaves = leaves_of(data)
+    loss = FusedLinearGRPOLoss("grpo", passes="one")(
+        leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns
+    ).loss
+    made = [gradient.data_ptr() for gradient in loss.grad_fn.gradients]
+    (3 * loss).backward()
+    assert [leaf.grad.data_ptr() for leaf in leaves[1:]] == made[1:]
+    assert loss.grad_fn.gradients is None
+
+
 def test_gradients_accumulate(device):
     data = batch(device=device)
     module = FusedLinearGRPOLoss("grpo", passes="one")
