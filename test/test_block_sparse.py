@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from devices import skip_where_misread
@@ -516,6 +517,46 @@ def test_gradients_whose_squares_leave_float32(size):
     found = gradients(leaves, targets, grad * size, grad_tolerance=1e-2)
     for mine, other in zip(found, exact, strict=True):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device that has none, such as MPS."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for part in found if isinstance(found, (tuple, list)) else [found]:
+            assert not (isinstance(part, torch.Tensor) and part.dtype == torch.float64), function
+        return found
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA has float64, which its kernels use")
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("transform", [PLAIN, CAPPED])
+def test_a_device_without_float64(transform, size, monkeypatch):
+    monkeypatch.setattr(bounds, "WITHOUT_FLOAT64", {"cpu"})
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure")
+
+    def gradients_at(tolerance):
+        found = linear_logprobs(
+            *leaves[:2], targets, bias=leaves[2], entropy=True, grad_tolerance=tolerance, transform=transform
+        )
+        return torch.autograd.grad([found.logps, found.entropy], leaves, [grad * size, grad * (0.1 * size)])
+
+    with NoFloat64():
+        found = gradients_at(0.05)
+    for mine, other in zip(found, gradients_at(0.0), strict=True):
+        assert distance(mine, other) <= 0.1
+    if size == 1.0 and transform == PLAIN:
+        assert shares[0] < 0.5
+
+
+@pytest.mark.parametrize("budget", [math.inf, math.nan, 0.0, -1.0])
+def test_a_budget_that_is_no_number_keeps_every_block(budget):
+    energies = torch.tensor([[0.0, 1.0], [math.inf, 3.0]], device=DEVICE)
+    for kernels in both_kernels():
+        kept = kernels.choose(energies, torch.tensor(budget, dtype=torch.float64, device=DEVICE))
+        assert kept.eq(1.0).all()
 
 
 def test_two_backwards_of_one_forward(monkeypatch):

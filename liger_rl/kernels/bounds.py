@@ -49,6 +49,7 @@ LARGE = 20.0
 # last stands for all from there on: 32 bits in all, which sort in two thirds of the time of 64.
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
+WITHOUT_FLOAT64 = {"mps"}  # types of devices
 
 
 def tile_bounds(
@@ -122,6 +123,12 @@ def derivative(z: Tensor, transform: LogitTransform) -> Tensor:
     return (1.0 - tanh.square() - ROUNDING_OF_DERIVATIVE).clamp_(min=0.0)
 
 
+def wide(values: Tensor) -> Tensor:
+    """In float64 where the device has it. Bounds have room for sums in float32, and only keep more where these overflow
+    or underflow."""
+    return values.float() if values.device.type in WITHOUT_FLOAT64 else values.double()
+
+
 def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     """(n,) dL/dz at the target."""
     if tokens.grad_entropy is None or tokens.entropy is None:
@@ -132,7 +139,7 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
 class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
-    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
+    budget: Tensor  # () as `wide` gives it, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int32, rising; NOT_WANTED for a token without a gradient
 
@@ -165,9 +172,9 @@ def rank_tokens(
     own = own + (beside + at_target).abs() * _share_amplitudes(known)[target_tile]
     # Zero times what a token without a gradient holds may be NaN.
     own = own.square().where(wanted, 0.0)
-    energy = at_target.double().square()
+    energy = wide(at_target).square()
     if tokens.grad_entropy is None:
-        energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
+        energy = energy + wide(known.elsewhere) * wide(tokens.grad_logps).square()
     energy = energy.where(wanted, 0.0)
     budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
