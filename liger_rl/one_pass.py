@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.kept import Kept, grad_at_targets
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
@@ -80,7 +80,8 @@ def one_pass(
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
             wanted = select_rows(tokens) if select and not in_place else None
-            _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, options)
+            at_target = grad_at_targets(tokens, statistics, options.transform)
+            _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, at_target, options)
     deferred = (buffer.values.view(options.compute_dtype), rows) if in_place and chunks else (None, None)
     return OnePass(logps, entropy, Gradients(*totals.finish(), *deferred))
 
@@ -105,10 +106,11 @@ def _add_chunk(
     weight: Tensor,
     targets: Tensor,  # (m,)
     tokens: TokenGradients,  # (m,) each
+    at_target: Tensor,  # (m,) as `grad_at_targets` gives it
     options: ProjectionOptions,
 ) -> None:
     if wanted is not None:
-        rows, targets, tokens = rows[wanted], targets[wanted], tokens.take(wanted)
+        rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
         index = wanted + index.start if isinstance(index, slice) else index[wanted]
     if rows.shape[0] == 0:
         return
@@ -122,7 +124,7 @@ def _add_chunk(
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, tile)
+        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
         if grad_rows is not None:
             product = gemm.write if first == 0 else gemm.accumulate
             product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
@@ -201,21 +203,27 @@ class WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
-        ctx.save_for_backward(*gradients)
+        # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
+        ctx.gradients = gradients[:3]
+        ctx.save_for_backward(gradients.logits, gradients.rows)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor):
-        gradients = Gradients(*ctx.saved_tensors)
+        logits, rows = ctx.saved_tensors  # raises where an earlier backward did not keep the graph
         factor = factor.float()
-        if gradients.logits is not None and gradients.rows is not None:
-            rows = (gradients.rows * factor).contiguous()
-            vocab = gradients.logits.shape[1]
+        if logits is not None and rows is not None:
+            rows = (rows * factor).contiguous()
+            vocab = logits.shape[1]
             for first, last in spans(vocab, free_tile_vocab(vocab)):
-                gemm.accumulate(ctx.weight_grad[first:last], gradients.logits[:, first:last].T, rows)
-        # A graph that is kept may be walked again; one that is not gives its tensors away.
+                gemm.accumulate(ctx.weight_grad[first:last], logits[:, first:last].T, rows)
+        gradients = ctx.gradients
+        # A graph that is kept may be walked again. One that is not gives its tensors away, and accumulation copies a
+        # gradient that anything else refers to.
         again = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not again:
+            ctx.gradients = None
 
         def scaled(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
@@ -225,5 +233,5 @@ class WithGradients(torch.autograd.Function):
             kept_for(gradient.device).scale_(gradient, factor)
             return gradient
 
-        hidden, weight, bias = map(scaled, gradients[:3])
+        hidden, weight, bias = map(scaled, gradients)
         return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None

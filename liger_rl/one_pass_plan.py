@@ -101,6 +101,12 @@ def one_pass_obstacle(shape: HeadShape, *, grad_tolerance: float = 0.0, fixed_sh
         return "fixed_shape = False: the host has to know which rows make a chunk"
     if shape.options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
+    transform = shape.options.transform
+    if transform.softcap is not None and transform.softcap < transform.temperature:
+        return (
+            f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: the logits are "
+            "made again from their exponentials, which are too much alike"
+        )
     # Of what has a gradient and what it is made in. Autocast to bfloat16 leaves a float16 weight its own.
     wanted = [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
     if torch.float16 in (shape.options.compute_dtype, *wanted):

@@ -109,6 +109,7 @@ def fold_projection(
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
+    They include the target's own logit where exponentials are kept, from which it cannot always be made again.
     Without bounds a backward is exact: they are made in the product's epilogue, and on CPU, where no chunk is named
     and no low-rank term joins the weight.
     """
@@ -148,7 +149,8 @@ def fold_projection(
             if by_tile is not None:
                 eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
-    statistics = (state if over_ranks is None else over_ranks(state)).finish()
+    state = state if over_ranks is None else over_ranks(state)
+    statistics = state.finish(with_target=kept is not None)
     if known is not None and by_tile is not None:
         bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
     return statistics, known

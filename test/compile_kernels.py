@@ -103,7 +103,7 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     kept_triton.keep(ones(N, V), 0, None, transform, kept)
     out = kept.values.view(torch.bfloat16)
     for rows in (None, torch.arange(N)):
-        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), out)
+        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
     kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 

@@ -4,16 +4,18 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, linear_function, linear_logprobs, projection
 from liger_rl.block_sparse import choose_blocks, plan_blocks
-from liger_rl.kernels import blocks, blocks_for, bounds, choice, choice_for
+from liger_rl.kernels import blocks, blocks_for, bounds, choice, choice_for, eager
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
+    Fold,
     TileBounds,
     TileShares,
     TileStatistics,
@@ -405,17 +407,29 @@ def test_what_tokens_without_a_gradient_hold_does_no_harm(value, monkeypatch):
         assert distance(mine, other) <= 0.2
 
 
-def test_a_banned_target_does_not_keep_every_block(monkeypatch):
+@pytest.mark.parametrize("banned", ["a target", "all of its tile"])
+def test_a_banned_target_does_not_keep_every_block(banned, monkeypatch):
     """Its log-probability of -inf has a gradient of zero in a ratio; its entropy has one."""
     shares = recorded_shares(monkeypatch)
     leaves, targets, grad = batch("sure", dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+    first = int(targets[7]) // BLOCK_VOCAB * BLOCK_VOCAB
+    ids = targets[7] if banned == "a target" else slice(first, first + BLOCK_VOCAB)
     with torch.no_grad():
-        leaves[2][targets[7]] = -torch.inf
-    grad[targets == targets[7]] = 0.0
-    found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], entropy=True, grad_tolerance=0.1)
-    assert found.logps[7] == -torch.inf
-    torch.autograd.grad([found.logps, found.entropy], leaves, [grad, 0.1 * grad.roll(1)])
+        leaves[2][ids] = -torch.inf
+    of_entropy = 0.1 * grad.roll(1)
+    assert of_entropy[7] != 0
+
+    def gradients_at(tolerance):
+        found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], entropy=True, grad_tolerance=tolerance)
+        assert found.logps[7] == -torch.inf
+        grad[found.logps.isinf()] = 0.0
+        return torch.autograd.grad([found.logps, found.entropy], leaves, [grad, of_entropy])
+
+    found, exact = gradients_at(0.1), gradients_at(0.0)
     assert shares[0] < 0.5
+    for mine, other in zip(found, exact, strict=True):
+        assert mine.isfinite().all()
+        assert distance(mine, other) <= 0.2
 
 
 def test_nan_gradient_is_not_left_out():
@@ -434,6 +448,46 @@ def test_gradients_whose_squares_leave_float32(size):
     found = gradients(leaves, targets, grad * size, grad_tolerance=1e-2)
     for mine, other in zip(found, exact, strict=True):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(mine.dtype).eps
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device that has none, such as MPS."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for part in found if isinstance(found, (tuple, list)) else [found]:
+            assert not (isinstance(part, torch.Tensor) and part.dtype == torch.float64), function
+        return found
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA has float64, which its kernels use")
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("transform", [PLAIN, CAPPED])
+def test_a_device_without_float64(transform, size, monkeypatch):
+    monkeypatch.setattr(bounds, "WITHOUT_FLOAT64", {"cpu"})
+    shares = recorded_shares(monkeypatch)
+    leaves, targets, grad = batch("sure")
+
+    def gradients_at(tolerance):
+        found = linear_logprobs(
+            *leaves[:2], targets, bias=leaves[2], entropy=True, grad_tolerance=tolerance, transform=transform
+        )
+        return torch.autograd.grad([found.logps, found.entropy], leaves, [grad * size, grad * (0.1 * size)])
+
+    with NoFloat64():
+        found = gradients_at(0.05)
+    for mine, other in zip(found, gradients_at(0.0), strict=True):
+        assert distance(mine, other) <= 0.1
+    if size == 1.0 and transform == PLAIN:
+        assert shares[0] < 0.5
+
+
+@pytest.mark.parametrize("budget", [math.inf, math.nan, 0.0, -1.0])
+def test_a_budget_that_is_no_number_keeps_every_block(budget):
+    energies = torch.tensor([[0.0, 1.0], [math.inf, 3.0]], device=DEVICE)
+    for kernels in both_kernels():
+        kept = kernels.choose(energies, torch.tensor(budget, dtype=torch.float64, device=DEVICE))
+        assert kept.eq(1.0).all()
 
 
 def test_two_backwards_of_one_forward(monkeypatch):
@@ -572,6 +626,45 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     order = torch.randperm(tokens).to(DEVICE)
     found = tiles.block_bounds(other, per_token, own, targets, order)
     torch.testing.assert_close(found, bounds.block_bounds(other, per_token, own, targets, order), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernels", ["eager", "triton"])
+@pytest.mark.parametrize("banned", ["target", "tile"])
+def test_bounds_of_a_banned_target(banned, kernels):
+    """A target without a probability, alone or with all of its tile, has finite bounds; others have theirs."""
+    room = bounds
+    if kernels == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+        from liger_rl.kernels import tiles as room
+
+    logits, targets = logits_like("random", 5, 1100)
+    exact = logits.clone()
+    targets[:] = torch.tensor([3, 300, 600, 900, 1050])
+    first = 512 if banned == "tile" else 600
+    logits[2, first : 768 if banned == "tile" else 601] = -math.inf
+    found = []
+    for given in (logits, exact):
+        state = Fold.start(5, DEVICE, entropy=True)
+        eager.fold(given, targets, 0, None, PLAIN, state)
+        statistics = state.finish()
+        by_tile = TileStatistics.empty(5, 1100, DEVICE, entropy=True)
+        eager.tile_statistics(given, None, PLAIN, by_tile)
+        found.append(TileBounds.empty(5, 1100, DEVICE, entropy=True))
+        room.tile_bounds(by_tile, statistics, targets, PLAIN, found[-1])
+        if given is logits:
+            log_p = logits.double().log_softmax(1)
+            terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p + statistics.entropy.double()[:, None]))
+            terms[torch.arange(5), targets] = 0.0
+            moments = torch.nn.functional.pad(terms, (0, -1100 % BLOCK_VOCAB)).view(5, -1, BLOCK_VOCAB).sum(-1).T
+            sums = bounds.sums_beside_target(
+                found[0], TokenGradients.of(statistics, torch.zeros(5, device=DEVICE), -torch.ones(5, device=DEVICE))
+            )
+            torch.testing.assert_close(sums.double(), moments, rtol=2e-3, atol=1e-5)
+    others = [0, 1, 3, 4]
+    for name, mine, same in zip(TileBounds._fields, *found, strict=True):
+        if mine is not None:
+            assert mine.isfinite().all(), name
+            assert torch.equal(mine[..., others], same[..., others]), name
 
 
 def test_targets_past_the_last_of_a_key():

@@ -40,11 +40,14 @@ def fill(kernels, logits, bias, transform, dtype, words, columns) -> Kept:
     return found
 
 
-def token_gradients(logits, targets, bias, transform, entropy) -> TokenGradients:
+def token_gradients(logits, targets, bias, transform, entropy) -> tuple[TokenGradients, torch.Tensor]:
+    """-> those of a random loss, and dL/dlogits at the targets."""
     state = Fold.start(logits.shape[0], DEVICE, entropy=True)
     eager.fold(logits, targets, 0, bias, transform, state)
     g, e = torch.randn(2, logits.shape[0]).to(DEVICE)
-    return TokenGradients.of(state.finish(), g, e if entropy else None)
+    statistics = state.finish(with_target=True)
+    tokens = TokenGradients.of(statistics, g, e if entropy else None)
+    return tokens, kept.grad_at_targets(tokens, statistics, transform)
 
 
 def truth_of(logits, targets, bias, transform, tokens):
@@ -70,16 +73,16 @@ def test_triton_as_eager(tokens, vocab, words, columns, transform, bias, entropy
     tolerance = torch.finfo(other.values.dtype).eps
     torch.testing.assert_close(mine.values, other.values, rtol=tolerance, atol=1e-6)
     torch.testing.assert_close(mine.peaks, other.peaks, rtol=1e-6, atol=1e-6)
-    tokens_gradients = token_gradients(logits, targets, biases, transform, entropy)
+    tokens_gradients, at_target = token_gradients(logits, targets, biases, transform, entropy)
     picked = torch.arange(tokens - 1, -1, -2, device=DEVICE)
     for rows in (None, picked):
         some = tokens_gradients if rows is None else tokens_gradients.take(rows)
-        row_targets = targets if rows is None else targets[rows]
+        row_targets, at = (values if rows is None else values[rows] for values in (targets, at_target))
         for first in range(0, vocab, columns):
             outs = []
             for kernels in (kept_triton, kept):
                 out = torch.full((row_targets.numel(), min(columns, vocab - first)), math.nan, device=DEVICE)
-                kernels.grad_kept(other, rows, first, row_targets, transform, some, out)
+                kernels.grad_kept(other, rows, first, row_targets, transform, some, at, out)
                 outs.append(out)
             torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-6)
 
@@ -104,16 +107,80 @@ def test_gradient_in_the_exponentials_own_memory(
     """As exact as rounding the exact gradient to the dtype: 1.7e-3 for bfloat16, of which float16 adds an eighth."""
     logits, targets, biases = make(64, vocab, bias)
     found = fill(kernels, logits, biases, transform, dtype, words, columns)
-    some = token_gradients(logits, targets, biases, transform, entropy)
+    some, at = token_gradients(logits, targets, biases, transform, entropy)
     out = found.values.view(dtype)
     for first in range(0, vocab, columns):
-        kernels.grad_kept(found, None, first, targets, transform, some, out[:, first : first + columns])
+        kernels.grad_kept(found, None, first, targets, transform, some, at, out[:, first : first + columns])
     expected = truth_of(logits, targets, biases, transform, some)
     rounded = relative(expected.to(dtype), expected)
     assert relative(out, expected) < (1.1 * rounded if dtype == torch.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("kernels", [kept_triton, kept], ids=["triton", "eager"])
+BOTH = pytest.mark.parametrize("kernels", [kept_triton, kept], ids=["triton", "eager"])
+SOFTCAPS = [(1.0, 1.0, 1.0), (5.0, 0.5, 2.0), (30.0, 1.0, 1.0), (50.0, 1.3, 0.25), (1e4, 0.7, 1.0)]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("softcap", "temperature", "scale"), SOFTCAPS)
+def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, kernels):
+    """Whatever the target is and however many logits are near the cap.
+
+    Values in float16 add less to the error than rounding the gradient to bfloat16 does, values in float32 nothing.
+    """
+    transform = LogitTransform(softcap=softcap, temperature=temperature, scale=scale)
+    # From rows far below the cap to rows where most logits are within 1% of it.
+    spread = torch.logspace(-1.5, 0.7, 16).repeat(3)[:, None] * min(softcap, 100.0) / scale
+    logits = (spread * torch.randn(48, 700)).to(DEVICE)
+    least, most = logits[16:32].argmin(1), logits[32:].argmax(1)
+    targets = torch.cat([torch.randint(700, (16,)).to(DEVICE), least, most])
+    some, at = token_gradients(logits, targets, None, transform, entropy)
+    expected = truth_of(logits, targets, None, transform, some)
+    out = torch.full_like(logits, math.nan)
+    kernels.grad_kept(fill(kept, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out)
+    two_passes = torch.empty_like(logits)
+    eager.grad(logits, targets, 0, None, transform, some, two_passes)
+    room = relative(expected.to(dtype), expected) if dtype == torch.bfloat16 else 2e-7
+    assert relative(out, expected) < relative(two_passes, expected) + room
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("below", [40.0, 400.0])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
+    """Its gradient is not small: dz/dx has to be that of its own logit."""
+    logits = torch.full((2, 300), -1.0, device=DEVICE)
+    logits[0, 5], logits[0, 7] = 0.75 * below, -0.25 * below
+    logits[1, 290] = 0.5 * below
+    targets = torch.tensor([7, 3], device=DEVICE)
+    transform = LogitTransform(softcap=below)
+    some, at = token_gradients(logits, targets, None, transform, entropy)
+    out = torch.full_like(logits, math.nan)
+    kernels.grad_kept(fill(kept, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out)
+    expected = truth_of(logits, targets, None, transform, some)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 if dtype == torch.float32 else 1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_banned_id_under_a_softcap(entropy, kernels):
+    """tanh(-inf) is -1, so it is not banned at all; nothing changes its logit."""
+    logits = torch.randn(3, 300, device=DEVICE)
+    logits[:2, 7], logits[2] = -math.inf, -math.inf
+    targets = torch.tensor([7, 3, 5], device=DEVICE)
+    transform = LogitTransform(softcap=4.0)
+    some, at = token_gradients(logits, targets, None, transform, entropy)
+    out = torch.full_like(logits, math.nan)
+    found = fill(kernels, logits, None, transform, torch.float32, 256, 512)
+    kernels.grad_kept(found, None, 0, targets, transform, some, at, out)
+    expected = truth_of(logits, targets, None, transform, some)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert out[2].abs().max() < 1e-6
+
+
+@BOTH
 @pytest.mark.parametrize("entropy", [False, True])
 def test_banned_words_and_large_logits(kernels, entropy):
     """-inf columns and logits of +-1e4, a whole tile of -inf included."""
@@ -123,24 +190,24 @@ def test_banned_words_and_large_logits(kernels, entropy):
     logits[2, :32] = -math.inf
     logits[3, 64:] = -math.inf
     targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
-    some = token_gradients(logits, targets, None, LogitTransform(), entropy)
+    some, at = token_gradients(logits, targets, None, LogitTransform(), entropy)
     found = fill(kernels, logits, None, LogitTransform(), torch.float32, 32, 64)
     out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, out)
+    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, at, out)
     expected = torch.empty_like(logits)
     eager.grad(logits, targets, 0, None, LogitTransform(), some, expected)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [kept_triton, kept], ids=["triton", "eager"])
+@BOTH
 def test_nan_stays(kernels):
     logits, targets, _ = make(3, 40, False)
     logits[1, 7] = math.nan
-    some = token_gradients(logits, targets, None, LogitTransform(), False)
+    some, at = token_gradients(logits, targets, None, LogitTransform(), False)
     found = fill(kernels, logits, None, LogitTransform(), torch.float32, 32, 64)
     out = torch.zeros_like(logits)
-    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, out)
+    kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, at, out)
     assert out[1].isnan().any()
     assert out[[0, 2]].isfinite().all()
 
@@ -164,14 +231,15 @@ def test_kept_in_the_epilogue_of_a_product(transform, bias, entropy, statistics_
     arguments = (hidden, weight, biases, targets, transform)
     with_kept, _ = epilogue.gemm_fold(*arguments, entropy=entropy, kept=found)
     without, _ = epilogue.gemm_fold(*arguments, entropy=entropy)
-    for mine, other in zip(with_kept, without, strict=True):
+    assert with_kept.target is not None
+    for mine, other in zip(with_kept._replace(target=None), without, strict=True):
         assert mine is other is None or torch.equal(mine, other)
     expected = fill(kept, gemm.matmul(hidden, weight.T), biases, transform, torch.bfloat16, 256, 512)
     torch.testing.assert_close(found.values, expected.values, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(found.peaks, expected.peaks, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [kept_triton, kept], ids=["triton", "eager"])
+@BOTH
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scale(kernels, factor, dtype):

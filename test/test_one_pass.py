@@ -399,6 +399,40 @@ def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     assert_same(found, expected, 1e-6 if dtype == torch.float32 else 2e-3)
 
 
+def improbable(data: Batch, size: float) -> Batch:
+    """Each second hidden state away from its target's row, so that logits reach from -size to size."""
+    rows = data.weight[data.ids].float()
+    hidden = data.hidden.float() * (size / 4)
+    hidden[:, ::2] -= size * (rows / rows.square().sum(-1, keepdim=True))[:, ::2]
+    return data._replace(hidden=hidden.to(data.hidden.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [1.0, 5.0, 30.0, 50.0, 1e4])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.parametrize("chunk_tokens", [None, 48])
+def test_improbable_targets_under_a_softcap(softcap, entropy_coef, dtype, chunk_tokens, device):
+    data = improbable(batch(8, 24, dtype, device, vocab=517, hidden_size=64), 2 * min(softcap, 100.0))
+    options = {"softcap": softcap, "entropy_coef": entropy_coef, "scale": 0.5, "temperature": 0.8}
+    del data.columns["old_per_token_logps"]  # ratios of 1: the gradient of no token is cut
+    expected = truth(data, "gpg", **options)
+    one, two = (
+        step(FusedLinearGRPOLoss("gpg", passes=passes, **options, **chunks), data)
+        for passes, chunks in (("one", {"chunk_tokens": chunk_tokens}), ("two", {}))
+    )
+    for mine, other, exact in zip(one.grads, two.grads, expected.grads, strict=True):
+        assert error(mine, exact) < 1.3 * error(other, exact) + (2e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_the_gradient_of_one_improbable_target():
+    hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(300, 1, dtype=torch.bfloat16)
+    weight[0], weight[1] = 30, -10
+    weight.requires_grad_()
+    loss = FusedLinearGRPOLoss("gpg", softcap=30.0)(hidden, weight, torch.tensor([1]), torch.tensor([1.0])).loss
+    loss.backward()
+    assert weight.grad[1].item() == pytest.approx(math.tanh(1 / 3) ** 2 - 1, rel=4e-3)
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +479,54 @@ def test_second_backward_gives_the_same_gradients(device):
         assert torch.equal(mine, other)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["returned", "in place"])
+def test_saved_tensors_are_never_written_to(in_place, device):
+    """Hooks are given tensors, clone or move them, and give back their own; none of these may change."""
+    data = batch(device=device)
+    expected = step(FusedLinearGRPOLoss("grpo", passes="one"), data, factor=3.0)
+    seen = []
+
+    def pack(tensor):
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    def unpack(tensor):
+        seen.append((tensor, tensor.clone()))
+        return tensor
+
+    leaves = leaves_of(data)
+    more = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
+    module = FusedLinearGRPOLoss("grpo", passes="one")
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = module(leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns, **more).loss
+        (3 * loss).backward()
+    assert seen
+    assert all(torch.equal(tensor, before) for tensor, before in seen)
+    with torch.autograd.graph.save_on_cpu():
+        others = leaves_of(data)
+        again = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
+        loss = module(others[0], others[1], data.ids, bias=others[2], **data.columns, **again).loss
+    (3 * loss).backward()
+    for found, buffers in ((leaves, more), (others, again)):
+        grads = [leaf.grad for leaf in found]
+        grads[1] = buffers.get("weight_grad", grads[1])
+        for mine, other in zip(grads, expected.grads, strict=True):
+            assert error(mine, other) < 1e-6
+
+
+def test_a_backward_gives_its_gradients_away(device):
+    """What the forward made is the weight's `grad`, scaled where it lies, and nothing else keeps it alive."""
+    data = batch(device=device)
+    leaves = leaves_of(data)
+    loss = FusedLinearGRPOLoss("grpo", passes="one")(
+        leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns
+    ).loss
+    made = [gradient.data_ptr() for gradient in loss.grad_fn.gradients]
+    (3 * loss).backward()
+    assert [leaf.grad.data_ptr() for leaf in leaves[1:]] == made[1:]
+    assert loss.grad_fn.gradients is None
 
 
 def test_gradients_accumulate(device):
@@ -643,6 +725,7 @@ class Scaled(nn.Module):
         ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
         (r"max_extra_bytes of at least \d+ .* got 200000", "grpo", {"max_extra_bytes": 200000}, {}),
+        (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.eager import LOWEST_LOG_PROBABILITY
+from liger_rl.kernels.eager import entropy_term
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -49,6 +49,7 @@ LARGE = 20.0
 # last stands for all from there on: 32 bits in all, which sort in two thirds of the time of 64.
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
+WITHOUT_FLOAT64 = {"mps"}  # types of devices
 
 
 def tile_bounds(
@@ -89,8 +90,8 @@ def tile_bounds(
         assert out.moments is not None
         # sum_v p_v (log p_v + H) = P (sum_v exp(z_v - peak) (z_v - peak) + (log P + H) sum_v exp(z_v - peak))
         moment = log_peak.exp() * (tiles.moments + (log_peak + entropy) * tiles.sums)
-        p_target = statistics.logps.exp() * (statistics.logps + entropy)
-        moment = moment.scatter(0, target_tile, moment.gather(0, target_tile) - p_target)
+        at_target = entropy_term(statistics.logps, entropy)
+        moment = moment.scatter(0, target_tile, moment.gather(0, target_tile) - at_target)
         out.moments.copy_(moment * (slope * MOMENT_SCALE))
         log_energy = log_mass + _log_supremum(log_peak, entropy)
         out.entropy_codes.copy_(_encoded(log_energy - ENTROPY_OCTAVES * math.log(2.0), slack))
@@ -108,6 +109,7 @@ def _decoded(codes: Tensor) -> Tensor:
 
 def _log_supremum(log_p: Tensor, entropy: Tensor) -> Tensor:
     """log of the supremum of p (log p + entropy)^2 over 0 < p <= exp(log_p)."""
+    log_p = log_p.clamp(min=torch.finfo(torch.float32).min)  # of banned ids alone: -inf plus inf is NaN
     value = log_p + 2.0 * (log_p + entropy).abs().log()
     # Its one local maximum, 4 exp(-entropy - 2), is at log p = -entropy - 2.
     hill = math.log(4.0) - 2.0 - entropy
@@ -121,18 +123,23 @@ def derivative(z: Tensor, transform: LogitTransform) -> Tensor:
     return (1.0 - tanh.square() - ROUNDING_OF_DERIVATIVE).clamp_(min=0.0)
 
 
+def wide(values: Tensor) -> Tensor:
+    """In float64 where the device has it. Bounds have room for sums in float32, and only keep more where these overflow
+    or underflow."""
+    return values.float() if values.device.type in WITHOUT_FLOAT64 else values.double()
+
+
 def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
     """(n,) dL/dz at the target."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return tokens.at_target
-    log_p = logps.clamp(min=LOWEST_LOG_PROBABILITY)  # of a banned target: 0 times -inf is NaN, and keeps every block
-    return tokens.at_target - tokens.grad_entropy * log_p.exp() * (log_p + tokens.entropy)
+    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
 
 
 class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
-    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
+    budget: Tensor  # () as `wide` gives it, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int32, rising; NOT_WANTED for a token without a gradient
 
@@ -165,9 +172,9 @@ def rank_tokens(
     own = own + (beside + at_target).abs() * _share_amplitudes(known)[target_tile]
     # Zero times what a token without a gradient holds may be NaN.
     own = own.square().where(wanted, 0.0)
-    energy = at_target.double().square()
+    energy = wide(at_target).square()
     if tokens.grad_entropy is None:
-        energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
+        energy = energy + wide(known.elsewhere) * wide(tokens.grad_logps).square()
     energy = energy.where(wanted, 0.0)
     budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.bounds import NOT_WANTED, derivative, sums_beside_target, target_gradient
+from liger_rl.kernels.bounds import NOT_WANTED, derivative, sums_beside_target, target_gradient, wide
 from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -32,11 +32,13 @@ def padded_tiles(vocab: int) -> int:
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
     """Upper bounds (row blocks, tiles) -> bool, False for the smallest, as many as `budget` () has room for.
 
-    Of equal ones the first are left out; none that is NaN is, and none at all where the budget is NaN or not positive.
+    Of equal ones the first are left out. None that is NaN is, and none at all where the budget is NaN, inf or not
+    positive.
     """
     ascending, place = energies.flatten().sort(stable=True)
-    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
-    units = torch.where((units <= BUDGET_UNITS) & (budget > 0.0), units, BUDGET_UNITS + 1).long()
+    units = (wide(ascending) * (BUDGET_UNITS / budget)).ceil_()
+    usable = (budget > 0.0) & budget.isfinite()
+    units = torch.where((units <= BUDGET_UNITS) & usable, units, BUDGET_UNITS + 1).long()
     kept = units.cumsum(0) > BUDGET_UNITS
     return torch.empty_like(kept).scatter_(0, place, kept).view_as(energies)
 
@@ -118,6 +120,6 @@ def _drawn(tokens: TokenGradients) -> Tensor:
     n = beside.numel()
     if n == 0:
         return torch.empty(0, dtype=torch.long, device=beside.device)
-    so_far = beside.double().nan_to_num(0.0, 0.0, 0.0).cumsum(0)
-    steps = torch.arange(SAMPLES, dtype=torch.float64, device=beside.device) + 0.5
+    so_far = wide(beside).nan_to_num(0.0, 0.0, 0.0).cumsum(0)
+    steps = torch.arange(SAMPLES, dtype=so_far.dtype, device=beside.device) + 0.5
     return torch.searchsorted(so_far, steps * (so_far[-1] / SAMPLES), right=True).clamp_(max=n - 1)

@@ -41,7 +41,7 @@ def _choose_kernel(ascending, place, budget_at, keep, count, STEP: tl.constexpr)
     # One program, because what a bound finds left of the budget depends on all before it; 2^19 blocks are 128 steps.
     budget = tl.load(budget_at)
     # No comparison holds for NaN.
-    per_energy = tl.where(budget > 0.0, UNITS / budget, float("nan"))
+    per_energy = tl.where((budget > 0.0) & (budget < float("inf")), UNITS / budget, float("nan"))
     spent = tl.zeros((), tl.int64)
     for first in range(0, count, STEP):
         index = first + tl.arange(0, STEP)

@@ -74,34 +74,43 @@ def grad(
     out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves
 ) -> None:
     z = transformed(logits, bias, transform)
-    log_p = z - tokens.lse[:, None]
-    p = log_p.exp_() if tokens.grad_entropy is None else log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
-    out.copy_(grad_of(z, log_p, p, targets, first, transform, tokens))
+    log_p, at_target = z - tokens.lse[:, None], tokens.at_target
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        p = log_p.exp_()
+    else:
+        p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
+        column = _target_column(targets, first, z.shape[-1])[0][:, None]
+        p_there, log_p_there = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
+        at_target = at_target - p_there * ((log_p_there + tokens.entropy) * tokens.grad_entropy)
+    grad_z = grad_beside_targets(log_p, p, tokens)
+    put_at_targets(grad_z, at_target, targets, first)
+    out.copy_(times_derivative(grad_z, z, transform))
 
 
-def grad_of(
-    z: Tensor,  # (n, v) transformed logits
+def grad_beside_targets(
     log_p: Tensor,  # (n, v) read and overwritten for a gradient of the entropy alone; finite
     p: Tensor,  # (n, v) overwritten
-    targets: Tensor,  # (n,)
-    first: int,
-    transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> dL/dlogits (n, v) in float32."""
-    column, hit = _target_column(targets, first, z.shape[-1])
+    """-> dL/dz (n, v) in float32, wrong at the targets."""
     if tokens.grad_entropy is None or tokens.entropy is None:
-        grad_z = p.mul_(-tokens.grad_logps[:, None])
-        at_target = tokens.at_target
-    else:
-        # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
-        grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
-        entropy_at_target = (-p * grad_z).gather(-1, column[:, None]).squeeze(-1)
-        grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
-        at_target = tokens.at_target + entropy_at_target
-    elsewhere = grad_z.gather(-1, column[:, None]).squeeze(-1)
-    grad_z.scatter_(-1, column[:, None], torch.where(hit, at_target, elsewhere)[:, None])
-    return _times_derivative(grad_z, z, transform)
+        return p.mul_(-tokens.grad_logps[:, None])
+    # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
+    grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
+    return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+
+
+def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
+    """grad (n, v) = at_target (n,) in the targets' columns, where these are among the v from `first` on."""
+    column, hit = _target_column(targets, first, grad.shape[-1])
+    beside = grad.gather(-1, column[:, None]).squeeze(-1)
+    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, beside)[:, None])
+
+
+def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
+    """p (log p + entropy), which is 0 for a banned id: exp(-inf) times -inf would be NaN."""
+    log_p = log_p.clamp(min=LOWEST_LOG_PROBABILITY)
+    return log_p.exp() * (log_p + entropy)
 
 
 def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +132,7 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
     return z if transform.temperature == 1.0 else z / transform.temperature
 
 
-def _times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
+def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
     """dL/dx in the memory of grad_z: dz/dx = scale / temperature (1 - tanh^2)."""
     if transform.softcap is not None:
         tanh = z * (transform.temperature / transform.softcap)

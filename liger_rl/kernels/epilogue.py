@@ -222,7 +222,7 @@ def gemm_fold(
         return state, TileBounds.empty(n, vocab, hidden.device, entropy=entropy) if bounded else None
 
     def finished(state: Fold) -> TokenStatistics:
-        return (state if over_parts is None else over_parts(state)).finish()
+        return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
 
     if n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.

@@ -4,6 +4,12 @@ Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks:
 probability of a word is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside bfloat16 factors
 they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under 2^-24 of the
 largest one beside it. They are as wide as the gradient that takes their place.
+
+Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of
+a value, 2^-11 in float16, z is off by u, and dz/dx = 1 - (z temperature / softcap)^2 is off by at most
+2 u temperature / softcap. For softcap >= temperature, which one pass asks for, this adds less to the gradient's error
+than rounding it to bfloat16 does, unless all ids with a high probability are within 1% of the cap. The largest logit
+of a tile has the value 1, and its z is exact. So is the target's, which the fold gives.
 """
 
 from typing import NamedTuple
@@ -12,7 +18,8 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager
-from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.bounds import target_gradient
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
@@ -57,13 +64,27 @@ def keep(
     kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().flatten(1)[:, :columns]
 
 
+def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
+    """(n,) float32, dL/dlogits at the targets, from the forward's statistics, their own logits among them.
+
+    A target's exponential may have underflowed. Its gradient is not small then, as that of any other id is.
+    """
+    grad = target_gradient(tokens, statistics.logps)
+    if transform.softcap is not None:
+        assert statistics.target is not None
+        tanh = statistics.target * (transform.temperature / transform.softcap)
+        grad = grad * (1.0 - tanh.square())
+    return grad * (transform.scale / transform.temperature)
+
+
 def grad_kept(
     kept: Kept,
     rows: Tensor | None,  # (n,) of the kept tokens those whose gradient is wanted; None is all of them
     first: int,  # vocabulary id of the first column of `out`; begins a tile
     targets: Tensor,  # (n,)
     transform: LogitTransform,
-    tokens: TokenGradients,  # (n,) each
+    tokens: TokenGradients,  # (n,) each; `at_target` is not read
+    at_target: Tensor,  # (n,) as `grad_at_targets` gives it
     out: Tensor,  # (n, v) any float dtype; without `rows` it may have the memory of the same columns of the values
 ) -> None:
     columns = slice(first, first + out.shape[1])
@@ -77,7 +98,10 @@ def grad_kept(
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
     log_p = (log_exp + (peaks - lse)).clamp_(min=eager.LOWEST_LOG_PROBABILITY)
-    out.copy_(eager.grad_of(log_exp + peaks, log_p, p, targets, first, transform, tokens))
+    grad_z = eager.grad_beside_targets(log_p, p, tokens)
+    grad = eager.times_derivative(grad_z, log_exp + peaks, transform)
+    eager.put_at_targets(grad, at_target, targets, first)
+    out.copy_(grad)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:

@@ -66,9 +66,9 @@ def _grad_kept_kernel(
     targets,
     lse_of,
     grad_logps,
-    at_target,
     entropies,
     grad_entropies,
+    at_target,
     columns,
     first,
     slope,  # scale / temperature
@@ -89,8 +89,7 @@ def _grad_kept_kernel(
     peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
     lse = tl.load(lse_of + row)
     p = exp * tl.exp(peak - lse)[:, None]
-    hit = column == tl.load(targets + row) - first
-    grad = tl.where(hit, tl.load(at_target + row), -tl.load(grad_logps + row) * p)
+    grad = -tl.load(grad_logps + row) * p
     if entropies is not None or CAPPED:
         # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
         log_exp = tl.maximum(rough_log(exp), LOWEST_LOG_PROBABILITY)
@@ -100,7 +99,8 @@ def _grad_kept_kernel(
         if CAPPED:
             tanh = (log_exp + peak[:, None]) * heat
             grad *= 1.0 - tanh * tanh
-    grad *= slope
+    hit = column == tl.load(targets + row) - first
+    grad = tl.where(hit, tl.load(at_target + row), grad * slope)
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
@@ -146,6 +146,7 @@ def grad_kept(
     targets: Tensor,
     transform: LogitTransform,
     tokens: TokenGradients,
+    at_target: Tensor,
     out: Tensor,
 ) -> None:
     """As `kept.grad_kept`; the last dimension of `out` must be contiguous."""
@@ -165,7 +166,11 @@ def grad_kept(
             out,
             out.stride(0),
             targets.contiguous(),
-            *(None if column is None else column.contiguous() for column in tokens),
+            tokens.lse.contiguous(),
+            tokens.grad_logps.contiguous(),
+            None if tokens.entropy is None else tokens.entropy.contiguous(),
+            None if tokens.grad_entropy is None else tokens.grad_entropy.contiguous(),
+            at_target.contiguous(),
             columns,
             first,
             slope=float(transform.scale / transform.temperature),

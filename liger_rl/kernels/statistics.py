@@ -20,6 +20,7 @@ class TokenStatistics(NamedTuple):
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the words with the largest z
+    target: Tensor | None = None  # (n,) z at the target, on demand
 
     def mean_logits(self, vocab: int) -> Tensor | None:
         return None if self.sum_logits is None else self.sum_logits / vocab
@@ -95,7 +96,7 @@ class Fold(NamedTuple):
         sums = total(torch.stack(list(given.values())))
         return self._replace(peak=peak, rival=rival, **dict(zip(given, sums, strict=True)))
 
-    def finish(self) -> TokenStatistics:
+    def finish(self, *, with_target: bool = False) -> TokenStatistics:
         log_sum = self.sum_exp.log()
         # Around the peak, not around lse: where the target is the peak, logp keeps float32's precision near 0
         # rather than near the size of the logits.
@@ -104,7 +105,8 @@ class Fold(NamedTuple):
         log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
         # Exact: peak and rival are logits of the same tiles as the target's, and a tie counts for the earlier word.
         is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
-        return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1)
+        target = self.target if with_target else None
+        return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.

@@ -139,6 +139,7 @@ def merge(parts: Fold, state: Fold) -> None:
 @triton.jit
 def _log_supremum(log_p, entropy):
     """log of the supremum of p (log p + entropy)^2 over 0 < p <= exp(log_p)."""
+    log_p = tl.maximum(log_p, LOWEST)  # of banned ids alone: -inf plus inf is NaN
     value = log_p + 2.0 * tl.log(tl.abs(log_p + entropy))
     hill = LOG_4 - 2.0 - entropy
     return tl.where(log_p >= -entropy - 2.0, tl.maximum(value, hill), value)
@@ -162,8 +163,7 @@ def gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropi
     at_target = tl.load(at_target_of + token, mask=live, other=0.0)
     if grad_entropies is not None:
         e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        # Of a banned target: 0 times -inf is NaN, and keeps every block.
-        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)
+        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)  # see `eager.entropy_term`
         at_target -= e * tl.exp(log_p) * (log_p + tl.load(entropies + token, mask=live, other=0.0))
     return at_target
 
@@ -229,7 +229,8 @@ def _bounds_kernel(
         tl.store(masses_of + out_place, (mass * SCALE_OF_MASS).to(tl.float16), mask=inside)
         if entropy_codes is not None:
             moment = tl.load(moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
-            moment -= target_term * (logps + entropy)[None, :]
+            # Of a banned target 0 times -inf is NaN, in every tile.
+            moment -= target_term * (tl.maximum(logps, LOWEST_LOG_PROBABILITY) + entropy)[None, :]
             tl.store(moments_of + out_place, (largest * moment * SCALE_OF_MOMENT).to(tl.float16), mask=inside)
         elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
     target_there = tl.exp(logps + lse - peak_there)
