@@ -1,10 +1,14 @@
-"""The lm_head of a HuggingFace model: checked, tried out, and replaced for the length of a call.
+"""The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
+
+A head that listens answers the request of the thread that calls it. The request belongs to that thread's call, and
+nothing that threads share changes with it: a plain forward beside it gets its logits.
 
 What the model does to its head's output (a softcap, a scale) is found out by trying: the head is made to answer with a
 few known logits, and what the model returns for them has to be one of the transforms that its config names.
 """
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +34,7 @@ PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
-KEPT_KEY = -1  # that of no other hook: torch counts them from 0
+LISTENER = -1  # the key of no other hook: torch counts them from 0
 
 
 def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
@@ -57,7 +61,7 @@ def _is_sharded(linear: nn.Module) -> bool:
 
 
 def current_head(model: Any, linear_type: type) -> Head:
-    """The head as it is now, if what was tried at swap time still holds: a hook would be left out of the product."""
+    """The head as it is now, listening, if what was tried at swap time still holds: the product has no hooks."""
     name = type(model).__name__
     head = read_head(model.get_output_embeddings(), name)
     hooks = hook_count(head, but=SHARDING)
@@ -68,13 +72,14 @@ def current_head(model: Any, linear_type: type) -> Head:
             "unswap first"
         )
     check_own_forwards(head, name, but=SHARDING)
+    listen(head.module)
     return head
 
 
 def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
-    """Forward hooks that are left out when the head is taken apart, beside those that come from the modules `but`."""
+    """Forward hooks that are left out when the head is taken apart, beside ours and those from the modules `but`."""
     return sum(
-        not _comes_from(hook, but)
+        not _comes_from(hook, (*but, __name__))
         for part in head.bypassed()
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     )
@@ -91,55 +96,125 @@ def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> N
             )
 
 
-class _Kept:
-    """The head for one call: keeps what it is given, and what `answer` gives for it in place of the logits."""
+class Request:
+    """What one thread's forward asks of a head in place of the logits.
 
-    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
-        self.answer = answer
+    Attributes:
+        head: the module that is asked; every other head gives its logits.
+        hidden: what the model gave its head; None before it did.
+        output: what `answer` made of it.
+    """
+
+    def __init__(self, head: nn.Module, answer: Callable[[Tensor], Tensor], outer: "Request | None") -> None:
+        self.head, self.answer, self.outer = head, answer, outer
         self.hidden: Tensor | None = None
         self.output: Tensor | None = None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        if self.hidden is not None:
-            raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
-        self.hidden = hidden
-        self.output = self.answer(hidden)
-        return self.output
 
-    def before(self, _head: nn.Module, args: tuple[Tensor]) -> Tensor:
-        """The forward pre-hook of `kept_hidden`."""
-        self(*args)
-        return args[0][..., :0, :]
+class _Thread(threading.local):
+    # Not a ContextVar, which torch.compile cannot trace. A forward never awaits, so a thread runs one at a time.
+    request: Request | None = None
 
-    def after(self, *_: Any) -> Tensor | None:
-        """The forward hook of `kept_hidden`."""
-        return self.output
+
+_thread = _Thread()
 
 
 @contextmanager
-def kept_hidden(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[_Kept]:
-    """The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives."""
-    kept, compiled = _Kept(answer), torch.compiler.is_compiling()
-    own = head.__dict__.get("forward")
-    # A graph puts an empty dict back as a plain one, on which torch registers no hook.
-    pre_hooks, hooks = head._forward_pre_hooks or OrderedDict(), head._forward_hooks or OrderedDict()
-    run = {key: hook for key, hook in hooks.items() if not _comes_from(hook, TENSOR_PARALLEL_OUTPUT)}
-    if compiled:
-        # A graph cannot delete an attribute that the class has too, so the head's own forward runs, on no tokens.
-        head._forward_pre_hooks = OrderedDict([*pre_hooks.items(), (KEPT_KEY, kept.before)])
-        head._forward_hooks = OrderedDict([(KEPT_KEY, kept.after), *run.items()])
-    else:
-        # DTensors have no rule for no tokens.
-        head.forward = kept
-        head._forward_hooks = OrderedDict(run)
+def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Request]:
+    """Within it, in this thread alone, a call of `head` gives answer(hidden), (..., H) -> any tensor, for its logits.
+
+    The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives.
+    """
+    request = Request(head, answer, _thread.request)
+    _thread.request = request
     try:
-        yield kept
+        yield request
     finally:
-        head._forward_pre_hooks, head._forward_hooks = pre_hooks, hooks
-        if own is not None:
-            head.forward = own
-        elif not compiled:
-            del head.forward
+        _thread.request = request.outer
+
+
+def _request_to(head: nn.Module) -> Request | None:
+    request = _thread.request
+    while request is not None and request.head is not head:
+        request = request.outer
+    return request
+
+
+class _NoTokens(Tensor):
+    """Hidden states of no token, which a linear layer gives back: autocast would cast its weight for the product."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
+    """The head's last forward pre-hook."""
+    request = _request_to(head)
+    if request is None:
+        return None
+    if request.hidden is not None:
+        raise ValueError("the model called its head twice in one forward, which the fused head does not expect")
+    (request.hidden,) = args
+    request.output = request.answer(request.hidden)
+    # The head's own forward runs in any case.
+    if torch.compiler.is_compiling():
+        return request.hidden[..., :0, :]
+    none = torch.empty(0, request.hidden.shape[-1], dtype=request.hidden.dtype, device=request.hidden.device)
+    return none.as_subclass(_NoTokens)
+
+
+def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
+    """The head's first forward hook."""
+    request = _request_to(head)
+    return None if request is None else request.output
+
+
+class _ForLogits:
+    """A forward hook that is left out where the head gives something other than logits."""
+
+    def __init__(self, hook: Callable) -> None:
+        self.hook = hook
+        self.__module__ = hook.__module__
+
+    def __call__(self, head: nn.Module, *args: Any) -> Any:
+        return self.hook(head, *args) if _request_to(head) is None else None
+
+
+def listen(head: nn.Module) -> None:
+    """Let `head` answer requests; nothing changes for who makes none. Harmless where it does already.
+
+    The answer needs what other pre-hooks make of the hidden states, and other hooks get the answer, so hooks that were
+    put on the head in the meantime change places with ours.
+    """
+    pre_hooks, hooks = head._forward_pre_hooks, head._forward_hooks
+    if torch.compiler.is_compiling() and not pre_hooks and not hooks:
+        # A graph can give a module other dicts, but not change those it has.
+        head._forward_pre_hooks = OrderedDict([(LISTENER, _answer_request)])
+        head._forward_hooks = OrderedDict([(LISTENER, _give_answer)])
+        return
+    if list(pre_hooks)[-1:] != [LISTENER]:
+        pre_hooks[LISTENER] = _answer_request
+        pre_hooks.move_to_end(LISTENER)
+    if list(hooks)[:1] != [LISTENER]:
+        hooks[LISTENER] = _give_answer
+        hooks.move_to_end(LISTENER, last=False)
+    for key, hook in list(hooks.items()):
+        if _comes_from(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _ForLogits):
+            hooks[key] = _ForLogits(hook)
+
+
+def stop_listening(model: nn.Module) -> None:
+    """Undo `listen` wherever it was done: adapters put another module in the head's place."""
+    for module in model.modules():
+        if module._forward_pre_hooks.pop(LISTENER, None) is None:
+            continue
+        del module._forward_hooks[LISTENER]
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _ForLogits):
+                module._forward_hooks[key] = hook.hook
 
 
 @torch.no_grad()
@@ -195,7 +270,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that does to logits what the model's own forward does to them."""
+    """The transform that does to logits what the model's own forward does to them. Its head has to listen."""
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
 
@@ -206,14 +281,14 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     devices = [model.device] if model.device.type == "cuda" else []
     try:
         # Dropout in the probe must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=devices), kept_hidden(head.module, answer) as kept:
+        with torch.random.fork_rng(devices=devices), asking(head.module, answer) as request:
             output = model(input_ids=ids, use_cache=False, return_dict=True)
     except Exception as error:
         raise ValueError(f"the head of {name} cannot be swapped: its forward failed on two tokens: {error}") from error
     for module in filter(_is_fsdp, model.modules()):
         # The root stays gathered after a forward, and an optimizer made now would be given what is gathered.
         cast(Any, module).reshard()
-    if kept.hidden is None or kept.hidden.shape != (1, 2, head.linear.weight.shape[1]):
+    if request.hidden is None or request.hidden.shape != (1, 2, head.linear.weight.shape[1]):
         raise ValueError(f"the head of {name} cannot be swapped: its forward does not call it on (B, T, H)")
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))

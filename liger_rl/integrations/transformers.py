@@ -4,29 +4,33 @@
     out = model(input_ids, attention_mask=attention_mask, labels=labels, fused=True, entropy=True)
     out.per_token_logps, out.entropy, out.loss
 
-The model's own forward still runs, with its head replaced for the length of the call by one that keeps the hidden
-states it is given. So whatever the model does before the head (a final norm, a scale) is in, for any architecture,
-and what it does after the head (a softcap, a scale) is tried out at swap time and has to be one that we know.
+The model's own forward still runs. The thread that makes the call, and no other, asks its head for log-probabilities
+in place of logits. So whatever the model does before the head (a final norm, a scale) is in, for any architecture, and
+what it does after the head (a softcap, a scale) is tried out at swap time and has to be one that we know.
 """
 
 import inspect
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, TransformersKwargs
 
 from liger_rl.integrations.accelerate import rebind_forward
 from liger_rl.integrations.head import (
+    asking,
     checked_head,
     current_head,
     is_gathered,
-    kept_hidden,
+    listen,
     plain_type,
     probed_transform,
+    stop_listening,
 )
 from liger_rl.integrations.liger_layers import apply_liger_layers, check_liger_layers
 from liger_rl.integrations.peft import base_model
@@ -42,6 +46,9 @@ HEAD_OPTIONS = (
     "batch_invariant",
     "weight_grad",
 )
+FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "num_items_in_batch", *HEAD_OPTIONS)
+# Arguments of a plain forward that the fused one reads itself.
+CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
 
 
 @dataclass
@@ -88,6 +95,14 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         grad_tolerance, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
+    Any other argument must be one that the model takes, or the call raises TypeError: a parameter of its forward or of
+    its submodules' forwards, a key of a TypedDict that annotates their **kwargs, one of transformers' own
+    (`TransformersKwargs`), or a name that these forwards read from their **kwargs. What a remote model's bare **kwargs
+    reaches by any other way is not seen, and refused: set it before the call, or name it in the model's forward.
+
+    Threads may call one swapped model at once, some fused, some plain. A pickled or copied model is swapped as it is;
+    its class builds and loads plain models.
+
     Args:
         model: a causal LM whose head is an `nn.Linear`, with its weights loaded, or a `peft.PeftModel` of one.
         liger_layers: also put liger-kernel's RMSNorm, RoPE and SwiGLU or GeGLU into the body, on CUDA, its fused cross
@@ -104,11 +119,15 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
     if liger_layers:
         check_liger_layers(swapped)
-    if not is_swapped(model):
-        _swap(swapped)
+    with _swapping:
+        if not is_swapped(model):
+            _swap(swapped)
     if liger_layers:
         apply_liger_layers(swapped)
     return model
+
+
+_swapping = threading.Lock()
 
 
 def _swap(swapped: Any) -> None:
@@ -117,15 +136,21 @@ def _swap(swapped: Any) -> None:
     name = before.__name__
     if not swapped.can_generate() or swapped.config.is_encoder_decoder:
         raise ValueError(f"model must be a causal LM, whose position t predicts token t + 1; {name} is not")
-    transform = probed_transform(swapped, head)
     after = _with_fused_head(before)
-    if not rebind_forward(swapped, before, after):
-        raise ValueError(
-            f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare does "
-            "that), which would hide the fused one; swap the head before it is"
-        )
+    listen(head.module)
+    try:
+        transform = probed_transform(swapped, head)
+        if not rebind_forward(swapped, before, after):
+            raise ValueError(
+                f"the forward of this {name} was replaced on the instance (mixed precision of accelerate's prepare "
+                "does that), which would hide the fused one; swap the head before it is"
+            )
+    except ValueError:
+        stop_listening(swapped)
+        raise
     swapped._fused_transform = transform
     swapped._fused_head_type = plain_type(head.linear)
+    swapped._fused_arguments = _arguments_of(swapped)
     swapped.__class__ = after
 
 
@@ -144,7 +169,8 @@ def unswap_lm_head(model: Model) -> Model:
     if not rebind_forward(swapped, after, before):
         raise ValueError(f"the forward of this {after.__name__} was replaced after the swap; undo that first")
     swapped.__class__ = before
-    del swapped._fused_transform, swapped._fused_head_type
+    del swapped._fused_transform, swapped._fused_head_type, swapped._fused_arguments
+    stop_listening(swapped)
     return model
 
 
@@ -162,13 +188,58 @@ def swapped_inside(model: nn.Module) -> Any:
     return next((module for module in model.modules() if isinstance(module, _FusedHead)), None)
 
 
+def _arguments_of(model: nn.Module) -> frozenset[str]:
+    """Names that reach something in a forward of `model`, beside those of the fused head."""
+    names = {*CHECKED, *_keys(TransformersKwargs)}
+    # Layers without parts, such as a linear one, are never given what the model is.
+    for kind in {type(module) for module in model.modules() if any(True for _ in module.children())}:
+        for owner in kind.__mro__:  # a forward may hand its arguments to that of the class above
+            if issubclass(owner, nn.Module) and owner is not nn.Module and "forward" in vars(owner):
+                names |= _names_in(vars(owner)["forward"])
+    return frozenset(names)
+
+
+def _names_in(forward: Callable) -> set[str]:
+    """Parameters of `forward`, keys of the TypedDict of its **kwargs, and every name that its code quotes."""
+    try:
+        parameters = inspect.signature(forward, eval_str=True).parameters
+    except NameError:  # an annotation of what is imported for type checkers alone
+        parameters = inspect.signature(forward).parameters
+    names = {name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            names.update(*map(_keys, get_args(parameter.annotation)))
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return names | {c for c in (code.co_consts if code else ()) if isinstance(c, str) and c.isidentifier()}
+
+
+def _keys(typed_dict: Any) -> frozenset[str]:
+    return getattr(typed_dict, "__required_keys__", frozenset()) | getattr(typed_dict, "__optional_keys__", frozenset())
+
+
 class _FusedHead:
     """Mark of the classes that `_with_fused_head` makes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the plain model's, whose class has a name to be found by."""
+        function, arguments, *rest = super().__reduce_ex__(protocol)
+        before = vars(type(self)).get("_class_before_swap")
+        if before is None:
+            return (function, arguments, *rest)
+        arguments = tuple(before if argument is type(self) else argument for argument in arguments)
+        return (_rebuilt, (before, function, arguments), *rest)
+
+
+def _rebuilt(model_class: type, function: Callable, arguments: tuple) -> Any:
+    """A swapped model, before its state is set."""
+    model = function(*arguments)
+    model.__class__ = _with_fused_head(model_class)
+    return model
 
 
 @cache
 def _with_fused_head(model_class: Any) -> type:
-    # A subclass, and not a patched instance: copy.deepcopy of the model then works, and so does undoing it.
+    # A subclass, and not a patched instance: copies and DataParallel's replicas then run their own forward.
     @wraps(model_class.forward)
     def forward(self, *args, fused: bool = False, **kwargs):
         if not fused:
@@ -178,12 +249,32 @@ def _with_fused_head(model_class: Any) -> type:
     # The signature names the columns of a data set to the Trainer; accelerate would unwrap this forward away.
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     del forward.__wrapped__
-    body = {"forward": forward, "__module__": model_class.__module__, "_class_before_swap": model_class}
+
+    @wraps(model_class.__init__)
+    def __init__(self, *args, **kwargs):
+        # What a class builds has no head that was tried out, and no weights yet.
+        self.__class__ = model_class
+        model_class.__init__(self, *args, **kwargs)
+
+    body = {
+        "forward": forward,
+        "__init__": __init__,
+        "__doc__": model_class.__doc__,
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
+        "_class_before_swap": model_class,
+    }
     # The name stays, because save_pretrained writes it into the config.
     return type(model_class.__name__, (_FusedHead, model_class), body)
 
 
 def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCausalLMOutput:
+    unknown = [name for name in kwargs if name not in FUSED_OPTIONS and name not in model._fused_arguments]
+    if unknown:
+        raise TypeError(
+            f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
+            f"{', '.join(FUSED_OPTIONS)}"
+        )
     labels = kwargs.pop("labels", None)
     shift_labels = kwargs.pop("shift_labels", None)
     entropy = kwargs.pop("entropy", False)
@@ -225,10 +316,11 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         )
         return torch.stack([found.logps] if found.entropy is None else [found.logps, found.entropy], -1)
 
-    with kept_hidden(head.module, per_token) as kept:
+    with asking(head.module, per_token) as request:
         output = plain_forward(model, *args, **kwargs)
-    assert kept.output is not None  # seen at swap time: the forward calls its head
-    logps, entropies = kept.output[..., 0], kept.output[..., 1] if entropy else None
+    answer = request.output
+    assert answer is not None  # seen at swap time: the forward calls its head
+    logps, entropies = answer[..., 0], answer[..., 1] if entropy else None
     targets = targets.to(logps.device)
 
     count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -457,6 +458,31 @@ def test_adapters_chosen_row_by_row_are_refused():
     swap_lm_head(model)
     with pytest.raises(ValueError, match="hooks, which the fused head would leave out"):
         model(**batch, fused=True, adapter_names=["default", "second", "default"])
+
+
+def test_adapters_that_come_after_the_swap_are_compiled_too():
+    """The model then calls a layer that was not there at swap time."""
+    config = lora(target_modules=["lm_head"])
+    model, batch = randomise(peft.get_peft_model(swap_lm_head(build()), config)), make_batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, logits = compiled(**batch, fused=True).per_token_logps, compiled(**batch).logits
+    torch.testing.assert_close(found, assert_same_as_full_logits(model, batch))
+    torch.testing.assert_close(logits, model(**batch).logits)
+    head = model.get_base_model().lm_head
+    for register in (head.register_forward_hook, head.register_forward_pre_hook):
+        register(lambda *_: None, prepend=True).remove()
+    unswap_lm_head(model)
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(part for pair in hooks for part in pair)
+
+
+def test_a_pickled_model_with_adapters_is_swapped():
+    model, batch = swap_lm_head(adapted()), make_batch()
+    twin = pickle.loads(pickle.dumps(model))
+    assert is_swapped(twin)
+    assert torch.equal(twin(**batch, fused=True).per_token_logps, model(**batch, fused=True).per_token_logps)
+    with twin.disable_adapter():
+        assert_same_as_full_logits(twin, batch)
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B", "lora_dropout"])

@@ -7,12 +7,18 @@ far off as the plain forward in the same dtype, plus one rounding.
 import copy
 import functools
 import inspect
+import pickle
+import subprocess
+import sys
+import threading
 from collections import Counter
+from typing import TypedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Unpack
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
@@ -490,7 +496,7 @@ def test_generate_and_the_plain_forward_are_the_same_before_swapped_and_after(na
 def test_swap_and_unswap_leave_parameters_attributes_and_random_numbers_alone():
     model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
     parameters, state, attributes = dict(model.named_parameters()), state_of(model), set(vars(model))
-    head_attributes = set(vars(model.get_output_embeddings()))
+    head_attributes, hooks = set(vars(model.get_output_embeddings())), hooks_of(model.get_output_embeddings())
     before = torch.get_rng_state()
     assert swap_lm_head(model) is model
     assert is_swapped(model)
@@ -503,6 +509,7 @@ def test_swap_and_unswap_leave_parameters_attributes_and_random_numbers_alone():
     assert not is_swapped(model)
     assert set(vars(model)) == attributes
     assert set(vars(model.get_output_embeddings())) == head_attributes
+    assert hooks_of(model.get_output_embeddings()) == hooks
     assert_same_tensors(state_of(model), state)
 
 
@@ -639,6 +646,176 @@ def test_a_training_loop_of_transformers(tmp_path):
     torch.testing.assert_close(torch.tensor(fused_losses), torch.tensor(plain_losses), rtol=1e-3, atol=0)
 
 
+# --- several callers --------------------------------------------------------------------------------------------------
+
+
+def in_threads(*calls) -> list[list]:
+    """What each of `calls` gives, 50 times over, while the others run in threads of their own."""
+    results, start = [[] for _ in calls], threading.Barrier(len(calls))
+
+    def run(call, found):
+        start.wait()
+        with torch.no_grad():
+            for _ in range(50):
+                found.append(call())
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(calls, results, strict=True)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [len(found) for found in results] == [50] * len(calls), "a thread raised"
+    return results
+
+
+@pytest.mark.parametrize("body", ["eager", "compiled around a graph break"])
+def test_threads_that_share_a_model_get_what_each_of_them_asks_for(body):
+    model, batch = swap_lm_head(build("gemma2")), make_batch()
+    if body != "eager":
+        model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    call = model if body == "eager" else torch.compile(model, backend="eager")
+    others = {**batch, "labels": batch["labels"].roll(1, 0)}
+    calls = [
+        lambda: call(**batch).logits,
+        lambda: call(**batch, fused=True).per_token_logps,
+        lambda: call(**others, fused=True, temperature=0.5).per_token_logps,
+    ]
+    with torch.no_grad():
+        expected = [call() for call in calls]
+    for found, value in zip(in_threads(*calls), expected, strict=True):
+        assert all(torch.equal(result, value) for result in found)
+    assert not torch.equal(expected[1], expected[2])
+
+
+def test_threads_may_swap_one_model():
+    model, batch = build("llama"), make_batch()
+    model_class = type(model)
+    in_threads(*[lambda: swap_lm_head(model)(**batch, fused=True)] * 3)
+    assert type(unswap_lm_head(model)) is model_class
+
+
+@pytest.mark.parametrize("head", ["its own", "the policy's"])
+def test_a_reference_models_call_inside_the_policys(head):
+    policy, reference, batch = swap_lm_head(build("llama")), build("gemma2"), make_batch()
+    if head != "its own":
+        reference.lm_head = policy.lm_head
+    swap_lm_head(reference)
+    expected = [model(**batch, fused=True).per_token_logps for model in (policy, reference)]
+    inside = []
+    policy.model.register_forward_hook(lambda *_: inside.append(reference(**batch, fused=True).per_token_logps) or None)
+    assert torch.equal(policy(**batch, fused=True).per_token_logps, expected[0])
+    assert torch.equal(inside[0], expected[1])
+    plain = []
+    policy.model.register_forward_hook(lambda *_: plain.append(reference(**batch).logits) or None)
+    if head == "its own":
+        assert policy(**batch, fused=True).loss.isfinite()
+        assert plain[0].shape == (BATCH, LENGTH, VOCAB)
+    else:  # the one head cannot know whose call it is, and does not guess
+        with pytest.raises(ValueError, match="called its head twice"):
+            policy(**batch, fused=True)
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As `nn.parallel.replicate` makes them, with weights that are twice the module's."""
+    replica = module._replicate_for_data_parallel()
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else 2 * parameter.detach())
+    for name, child in module._modules.items():
+        if child is not None:
+            replica._modules[name] = replica_of(child)
+    return replica
+
+
+def test_a_replica_runs_with_its_own_weights():
+    model, batch = build("llama"), make_batch()
+    twice = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twice.parameters():
+            parameter.mul_(2)
+    replica = replica_of(swap_lm_head(model))
+    assert torch.equal(replica(**batch).logits, twice(**batch).logits)
+    expected = swap_lm_head(twice)(**batch, fused=True).per_token_logps
+    assert torch.equal(replica(**batch, fused=True).per_token_logps, expected)
+
+
+def test_the_heads_weight_is_cast_once_under_autocast():
+    """The head's own forward runs in a fused call too, and must not make a copy of its weight."""
+    model, batch = swap_lm_head(build("llama")), make_batch()
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and tuple(out.shape) == (VOCAB, HIDDEN):
+                casts.append(out.dtype)
+            return out
+
+    with Casts(), torch.autocast("cpu", torch.bfloat16):
+        model(**batch, fused=True)
+    assert casts == [torch.bfloat16]
+
+
+# --- copies and classes -----------------------------------------------------------------------------------------------
+
+LOAD = """
+import sys, torch
+model, batch = torch.load(sys.argv[1], weights_only=False)
+torch.save([model(**batch, fused=True).per_token_logps, model(**batch).logits], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_pickled_model_is_swapped_in_another_process(name, tmp_path):
+    model, batch = swap_lm_head(build(name)).eval(), make_batch()
+    expected = [model(**batch, fused=True).per_token_logps, model(**batch).logits]
+    torch.save((model, batch), tmp_path / "model")
+    subprocess.run([sys.executable, "-c", LOAD, tmp_path / "model", tmp_path / "results"], check=True)
+    for found, value in zip(torch.load(tmp_path / "results"), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, *(functools.partial(lambda p, model: pickle.loads(pickle.dumps(model, p)), p) for p in (0, 2, 5))],
+    ids=["copy", "pickle 0", "pickle 2", "pickle 5"],
+)
+def test_a_copy_is_of_the_same_class(copied):
+    model, batch = swap_lm_head(build("cohere")).eval(), make_batch()
+    twin = copied(model)
+    assert type(twin) is type(model)
+    assert is_swapped(twin)
+    assert torch.equal(twin(**batch, fused=True).per_token_logps, model(**batch, fused=True).per_token_logps)
+    assert torch.equal(twin(**batch).logits, model(**batch).logits)
+    assert type(unswap_lm_head(twin)) is transformers.CohereForCausalLM
+    assert is_swapped(model)
+
+
+@pytest.mark.parametrize("made", ["built", "from config", "loaded"])
+def test_the_class_of_a_swapped_model_makes_plain_models(made, tmp_path):
+    """Of its own name, saved under it, and swapped when they are asked to be."""
+    model, batch = swap_lm_head(build("llama")).eval(), make_batch()
+    swapped_class = type(model)
+    assert (swapped_class.__name__, swapped_class.__qualname__) == ("LlamaForCausalLM",) * 2
+    if made == "loaded":
+        model.save_pretrained(tmp_path)
+        other = swapped_class.from_pretrained(tmp_path)
+        assert_same_tensors(state_of(other), state_of(model))
+    else:
+        other = (swapped_class if made == "built" else swapped_class._from_config)(model.config)
+    assert type(other) is transformers.LlamaForCausalLM
+    assert not is_swapped(other)
+    assert other.eval()(**batch).logits.shape == (BATCH, LENGTH, VOCAB)
+    assert "fused" not in inspect.signature(other.forward).parameters
+    assert inspect.signature(swapped_class.__init__) == inspect.signature(type(other).__init__)
+    assert swap_lm_head(other)(**batch, fused=True).loss.isfinite()
+    assert type(other) is swapped_class
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -683,6 +860,69 @@ def test_bad_labels_are_refused_and_the_model_stays_usable(labels, message):
     assert "forward" not in vars(model.lm_head)
     assert torch.equal(model(**batch).logits, expected)
     assert torch.equal(model(**batch, fused=True).loss, expected_fused)
+
+
+MISSPELT = ["temprature", "mask", "extras", "entropies", "lables", "num_items", "chunk_token", "weight_gradient"]
+
+
+@on_every_model
+def test_an_argument_that_nothing_takes_is_refused(name):
+    model, batch = swap_lm_head(build(name)), make_batch()
+    model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    for misspelt in MISSPELT:
+        with pytest.raises(
+            TypeError, match=rf"{type(model).__name__} takes no {misspelt} with fused=True.* temperature, "
+        ):
+            model(**batch, fused=True, **{misspelt: 1.0})
+
+
+def test_arguments_of_the_model_go_through():
+    """Those of its signature, of transformers' TypedDict, and those that only its body's forwards know."""
+    model, batch = swap_lm_head(build("mixtral")), make_batch()
+    seen = []
+    model.model.layers[1].self_attn.register_forward_pre_hook(lambda m, a, kw: seen.append(kw), with_kwargs=True)
+    given = {
+        "position_ids": torch.arange(LENGTH).expand(BATCH, -1),
+        "cu_seq_lens_q": torch.tensor([0, LENGTH]),
+        "max_length_q": LENGTH,
+        "output_router_logits": False,
+        "use_cache": False,
+        "logits_to_keep": 0,
+        "ignore_index": -100,
+        "return_dict": True,
+    }
+    assert model(**batch, **given, fused=True).aux_loss is None
+    assert seen[0]["cu_seq_lens_q"] is given["cu_seq_lens_q"]
+    assert seen[0]["max_length_q"] == LENGTH
+
+
+class _Options(TypedDict, total=False):
+    typed: int
+
+
+class _RemoteLlama(transformers.LlamaForCausalLM):
+    """As code from the hub has it: a bare **kwargs, some names read out of it, and annotations that nobody imports."""
+
+    def forward(self, input_ids: "Ids" = None, **kwargs) -> "Output":  # noqa: F821
+        self.seen = kwargs.pop("quoted", None)
+        return super().forward(input_ids, **kwargs)
+
+
+class _TypedLlama(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs: Unpack[_Options]):
+        options = dict(kwargs)
+        self.seen = options.pop(min(_Options.__optional_keys__), None)
+        return super().forward(*args, **options)
+
+
+@pytest.mark.parametrize(("model_class", "name"), [(_RemoteLlama, "quoted"), (_TypedLlama, "typed")])
+def test_a_models_own_keywords_go_through(model_class, name):
+    torch.manual_seed(0)
+    model, batch = swap_lm_head(model_class(transformers.LlamaConfig(**SIZES))), make_batch()
+    assert model(**batch, **{name: 5}, fused=True).loss.isfinite()
+    assert model.seen == 5
+    with pytest.raises(TypeError, match=f"{model_class.__name__} takes no temprature"):
+        model(**batch, temprature=0.5, fused=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf")])
@@ -732,15 +972,19 @@ def _with_head(head_class: type) -> transformers.PreTrainedModel:
     return model
 
 
+def hooks_of(head: nn.Module) -> list:
+    return [list(hooks.items()) for hooks in (head._forward_pre_hooks, head._forward_hooks)]
+
+
 def assert_refused(model, error: type, match: str) -> None:
     before, attributes, batch = type(model), set(vars(model)), make_batch()
-    expected = model(**batch).logits
+    head = model.get_output_embeddings()
+    expected, hooks = model(**batch).logits, hooks_of(head)
     with pytest.raises(error, match=match):
         swap_lm_head(model)
     assert type(model) is before
     assert set(vars(model)) == attributes
-    head = model.get_output_embeddings()
-    assert "forward" not in vars(head)
+    assert hooks_of(head) == hooks
     assert torch.equal(model(**batch).logits, expected)
 
 
