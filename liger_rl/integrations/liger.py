@@ -9,6 +9,7 @@ Constructor, call and results are those of liger-kernel 0.8.5.
 """
 
 import warnings
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from importlib import metadata
@@ -319,26 +320,32 @@ def _version() -> str | None:
     return None
 
 
-_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed)
+_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed, modules=("liger_kernel", "trl"))
 
 
-def patch_liger() -> None:
-    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in every loaded module that has it.
+def patch_liger(*, modules: Collection[str] = ()) -> None:
+    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in liger-kernel and in TRL.
 
-    Modules that import it afterwards get it too. Objects made before keep their class; liger-kernel's other losses and
-    the functional `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+    Whoever imports it from there afterwards gets it too. Other code that has imported it keeps what it has imported,
+    unless it is named. Objects made before keep their class; liger-kernel's other losses and the functional
+    `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+
+    Args:
+        modules: names of further packages or modules to patch, under whatever name they hold the class.
 
     Raises:
-        ImportError: liger-kernel is not installed, or not of a supported version, which is named; nothing is changed.
+        ImportError: liger-kernel is not installed, or not of a supported version, which is named.
+        TypeError: modules is not a collection of names.
+        In each case nothing is changed.
     """
-    _PATCH.apply()
+    _PATCH.apply(modules)
 
 
 def unpatch_liger() -> None:
-    """Undo `patch_liger`, in modules that imported the name in between too; harmless where nothing is patched."""
+    """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
     _PATCH.undo()
 
 
-def patched_liger() -> AbstractContextManager[None]:
-    """`patch_liger` for the length of a `with` block."""
-    return _PATCH.within()
+def patched_liger(*, modules: Collection[str] = ()) -> AbstractContextManager[None]:
+    """`patch_liger` for the length of a `with` block, and afterwards whatever was there before."""
+    return _PATCH.within(modules)
