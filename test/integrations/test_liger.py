@@ -171,6 +171,79 @@ def test_two_references():
     assert torch.equal(found[0], expected[0])
 
 
+# Every option of Liger's constructor -> a loss type that has it and another value of it. As the last part, whether the
+# loss must change; else it must raise, or for None stay.
+OPTION_CHANGES = {
+    "beta": ("grpo", 0.5, True),
+    "compiled": ("grpo", True, None),
+    "use_ref_model": ("grpo", False, False),
+    "chunk_size": ("grpo", 3, None),
+    "epsilon_low": ("grpo", 0.05, True),
+    "epsilon_high": ("grpo", 0.05, True),
+    "loss_type": ("grpo", "bnpo", True),
+    "max_completion_length": ("dr_grpo", 5, True),
+    "importance_sampling_level": ("grpo", "sequence", True),
+    "sapo_temperature_pos": ("sapo", 2.0, True),
+    "sapo_temperature_neg": ("sapo", 2.0, True),
+    "temperature": ("grpo", 1.3, True),
+    "delta": ("grpo", 1.05, True),
+    "use_bias_correction_kl": ("grpo", True, True),
+    "vespo_k_pos": ("vespo", 3.0, True),
+    "vespo_lambda_pos": ("vespo", 2.5, True),
+    "vespo_k_neg": ("vespo", 2.0, True),
+    "vespo_lambda_neg": ("vespo", 3.0, True),
+}
+
+
+def test_no_option_is_dropped():
+    """Each changes the loss as it changes Liger's, or is refused, or is documented to have no effect."""
+    assert OPTION_CHANGES.keys() == inspect.signature(THEIRS).parameters.keys()
+    call = problem()
+    for name, (loss_type, value, changes) in OPTION_CHANGES.items():
+        options = options_of(loss_type)
+        before, changed = run(LigerFusedLinearGRPOLoss, options, call), options | {name: value}
+        if changes is False:
+            with pytest.raises(ValueError, match=name):
+                run(LigerFusedLinearGRPOLoss, changed, call)
+            continue
+        found = run(LigerFusedLinearGRPOLoss, changed, call)
+        assert torch.equal(found[0], before[0]) == (changes is None), name
+        if changes:
+            assert_same(found, run(THEIRS, changed, call))
+
+
+def test_no_argument_is_dropped():
+    """Likewise, each argument of Liger's call."""
+    given = problem() | {"vllm_is_ratio": 0.3 + torch.rand(BATCH, LENGTH)}
+    heads = {
+        "ref_per_token_logps": None,
+        "ref_input": torch.randn(BATCH, LENGTH, HIDDEN),
+        "ref_weight": torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5,
+        "ref_bias": torch.randn(VOCAB),
+    }
+    others = {
+        "selected_token_ids": torch.randint(VOCAB, (BATCH, LENGTH)),
+        "num_items_in_batch": 20.0,
+        "vllm_is_ratio": torch.ones(BATCH, LENGTH),
+    }
+    names = inspect.signature(THEIRS.forward).parameters.keys() - {"self"}
+    assert names == (given | heads).keys()
+    options = options_of("dapo")
+    for name in names:
+        call = given | heads if name in heads and name != "ref_per_token_logps" else given
+        changed = call | {name: others[name] if name in others else call[name].flip(0)}
+        before, found, expected = (
+            run(c, options, {n: value for n, value in arguments.items() if value is not None})
+            for c, arguments in (
+                (LigerFusedLinearGRPOLoss, call),
+                (LigerFusedLinearGRPOLoss, changed),
+                (THEIRS, changed),
+            )
+        )
+        assert not torch.allclose(found[0], before[0]), name
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_mask_of_any_kind(dtype):
     call, options = problem(), options_of("dapo")
@@ -253,6 +326,12 @@ def two_ranks(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("count", [0, 1, 1.0, torch.tensor(0), torch.tensor(1)])
+def test_ranks_divide_by_one_at_least(count, two_ranks):
+    call, options = problem() | {"num_items_in_batch": count}, options_of("dapo")
+    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS)))
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
 def test_ranks_share_the_count_that_is_given(loss_type, two_ranks):
     call, options = problem(), options_of(loss_type)
@@ -318,6 +397,45 @@ def test_advantages_per_token():
         assert abs(wrong[0] - right[0]) > 0.1 * abs(right[0])
         # Their share of clipped tokens is wrong in chunks of one sequence too, which have (1, 1, T) masks.
         assert_same((*mine[:2], mine[2][:1]), (*right[:2], right[2][:1]))
+
+
+@pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
+def test_advantages_per_token_may_be_those_of_the_sequences(loss_type, level):
+    call, options = problem(full=loss_type == "luspo"), options_of(loss_type, level)
+    expected = run(THEIRS, options, call)
+    call["advantages"] = call["advantages"][:, None].expand(BATCH, LENGTH)
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, torch.nan])
+def test_a_mask_value_other_than_0_and_1(value, device):
+    call, options = problem(device), options_of("dapo")
+    right = run(THEIRS, options, call)
+    call["attention_mask"][0, 1] = value
+    wrong = run(THEIRS, options, call)
+    assert not abs(wrong[0] - right[0]) < 1e-3 * abs(right[0])
+    with pytest.raises(ValueError, match="attention_mask must be 0 or 1 at every token, found 1 other"):
+        run(LigerFusedLinearGRPOLoss, options, call)
+
+
+@pytest.mark.parametrize("column", ["old_per_token_logps", "ref_per_token_logps"])
+def test_ratios_and_kl_stop_at_40_nats(column):
+    """The loss and the gradients stay finite; Liger's are not."""
+    call, options = problem(), options_of("grpo", beta=0.1)
+    sign = -1 if column == "old_per_token_logps" else 1
+
+    def moved(nats):
+        return call | {column: call[column] + sign * nats}
+
+    loss, grads, _ = run(LigerFusedLinearGRPOLoss, options, moved(100.0))
+    assert 1e15 < loss < 1e19  # e^40 is 2.4e17
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0].norm() < 10
+    further, _, _ = run(LigerFusedLinearGRPOLoss, options, moved(1000.0))
+    torch.testing.assert_close(further, loss, rtol=1e-6, atol=0)
+    wrong = run(THEIRS, options, moved(100.0))
+    assert not wrong[0].isfinite()
+    assert not wrong[1][0].isfinite().all()
 
 
 def test_a_kl_needs_a_reference():
@@ -417,6 +535,7 @@ BAD_OPTIONS = [
     ("importance_sampling_level", ValueError, {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
     ("sapo_temperature_pos", ValueError, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}),
     ("sapo_temperature_neg", ValueError, {"loss_type": "sapo", "sapo_temperature_neg": -1.0}),
+    ("sapo_temperature_neg", ValueError, {"loss_type": "dapo", "sapo_temperature_neg": 0.0}),
     ("temperature", ValueError, {"temperature": 0.0}),
     ("delta", ValueError, {"delta": 0.0}),
     ("delta", ValueError, {"loss_type": "sapo", "delta": 1.5}),
