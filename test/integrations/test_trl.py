@@ -483,9 +483,74 @@ def path_of(tmp_path_factory):
 
 
 # test/convergence has the others on gemma2.
-@pytest.mark.parametrize(("name", "model"), [*((name, "qwen3") for name in trl_runs.GRPO_RUNS), ("dapo", "gemma2")])
+FAMILIES = [model for model in trl_runs.MODELS if model != "qwen3"]
+GRPO_RUNS = [*((name, "qwen3") for name in trl_runs.GRPO_RUNS), *(("dapo", model) for model in FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "model"), GRPO_RUNS)
 def test_grpo(name, model, path_of, tmp_path):
     trl_runs.assert_same_grpo_run(name, path_of[model], tmp_path)
+
+
+@pytest.mark.parametrize("model", ["gemma2", "cohere"])
+def test_grpo_with_adams_default_epsilon(model, path_of, tmp_path):
+    """1e-8 makes a full step of a gradient that is all rounding: 8e-7 and 2e-6 here."""
+    plain, patched = (
+        trl_runs.train("grpo", path_of[model], tmp_path, patch=patch, adam_epsilon=1e-8, **trl_runs.GRPO_RUNS["dapo"])
+        for patch in (False, True)
+    )
+    assert trl_runs.weight_distance(patched, plain) <= 1e-5
+
+
+def as_if_sampled_by_vllm(trainer):
+    """What vLLM's log-probabilities would come to in the loss: a ratio for every token."""
+    compute, ratios = trainer._compute_loss, torch.Generator().manual_seed(0)
+
+    def with_ratio(model, inputs):
+        drawn = 0.3 + 1.4 * torch.rand(inputs["completion_ids"].shape, generator=ratios)
+        trainer.use_vllm = True
+        try:
+            return compute(model, {**inputs, "importance_sampling_ratio": drawn})
+        finally:
+            trainer.use_vllm = False
+
+    trainer._compute_loss = with_ratio
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_importance_ratios_of_vllm(loss_type, path_of, tmp_path):
+    """TRL's loss takes them, whatever the op is."""
+    options = {"loss_type": loss_type, "max_steps": 3}
+    plain, patched = (
+        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=as_if_sampled_by_vllm, **options)
+        for patch in (False, True)
+    )
+    trl_runs.assert_same_run(patched, plain)
+    without = trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=True, **options)
+    assert trl_runs.weight_distance(without, patched) > 1e-3
+
+
+@pytest.mark.parametrize("kind", trl_runs.TRAINERS)
+def test_a_trainer_that_was_built_before_the_patch(kind, path_of, tmp_path):
+    plain, patched = (
+        trl_runs.train(kind, path_of["qwen3"], tmp_path, patch=patch, built_before=True, max_steps=2)
+        for patch in (False, True)
+    )
+    trl_runs.assert_same_run(patched, plain)
+
+
+def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
+    """It goes on with TRL's own op."""
+
+    def undo(trainer):
+        unpatch_trl()
+
+    plain, patched = (
+        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=undo, max_steps=2)
+        for patch in (False, True)
+    )
+    assert patched.calls == 0
+    assert patched.log["loss"] == plain.log["loss"]
 
 
 @pytest.mark.parametrize(
