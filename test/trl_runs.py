@@ -1,15 +1,26 @@
 """Real TRL trainers on tiny random models, with and without the patch: the same run from the same seed."""
 
 import math
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -45,6 +56,9 @@ SIZES = {
 MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, final_logit_softcapping=20.0)),
+    # A scale of the logits, a divisor of them; Cohere's head is the embeddings, too.
+    "cohere": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.5)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=2.0)),
 }
 PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8"]
 CPU_ARGS = {
@@ -142,6 +156,16 @@ GRPO_RUNS["grpo at sequence level"] = {
     "importance_sampling_level": "sequence",
     "epsilon": 0.005,
 }
+# Every other option of GRPOConfig that its loss has.
+GRPO_RUNS["other options"] = {
+    "loss_type": "dapo",
+    "epsilon": 0.02,
+    "epsilon_high": 0.03,
+    "delta": 1.02,
+    "use_bias_correction_kl": False,
+    "top_entropy_quantile": 0.7,
+    "off_policy_mask_threshold": 0.01,
+}
 UNCLIPPED = ("sapo", "vespo")
 
 
@@ -168,8 +192,22 @@ def counted_calls():
         integration.linear_logprobs = plain
 
 
-def train(kind, path, directory, *, patch, script=None, dtype="float32", peft_config=None, **options) -> Run:
+def train(
+    kind,
+    path,
+    directory,
+    *,
+    patch,
+    script=None,
+    dtype="float32",
+    peft_config=None,
+    prepare: Callable[[Any], None] | None = None,
+    built_before=False,
+    **options,
+) -> Run:
     """One run of `kind`, a key of TRAINERS, of the model at a path or of a model.
+
+    `prepare` is given the trainer before it trains. With `built_before` the patch comes when the trainer is there.
 
     With a `script`, a list of what the policy has said in each of its turns, a GRPO run says that, and not what it
     would say itself; an empty list is filled with the run's own.
@@ -180,8 +218,9 @@ def train(kind, path, directory, *, patch, script=None, dtype="float32", peft_co
         arguments["model_init_kwargs"] = {"dtype": dtype}
     torch.manual_seed(0)  # of the adapters
     extra = {"reward_funcs": evenness} if "num_generations" in fixed else {}
-    with counted_calls() as calls, patched_trl() if patch else nullcontext():
-        calls.clear()  # the patch has tried its options
+    with counted_calls() as calls, ExitStack() as held:
+        if patch and not built_before:
+            held.enter_context(patched_trl())
         trainer = trainer_class(
             model=path,
             args=config_class(**arguments),
@@ -190,8 +229,13 @@ def train(kind, path, directory, *, patch, script=None, dtype="float32", peft_co
             peft_config=peft_config,
             **extra,
         )
+        if patch and built_before:
+            held.enter_context(patched_trl())
+        calls.clear()  # the patch has tried its options
         if script is not None:
             _follow(trainer, script)
+        if prepare is not None:
+            prepare(trainer)
         trainer.train()
     log: dict[str, list[float]] = {}
     for entry in trainer.state.log_history:

@@ -9,6 +9,7 @@ Constructor, call and results are those of liger-kernel 0.8.5.
 """
 
 import warnings
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from importlib import metadata
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.host_answer import HostAnswer
 from liger_rl.integrations.patching import GlobalPatch, check_version
 from liger_rl.logprobs import check_chunk
-from liger_rl.policy.objectives import VESPO
+from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
 
@@ -51,6 +53,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         -inf or NaN at masked tokens, in any column, changes nothing. Liger multiplies it by 0, which is NaN.
         advantages may be (B, T). Liger broadcasts them to the wrong tokens where a chunk has two sequences.
         A KL penalty without a reference raises. Liger takes the KL to be 0 with use_ref_model=False.
+        A mask value other than 0 and 1 raises. Liger multiplies by it.
+        Ratios and the KL estimate stop growing at 40 nats, with no gradient beyond. Liger's become inf and NaN.
         vllm_is_ratio at masked tokens is not part of VESPO's weight. Liger sums it over padding.
         A negative token id masks its token, one beyond the vocabulary raises. Liger takes its logit to be 0.
         A float32 head on bfloat16 hidden states computes in float32. Liger rounds the weight to bfloat16.
@@ -68,7 +72,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
         max_completion_length: tokens, for "dr_grpo", which needs it; no effect elsewhere.
         importance_sampling_level: "token" or "sequence"; only "token" for "cispo", "sapo" and "vespo".
-        sapo_temperature_pos, sapo_temperature_neg: for "sapo"; no effect elsewhere.
+        sapo_temperature_pos, sapo_temperature_neg: above 0; for "sapo", no effect elsewhere.
         temperature: divisor of the logits, > 0.
         delta: upper clamp of the ratio, > 0, or None; None for "cispo", "sapo" and "vespo", where Liger ignores it.
         use_bias_correction_kl: multiply the KL by the importance ratio.
@@ -155,7 +159,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             bias: (V,) of the lm_head, in lin_weight's dtype.
             ref_per_token_logps, old_per_token_logps: (B, T) in nats; without old ones the ratio is 1.
             ref_input, ref_weight, ref_bias: (B, T, H), (V, H), (V,) of the reference model's head, in place of
-                ref_per_token_logps; with both a warning is given and ref_per_token_logps is used.
+                ref_per_token_logps; with both a warning is given and ref_per_token_logps is used. No reference has an
+                effect where beta = 0.
             vllm_is_ratio: (B, T) per token, or (B, 1) or (B,) per sequence: trainer over sampler probability.
             num_items_in_batch: tokens of the whole optimiser step, over all ranks.
 
@@ -164,14 +169,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             metrics: 0-dim float32 tensors: the mean KL in nats if beta > 0, and last the share of clipped tokens.
 
         Raises:
-            TypeError, ValueError: before the loss is computed, naming the argument.
+            TypeError, ValueError: before the loss is computed, naming the argument; for a mask value other than 0 and
+                1 before it is returned, so that the device is not waited for.
         """
         fused = self._fused()
         _check_tokens(_input, selected_token_ids, attention_mask, vllm_is_ratio)
         _check_tensor("lin_weight", lin_weight, _input)
+        check_mask = _ask_for_other_values(attention_mask)
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
         if num_items_in_batch is None and isinstance(fused.terms.reduction, GlobalTokenMean):
             num_items_in_batch = _tokens_of_all_ranks(counted)
+        num_items_in_batch = _at_least_one_a_rank(num_items_in_batch)
         if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
             vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
         if self.beta == 0.0:
@@ -193,6 +201,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             importance_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
         )
+        check_mask()
         values = [metrics["kl_ref"].value] if "kl_ref" in metrics else []
         clipped = metrics["clip_ratio"].value if "clip_ratio" in metrics else loss.new_zeros(())
         return loss, (*values, clipped)
@@ -227,6 +236,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.beta != 0.0 and not self.use_ref_model:
             raise ValueError(f"use_ref_model must be True with beta = {self.beta}, or beta 0.0: a KL needs a reference")
         check_chunk("chunk_size", self.chunk_size)
+        SAPO(sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg)
         preset = PRESETS[self.loss_type]
         known = {f.name for part in (preset.objective, preset.reduction) for f in fields(part)}
         for name, off in SWITCHES.items():
@@ -253,6 +263,28 @@ def _tokens_of_all_ranks(counted: Tensor) -> Tensor:
     if _ranks() > 1:
         dist.all_reduce(count)
     return count
+
+
+def _at_least_one_a_rank(count: int | float | Tensor | None) -> int | float | Tensor | None:
+    """So that the divisor of one rank is at least 1, as Liger's is."""
+    ranks = _ranks()
+    if isinstance(count, Tensor):
+        return count.clamp(min=ranks)
+    return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
+
+
+def _ask_for_other_values(attention_mask: Tensor) -> Callable[[], None]:
+    """-> a function that raises ValueError where the mask has a value other than 0 and 1."""
+    if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return lambda: None
+    answer = HostAnswer(((attention_mask != 0) & (attention_mask != 1)).sum()[None])
+
+    def check() -> None:
+        count = int(answer.wait())
+        if count:
+            raise ValueError(f"attention_mask must be 0 or 1 at every token, found {count} other values")
+
+    return check
 
 
 def _check_tokens(_input: Tensor, ids: Tensor, attention_mask: Tensor, vllm_is_ratio: Tensor | None) -> None:
@@ -319,26 +351,32 @@ def _version() -> str | None:
     return None
 
 
-_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed)
+_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed, modules=("liger_kernel", "trl"))
 
 
-def patch_liger() -> None:
-    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in every loaded module that has it.
+def patch_liger(*, modules: Collection[str] = ()) -> None:
+    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in liger-kernel and in TRL.
 
-    Modules that import it afterwards get it too. Objects made before keep their class; liger-kernel's other losses and
-    the functional `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+    Whoever imports it from there afterwards gets it too. Other code that has imported it keeps what it has imported,
+    unless it is named. Objects made before keep their class; liger-kernel's other losses and the functional
+    `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+
+    Args:
+        modules: names of further packages or modules to patch, under whatever name they hold the class.
 
     Raises:
-        ImportError: liger-kernel is not installed, or not of a supported version, which is named; nothing is changed.
+        ImportError: liger-kernel is not installed, or not of a supported version, which is named.
+        TypeError: modules is not a collection of names.
+        In each case nothing is changed.
     """
-    _PATCH.apply()
+    _PATCH.apply(modules)
 
 
 def unpatch_liger() -> None:
-    """Undo `patch_liger`, in modules that imported the name in between too; harmless where nothing is patched."""
+    """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
     _PATCH.undo()
 
 
-def patched_liger() -> AbstractContextManager[None]:
-    """`patch_liger` for the length of a `with` block."""
-    return _PATCH.within()
+def patched_liger(*, modules: Collection[str] = ()) -> AbstractContextManager[None]:
+    """`patch_liger` for the length of a `with` block, and afterwards whatever was there before."""
+    return _PATCH.within(modules)

@@ -1,28 +1,34 @@
-"""One object in place of another in every loaded module that has it, and back."""
+"""One object in place of another in the loaded modules of the packages that are named, and back."""
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+# Held while patches are applied or undone. Reentrant, because a patch may import a module that patches.
+LOCK = threading.RLock()
+
 
 class GlobalPatch:
-    """`replacement` wherever another package's function or class is a global of a loaded module.
+    """`replacement` wherever another package's function or class is a global of one of that package's modules.
 
-    Whoever imported the name before has it as a global of their own, so the place it comes from is not enough.
+    Modules that have imported the name hold it as a global of their own, so replacing it where it is defined is not
+    enough. Modules of other packages keep what they have imported, unless they are named too.
 
     Args:
         replacement: what takes the place.
-        find: -> the object to replace; raises where the package is not installed or not of a version that is known.
-        modules: names of the only modules where it is replaced; None: every one.
+        find: -> the object to replace; raises where the package is not installed or not as expected.
+        modules: names of packages and modules; a package stands for all modules inside it.
     """
 
-    def __init__(self, replacement: Any, find: Callable[[], Any], modules: Collection[str] | None = None) -> None:
+    def __init__(self, replacement: Any, find: Callable[[], Any], modules: Collection[str]) -> None:
         self._replacement = replacement
         self._find = find
-        self._modules = modules
+        self._home = frozenset(modules)
+        self._patched: frozenset[str] = frozenset()
         self._original: Any = None
         self._had_replacement: set[tuple[ModuleType, str]] = set()
 
@@ -33,54 +39,80 @@ class GlobalPatch:
     @property
     def original(self) -> Any:
         """What has been replaced; RuntimeError where nothing is."""
-        if not self.applied:
+        original = self._original
+        if original is None:
             raise RuntimeError(f"{self._replacement} was called after it had been taken back")
-        return self._original
+        return original
 
-    def apply(self) -> None:
-        """Harmless where it is applied already."""
-        if self.applied:
-            return
-        original = self._find()
-        self._had_replacement = set(self._globals_with(self._replacement))
-        self._original = original
-        for module, name in self._globals_with(original):
-            setattr(module, name, self._replacement)
+    def apply(self, also: Collection[str] = ()) -> None:
+        """Harmless where it is applied already, except that the modules in `also` join."""
+        apply_all(self, also=also)
 
     def undo(self) -> None:
-        """Modules that imported the name in between get the original too. Harmless where nothing is applied."""
-        if not self.applied:
-            return
-        for module, name in self._globals_with(self._replacement):
-            if (module, name) not in self._had_replacement:
-                setattr(module, name, self._original)
-        self._original, self._had_replacement = None, set()
+        """Put the original back in every module that was patched or has imported the replacement from one since.
+
+        Harmless where nothing is applied.
+        """
+        with LOCK:
+            if not self.applied:
+                return
+            for module, name in self._globals_with(self._replacement, self._patched):
+                if (module, name) not in self._had_replacement:
+                    setattr(module, name, self._original)
+            self._original, self._patched, self._had_replacement = None, frozenset(), set()
 
     @contextmanager
-    def within(self) -> Iterator[None]:
+    def within(self, also: Collection[str] = ()) -> Iterator[None]:
         """Applied inside, and afterwards as it was before."""
-        before = self.applied
-        self.apply()
+        with LOCK:
+            before = self._patched
+            self.apply(also)
         try:
             yield
         finally:
-            if not before:
-                self.undo()
+            with LOCK:
+                if self._patched != before:
+                    self.undo()
+                if before:
+                    self.apply(before)
 
-    def _globals_with(self, value: Any) -> list[tuple[ModuleType, str]]:
+    def _put(self, original: Any, also: frozenset[str]) -> None:
+        joining = (self._home | also) - self._patched
+        self._had_replacement.update(self._globals_with(self._replacement, joining))
+        self._original, self._patched = original, self._patched | joining
+        for module, name in self._globals_with(original, self._patched):
+            setattr(module, name, self._replacement)
+
+    @staticmethod
+    def _globals_with(value: Any, names: Collection[str]) -> list[tuple[ModuleType, str]]:
+        inside = tuple(f"{name}." for name in names)
         return [
             (module, name)
             for key, module in list(sys.modules.items())
-            if isinstance(module, ModuleType) and (self._modules is None or key in self._modules)
+            if (key in names or key.startswith(inside)) and isinstance(module, ModuleType)
             # Not getattr, which would make lazy modules load what they have not loaded.
             for name, held in list(vars(module).items())
             if held is value
         ]
 
 
-def check_version(package: str, version: str | None, lowest: tuple[int, int], below: tuple[int, int]) -> None:
-    """Raises ImportError unless lowest <= version < below, by major and minor number."""
+def apply_all(*patches: GlobalPatch, also: Collection[str] = ()) -> None:
+    """All of them or, where one does not find what it replaces, none."""
+    if isinstance(also, str) or not all(isinstance(name, str) for name in also):
+        raise TypeError(f"modules must be names of modules, such as ('my_trainer',), got {also!r}")
+    with LOCK:
+        originals = [patch.original if patch.applied else patch._find() for patch in patches]
+        for patch, original in zip(patches, originals, strict=True):
+            patch._put(original, frozenset(also))
+
+
+def check_version(
+    package: str, version: str | None, lowest: tuple[int, int], below: tuple[int, int], *, older: str = ""
+) -> None:
+    """Raises ImportError unless lowest <= version < below, by major and minor number; `older` says what else to do."""
     supported = f"{package} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is None or not lowest <= (int(found[1]), int(found[2])) < below:
-        raise ImportError(f"{supported} is supported, found {version}; nothing was patched")
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    found = None if match is None else (int(match[1]), int(match[2]))
+    if found is None or not lowest <= found < below:
+        hint = older if found is not None and found < lowest else ""
+        raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")

@@ -1,11 +1,11 @@
-"""LoRA adapters on the lm_head under TRL 1.15 and 1.16, whose op is given the head's weight and bias and no more.
+"""LoRA adapters on the lm_head under TRL, whose op is given the head's weight and bias and no more.
 
-Two things are replaced beside the op. In the trainers, the class that TRL looks for on the head to refuse it: ours lets
-pass what `read_head` understands and raises for the rest. And the function that gives a model its fused forward: the
-forward that it makes now says, for the length of a call, which head the op is working for.
+Two things are replaced beside the op. In the trainers, the class by which TRL recognises a head that it refuses: ours
+lets pass what `read_head` understands and raises for the rest. And the function that gives a model its fused forward:
+the forward that it makes now says, for the length of a call, which head the op is working for.
 
-What is still left of a patch once it is undone is the forward of a model that had got it. It goes on as TRL's, and
-raises where TRL's op would leave an adapter out.
+A model keeps that forward after the patch is undone. It then computes as TRL's, and raises where TRL's op would leave
+an adapter out.
 """
 
 import functools
@@ -53,7 +53,7 @@ def patches() -> tuple[GlobalPatch, ...]:
     """What is patched beside the op; nothing where TRL finds no PEFT that it can use."""
     from transformers.utils import is_peft_available
 
-    return (FORWARD_PATCH, REFUSAL_PATCH) if is_peft_available() else ()
+    return PATCHES if is_peft_available() else ()
 
 
 # --- the refusal ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """In place of `trl.trainer.utils.add_fused_lm_head`: the forward that it sets names its head to the op.
+    """In place of `trl.trainer.utils.add_fused_lm_head`: the forward that it sets tells the op its head.
 
     Raises:
         TypeError, ValueError: adapters on the head that `read_head` does not understand, or any at all together with
@@ -177,4 +177,5 @@ def _find_forward() -> Any:
     return original
 
 
-FORWARD_PATCH = GlobalPatch(add_fused_lm_head, _find_forward)
+FORWARD_PATCH = GlobalPatch(add_fused_lm_head, _find_forward, modules=("trl",))
+PATCHES = (FORWARD_PATCH, REFUSAL_PATCH)

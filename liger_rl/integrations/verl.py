@@ -97,15 +97,15 @@ def _installed() -> object:
     return home.linear_cross_entropy
 
 
-_PATCH = GlobalPatch(linear_cross_entropy, _installed)
+_PATCH = GlobalPatch(linear_cross_entropy, _installed, modules=("verl",))
 
 
 def patch_verl() -> None:
-    """Put `linear_cross_entropy` of this module in place of verl's, in every loaded module that has it.
+    """Put `linear_cross_entropy` of this module in place of verl's, in all of verl's modules.
 
     verl's models for FSDP look it up at each forward, those for Megatron import it once: both get it. verl uses it
-    with `use_fused_kernels=True` and `fused_kernel_options.impl_backend=triton`. To be called in every worker process.
-    Patching twice is harmless.
+    with `use_fused_kernels=True` and `fused_kernel_options.impl_backend=triton`. Call it in every worker process.
+    Patching twice is harmless. Code outside of verl that has imported the function keeps what it has imported.
 
     Raises:
         ImportError: verl is not installed, or not of a supported version, which is named; nothing is changed.
@@ -114,7 +114,7 @@ def patch_verl() -> None:
 
 
 def unpatch_verl() -> None:
-    """Undo `patch_verl`, in modules that imported the name in between too; harmless where nothing is patched."""
+    """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
     _PATCH.undo()
 
 

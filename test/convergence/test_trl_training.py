@@ -31,7 +31,7 @@ def test_other_trainers_on_gemma2(kind, tmp_path):
     trl_runs.assert_same_run(patched, plain)
 
 
-@pytest.mark.parametrize("model", trl_runs.MODELS)
+@pytest.mark.parametrize("model", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])
 def test_bfloat16_is_no_further_from_float32(kind, model, tmp_path):
     options = {**CALM, "entropy_coef": 0.02} if kind == "grpo" else CALM

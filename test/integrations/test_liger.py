@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -25,7 +26,7 @@ from liger_rl.integrations.liger import (  # noqa: E402
     unpatch_liger,
 )
 
-THEIRS = [grpo_loss.LigerFusedLinearGRPOLoss]  # in a list, where patching does not reach it
+THEIRS = grpo_loss.LigerFusedLinearGRPOLoss
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "liger.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
@@ -102,13 +103,13 @@ def assert_same(found, expected):
 
 def test_signatures_are_theirs():
     for name in ("__init__", "forward"):
-        ours, theirs = (inspect.signature(getattr(c, name)) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+        ours, theirs = (inspect.signature(getattr(c, name)) for c in (LigerFusedLinearGRPOLoss, THEIRS))
         assert list(ours.parameters) == list(theirs.parameters)
         for parameter in theirs.parameters.values():
             assert ours.parameters[parameter.name].default == parameter.default, parameter.name
             assert ours.parameters[parameter.name].kind == parameter.kind
     made = LigerFusedLinearGRPOLoss()
-    assert {n: v for n, v in vars(THEIRS[0]()).items() if not n.startswith("_")}.items() <= vars(made).items()
+    assert {n: v for n, v in vars(THEIRS()).items() if not n.startswith("_")}.items() <= vars(made).items()
 
 
 @pytest.mark.parametrize("ratio", ["none", "(B, T)", "(B, 1)", "(B,)"])
@@ -121,7 +122,7 @@ def test_same_numbers(loss_type, level, kl, ratio, device):
     asked = {"beta": 0.0 if kl == "none" else 0.13, "use_bias_correction_kl": kl == "importance_weighted"}
     for delta in (False, True) if loss_type in CLIPPING else (False,):
         options = options_of(loss_type, level, delta=delta, **asked)
-        found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+        found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
         assert_same(found, expected)
         *divergence, clipped = found[2]
         assert len(divergence) == (kl != "none")
@@ -135,7 +136,7 @@ def test_same_numbers_without(loss_type, level, left_out):
     call = problem(full=loss_type == "luspo")
     whole = run(LigerFusedLinearGRPOLoss, options_of(loss_type, level), call)
     del call[left_out]
-    found, expected = (run(c, options_of(loss_type, level), call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    found, expected = (run(c, options_of(loss_type, level), call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     assert_same(found, expected)
     if left_out != "num_items_in_batch" or loss_type in ("dapo", "cispo", "vespo"):
         assert not torch.allclose(found[1][1], whole[1][1])
@@ -144,7 +145,7 @@ def test_same_numbers_without(loss_type, level, left_out):
 @pytest.mark.parametrize("chunk_size", [2, 4, 9])
 def test_chunk_size_changes_nothing(chunk_size):
     call, options = problem(), options_of("dapo", chunk_size=chunk_size)
-    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0])))
+    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS)))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -156,7 +157,7 @@ def test_reference_from_hidden_states(with_bias, device):
     call["ref_weight"] = call["lin_weight"] + 0.1 * torch.randn_like(call["lin_weight"])
     if with_bias:
         call["ref_bias"] = call["bias"] + 0.1 * torch.randn_like(call["bias"])
-    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     assert_same(found, expected)
     assert not torch.allclose(found[2][0], given[2][0])
 
@@ -170,10 +171,83 @@ def test_two_references():
     assert torch.equal(found[0], expected[0])
 
 
+# Every option of Liger's constructor -> a loss type that has it and another value of it. As the last part, whether the
+# loss must change; else it must raise, or for None stay.
+OPTION_CHANGES = {
+    "beta": ("grpo", 0.5, True),
+    "compiled": ("grpo", True, None),
+    "use_ref_model": ("grpo", False, False),
+    "chunk_size": ("grpo", 3, None),
+    "epsilon_low": ("grpo", 0.05, True),
+    "epsilon_high": ("grpo", 0.05, True),
+    "loss_type": ("grpo", "bnpo", True),
+    "max_completion_length": ("dr_grpo", 5, True),
+    "importance_sampling_level": ("grpo", "sequence", True),
+    "sapo_temperature_pos": ("sapo", 2.0, True),
+    "sapo_temperature_neg": ("sapo", 2.0, True),
+    "temperature": ("grpo", 1.3, True),
+    "delta": ("grpo", 1.05, True),
+    "use_bias_correction_kl": ("grpo", True, True),
+    "vespo_k_pos": ("vespo", 3.0, True),
+    "vespo_lambda_pos": ("vespo", 2.5, True),
+    "vespo_k_neg": ("vespo", 2.0, True),
+    "vespo_lambda_neg": ("vespo", 3.0, True),
+}
+
+
+def test_no_option_is_dropped():
+    """Each changes the loss as it changes Liger's, or is refused, or is documented to have no effect."""
+    assert OPTION_CHANGES.keys() == inspect.signature(THEIRS).parameters.keys()
+    call = problem()
+    for name, (loss_type, value, changes) in OPTION_CHANGES.items():
+        options = options_of(loss_type)
+        before, changed = run(LigerFusedLinearGRPOLoss, options, call), options | {name: value}
+        if changes is False:
+            with pytest.raises(ValueError, match=name):
+                run(LigerFusedLinearGRPOLoss, changed, call)
+            continue
+        found = run(LigerFusedLinearGRPOLoss, changed, call)
+        assert torch.equal(found[0], before[0]) == (changes is None), name
+        if changes:
+            assert_same(found, run(THEIRS, changed, call))
+
+
+def test_no_argument_is_dropped():
+    """Likewise, each argument of Liger's call."""
+    given = problem() | {"vllm_is_ratio": 0.3 + torch.rand(BATCH, LENGTH)}
+    heads = {
+        "ref_per_token_logps": None,
+        "ref_input": torch.randn(BATCH, LENGTH, HIDDEN),
+        "ref_weight": torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5,
+        "ref_bias": torch.randn(VOCAB),
+    }
+    others = {
+        "selected_token_ids": torch.randint(VOCAB, (BATCH, LENGTH)),
+        "num_items_in_batch": 20.0,
+        "vllm_is_ratio": torch.ones(BATCH, LENGTH),
+    }
+    names = inspect.signature(THEIRS.forward).parameters.keys() - {"self"}
+    assert names == (given | heads).keys()
+    options = options_of("dapo")
+    for name in names:
+        call = given | heads if name in heads and name != "ref_per_token_logps" else given
+        changed = call | {name: others[name] if name in others else call[name].flip(0)}
+        before, found, expected = (
+            run(c, options, {n: value for n, value in arguments.items() if value is not None})
+            for c, arguments in (
+                (LigerFusedLinearGRPOLoss, call),
+                (LigerFusedLinearGRPOLoss, changed),
+                (THEIRS, changed),
+            )
+        )
+        assert not torch.allclose(found[0], before[0]), name
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_mask_of_any_kind(dtype):
     call, options = problem(), options_of("dapo")
-    expected = run(THEIRS[0], options, call)
+    expected = run(THEIRS, options, call)
     assert_same(
         run(LigerFusedLinearGRPOLoss, options, call | {"attention_mask": call["attention_mask"].to(dtype)}), expected
     )
@@ -186,7 +260,7 @@ def test_called_by_position():
     constructor = (0.2, False, True, 2, 0.1, 0.3, "sapo", 5, "token", 0.9, 1.2, 0.7, None, True)
     order = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias",
              "ref_per_token_logps", "old_per_token_logps")  # fmt: skip
-    results = [c(*constructor)(*(call[name] for name in order)) for c in (LigerFusedLinearGRPOLoss, THEIRS[0])]
+    results = [c(*constructor)(*(call[name] for name in order)) for c in (LigerFusedLinearGRPOLoss, THEIRS)]
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[0][1], tuple(m.detach() for m in results[1][1]), rtol=1e-5, atol=0)
 
@@ -202,9 +276,7 @@ def test_as_trl_builds_and_calls_it(loss_type):
     )  # fmt: skip
     call = problem()
     loss, metrics = module(**call, vllm_is_ratio=None)
-    theirs = THEIRS[0](
-        loss_type=loss_type, epsilon_high=0.28, temperature=0.8, max_completion_length=256, compiled=False
-    )
+    theirs = THEIRS(loss_type=loss_type, epsilon_high=0.28, temperature=0.8, max_completion_length=256, compiled=False)
     expected, expected_metrics = theirs(**call)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     assert metrics[0] > 0.01
@@ -213,7 +285,7 @@ def test_as_trl_builds_and_calls_it(loss_type):
 
 def test_options_are_read_at_every_call():
     call = problem()
-    ours, theirs = (c(**options_of("grpo")) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    ours, theirs = (c(**options_of("grpo")) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     before = ours(**call)[0]
     for module in (ours, theirs):
         module.beta, module.loss_type = 0.5, "bnpo"
@@ -254,10 +326,16 @@ def two_ranks(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("count", [0, 1, 1.0, torch.tensor(0), torch.tensor(1)])
+def test_ranks_divide_by_one_at_least(count, two_ranks):
+    call, options = problem() | {"num_items_in_batch": count}, options_of("dapo")
+    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS)))
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
 def test_ranks_share_the_count_that_is_given(loss_type, two_ranks):
     call, options = problem(), options_of(loss_type)
-    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     assert_same(found, expected)
     assert not two_ranks
 
@@ -266,7 +344,7 @@ def test_ranks_count_once_a_call(two_ranks):
     """Liger counts once a chunk, inside the loop: ranks with different numbers of sequences wait for each other."""
     call, options = problem(), options_of("dapo")
     del call["num_items_in_batch"]
-    expected = run(THEIRS[0], options, call)
+    expected = run(THEIRS, options, call)
     assert len(two_ranks) == BATCH
     two_ranks.clear()
     assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
@@ -281,7 +359,7 @@ def test_ranks_count_once_a_call(two_ranks):
 
 def test_padding_has_no_part_in_luspo():
     call, options = problem(), options_of("luspo", beta=0.0)
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     padding = call["attention_mask"] == 0
     assert wrong[1][0][padding].any()
     assert not mine[1][0][padding].any()
@@ -303,7 +381,7 @@ def test_nothing_under_the_mask_counts(column, value):
     clean = run(LigerFusedLinearGRPOLoss, options, call)
     call[column] = call[column].clone()
     call[column][call["attention_mask"] == 0] = value
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     assert not all(part.isfinite().all() for part in (wrong[0], *wrong[1]))
     assert torch.equal(mine[0], clean[0])
     assert all(torch.equal(a, b) for a, b in zip(mine[1], clean[1], strict=True))
@@ -313,14 +391,51 @@ def test_advantages_per_token():
     """A chunk of C sequences makes (C, 1, T) x (C, T): every advantage meets every row."""
     call, options = problem(), options_of("bnpo")
     call["advantages"] = torch.randn(BATCH, LENGTH)
-    right = run(THEIRS[0], options, call)
+    right = run(THEIRS, options, call)
     for chunk_size in (3, BATCH):
-        wrong, mine = (
-            run(c, options | {"chunk_size": chunk_size}, call) for c in (THEIRS[0], LigerFusedLinearGRPOLoss)
-        )
+        wrong, mine = (run(c, options | {"chunk_size": chunk_size}, call) for c in (THEIRS, LigerFusedLinearGRPOLoss))
         assert abs(wrong[0] - right[0]) > 0.1 * abs(right[0])
         # Their share of clipped tokens is wrong in chunks of one sequence too, which have (1, 1, T) masks.
         assert_same((*mine[:2], mine[2][:1]), (*right[:2], right[2][:1]))
+
+
+@pytest.mark.parametrize(("loss_type", "level"), FAMILIES)
+def test_advantages_per_token_may_be_those_of_the_sequences(loss_type, level):
+    call, options = problem(full=loss_type == "luspo"), options_of(loss_type, level)
+    expected = run(THEIRS, options, call)
+    call["advantages"] = call["advantages"][:, None].expand(BATCH, LENGTH)
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, torch.nan])
+def test_a_mask_value_other_than_0_and_1(value, device):
+    call, options = problem(device), options_of("dapo")
+    right = run(THEIRS, options, call)
+    call["attention_mask"][0, 1] = value
+    wrong = run(THEIRS, options, call)
+    assert not abs(wrong[0] - right[0]) < 1e-3 * abs(right[0])
+    with pytest.raises(ValueError, match="attention_mask must be 0 or 1 at every token, found 1 other"):
+        run(LigerFusedLinearGRPOLoss, options, call)
+
+
+@pytest.mark.parametrize("column", ["old_per_token_logps", "ref_per_token_logps"])
+def test_ratios_and_kl_stop_at_40_nats(column):
+    """The loss and the gradients stay finite; Liger's are not."""
+    call, options = problem(), options_of("grpo", beta=0.1)
+    sign = -1 if column == "old_per_token_logps" else 1
+
+    def moved(nats):
+        return call | {column: call[column] + sign * nats}
+
+    loss, grads, _ = run(LigerFusedLinearGRPOLoss, options, moved(100.0))
+    assert 1e15 < loss < 1e19  # e^40 is 2.4e17
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0].norm() < 10
+    further, _, _ = run(LigerFusedLinearGRPOLoss, options, moved(1000.0))
+    torch.testing.assert_close(further, loss, rtol=1e-6, atol=0)
+    wrong = run(THEIRS, options, moved(100.0))
+    assert not wrong[0].isfinite()
+    assert not wrong[1][0].isfinite().all()
 
 
 def test_a_kl_needs_a_reference():
@@ -328,7 +443,7 @@ def test_a_kl_needs_a_reference():
     without = {name: value for name, value in call.items() if name != "ref_per_token_logps"}
     options = options_of("dapo", beta=0.5) | {"use_ref_model": False}
     for given in (call, without):
-        _, (divergence, _) = THEIRS[0](**options)(**given)
+        _, (divergence, _) = THEIRS(**options)(**given)
         assert divergence == 0
     with pytest.raises(ValueError, match="use_ref_model"):
         LigerFusedLinearGRPOLoss(**options)
@@ -340,19 +455,19 @@ def test_no_kl_needs_no_reference():
     call = problem()
     del call["ref_per_token_logps"]
     options = options_of("dapo", beta=0.0)
-    expected = run(THEIRS[0], options, call)
+    expected = run(THEIRS, options, call)
     with pytest.raises(AssertionError):
-        run(THEIRS[0], options | {"use_ref_model": True}, call)
+        run(THEIRS, options | {"use_ref_model": True}, call)
     assert_same(run(LigerFusedLinearGRPOLoss, options | {"use_ref_model": True}, call), expected)
 
 
 def test_ratios_of_padding_have_no_part_in_vespo():
     call, options = problem(), options_of("vespo", beta=0.0)
     call["vllm_is_ratio"] = ratios(call)["(B, T)"]
-    right = run(THEIRS[0], options, call)
+    right = run(THEIRS, options, call)
     call["vllm_is_ratio"] = torch.where(call["attention_mask"] != 0, call["vllm_is_ratio"], 0.5)
     assert_same(run(LigerFusedLinearGRPOLoss, options, call), right)
-    assert abs(run(THEIRS[0], options, call)[0] - right[0]) > 1e-2 * abs(right[0])
+    assert abs(run(THEIRS, options, call)[0] - right[0]) > 1e-2 * abs(right[0])
 
 
 def test_ids_outside_the_vocabulary():
@@ -361,11 +476,11 @@ def test_ids_outside_the_vocabulary():
     call["selected_token_ids"][0, 2] = -100
     masked = call | {"attention_mask": call["attention_mask"].clone()}
     masked["attention_mask"][0, 2] = 0
-    right = run(THEIRS[0], options, masked)
+    right = run(THEIRS, options, masked)
     assert_same(run(LigerFusedLinearGRPOLoss, options, call), right)
-    assert abs(run(THEIRS[0], options, call)[0] - right[0]) > 1e-2 * abs(right[0])
+    assert abs(run(THEIRS, options, call)[0] - right[0]) > 1e-2 * abs(right[0])
     call["selected_token_ids"][0, 2] = VOCAB
-    assert run(THEIRS[0], options, call)[0].isfinite()
+    assert run(THEIRS, options, call)[0].isfinite()
     with pytest.raises(ValueError, match=r"\[0, 61\)"):
         run(LigerFusedLinearGRPOLoss, options, call)
 
@@ -374,7 +489,7 @@ def test_a_float32_head_computes_in_float32():
     call, options = problem(), options_of("dapo", beta=0.0)
     call["_input"] = call["_input"].bfloat16()
     truth = run(LigerFusedLinearGRPOLoss, options, call | {"_input": call["_input"].float()})
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     assert torch.equal(mine[0], truth[0])
     assert torch.equal(mine[1][1], truth[1][1])
     assert mine[1][0].dtype == torch.bfloat16
@@ -384,7 +499,7 @@ def test_a_float32_head_computes_in_float32():
 def test_bfloat16_logits_are_not_rounded():
     call, options = problem(dtype=torch.bfloat16), options_of("bnpo", beta=0.0)
     exact = run(LigerFusedLinearGRPOLoss, options, {**call, **{name: call[name].float() for name in LEAVES}})
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS[0]))
+    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
     for found, other, truth in zip(mine[1], wrong[1], exact[1], strict=True):
         assert found.dtype == torch.bfloat16
         assert (found.float() - truth).norm() < 4 * torch.finfo(torch.bfloat16).eps * truth.norm()
@@ -420,6 +535,7 @@ BAD_OPTIONS = [
     ("importance_sampling_level", ValueError, {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
     ("sapo_temperature_pos", ValueError, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}),
     ("sapo_temperature_neg", ValueError, {"loss_type": "sapo", "sapo_temperature_neg": -1.0}),
+    ("sapo_temperature_neg", ValueError, {"loss_type": "dapo", "sapo_temperature_neg": 0.0}),
     ("temperature", ValueError, {"temperature": 0.0}),
     ("delta", ValueError, {"delta": 0.0}),
     ("delta", ValueError, {"loss_type": "sapo", "delta": 1.5}),
@@ -467,62 +583,121 @@ def test_bad_arguments(name, error, arguments):
 
 
 @pytest.fixture
-def caller(monkeypatch):
-    """A loaded module that imported the name before, as TRL 1.12 does, under another name too."""
-    module = types.ModuleType("a_trainer")
-    module.LigerFusedLinearGRPOLoss = module.renamed = THEIRS[0]
-    monkeypatch.setitem(sys.modules, "a_trainer", module)
-    yield module
+def loaded(monkeypatch):
+    """Modules that imported the class before, under another name too: TRL 1.12's trainer, and a caller's own."""
+    made = {}
+    for name in ("trl.trainer.an_old_trainer", "my_trainer", "my_trainer.losses", "my_trainers"):
+        made[name] = types.ModuleType(name)
+        made[name].LigerFusedLinearGRPOLoss = made[name].renamed = THEIRS
+        monkeypatch.setitem(sys.modules, name, made[name])
+    yield made
     unpatch_liger()
 
 
-def places(caller):
-    return [
-        chunked_loss.LigerFusedLinearGRPOLoss,
-        grpo_loss.LigerFusedLinearGRPOLoss,
-        caller.LigerFusedLinearGRPOLoss,
-        caller.renamed,
-    ]
+HOME = {"liger_kernel.chunked_loss", "liger_kernel.chunked_loss.grpo_loss", "trl.trainer.an_old_trainer"}
+MINE = {"my_trainer", "my_trainer.losses"}
 
 
-def test_patch_and_unpatch(caller):
-    others = {name: value for name, value in vars(chunked_loss).items() if value is not THEIRS[0]}
+def patched_now(loaded):
+    """-> the names of the modules that have our class; each has it under all its names or under none."""
+    found = set()
+    for name in {*HOME, *loaded}:
+        module = sys.modules[name]
+        values = [module.LigerFusedLinearGRPOLoss, getattr(module, "renamed", module.LigerFusedLinearGRPOLoss)]
+        assert values in ([LigerFusedLinearGRPOLoss] * 2, [THEIRS] * 2)
+        if values[0] is LigerFusedLinearGRPOLoss:
+            found.add(name)
+    return found
+
+
+def test_patch_and_unpatch(loaded, monkeypatch):
+    others = {name: value for name, value in vars(chunked_loss).items() if value is not THEIRS}
+    unpatch_liger()
+    assert not patched_now(loaded)
     for _ in range(2):
         patch_liger()
-        assert all(place is LigerFusedLinearGRPOLoss for place in places(caller))
+        assert patched_now(loaded) == HOME
     assert others.items() <= vars(chunked_loss).items()
-    late = types.ModuleType("a_late_trainer")
+    late = types.ModuleType("trl.trainer.a_late_trainer")
     late.theirs = chunked_loss.LigerFusedLinearGRPOLoss
-    sys.modules["a_late_trainer"] = late
-    try:
-        for _ in range(2):
-            unpatch_liger()
-            assert all(place is THEIRS[0] for place in [*places(caller), late.theirs])
-    finally:
-        del sys.modules["a_late_trainer"]
-    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss is not THEIRS[0]
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    for _ in range(2):
+        unpatch_liger()
+        assert not patched_now(loaded)
+        assert late.theirs is THEIRS
+    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss is not THEIRS
 
 
-def test_patched_within_a_block(caller):
+def test_other_modules_are_patched_when_asked(loaded):
+    """`THEIRS` in this file is an alias that was saved on purpose."""
+    patch_liger()
+    patch_liger(modules=("my_trainer",))
+    assert patched_now(loaded) == HOME | MINE
+    patch_liger()
+    assert patched_now(loaded) == HOME | MINE
+    unpatch_liger()
+    assert not patched_now(loaded)
+    patch_liger()
+    assert patched_now(loaded) == HOME
+
+
+def test_what_a_caller_has_of_ours_stays(loaded):
+    loaded["my_trainer"].ours = LigerFusedLinearGRPOLoss
+    with patched_liger(modules=("my_trainer",)):
+        loaded["my_trainers"].ours = LigerFusedLinearGRPOLoss
+    assert loaded["my_trainer"].ours is loaded["my_trainers"].ours is LigerFusedLinearGRPOLoss
+    assert not patched_now(loaded)
+
+
+@pytest.mark.parametrize("modules", ["my_trainer", (types.ModuleType("my_trainer"),)])
+def test_modules_are_given_by_name(loaded, modules):
+    with pytest.raises(TypeError, match="modules must be names"):
+        patch_liger(modules=modules)
+    assert not patched_now(loaded)
+
+
+def test_patched_within_a_block(loaded):
     with patched_liger():
+        with patched_liger(modules=("my_trainer",)):
+            assert patched_now(loaded) == HOME | MINE
+        assert patched_now(loaded) == HOME
         with patched_liger():
-            pass
-        assert all(place is LigerFusedLinearGRPOLoss for place in places(caller))
-    assert all(place is THEIRS[0] for place in places(caller))
+            unpatch_liger()
+        assert patched_now(loaded) == HOME
+    assert not patched_now(loaded)
     with pytest.raises(KeyError), patched_liger():
         raise KeyError
-    assert all(place is THEIRS[0] for place in places(caller))
+    assert not patched_now(loaded)
 
 
-def test_patched_code_runs(caller):
+def test_patching_before_liger_kernel_is_imported():
+    program = """
+import sys
+
+from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss as ours, patch_liger, unpatch_liger
+
+assert "liger_kernel" not in sys.modules
+patch_liger()
+from liger_kernel import chunked_loss
+
+assert chunked_loss.LigerFusedLinearGRPOLoss is ours
+unpatch_liger()
+assert chunked_loss.LigerFusedLinearGRPOLoss.__module__ == "liger_kernel.chunked_loss.grpo_loss"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_patched_code_runs(loaded):
     call, options = problem(), options_of("grpo")
-    expected = run(caller.renamed, options, call)
+    trainer = loaded["trl.trainer.an_old_trainer"]
+    expected = run(trainer.renamed, options, call)
     with patched_liger():
-        assert_same(run(caller.renamed, options, call), expected)
+        assert_same(run(trainer.renamed, options, call), expected)
 
 
 @pytest.mark.parametrize("version", ["0.7.9", "0.9.0", "1.0", "unknown", None])
-def test_an_unsupported_version_changes_nothing(caller, monkeypatch, version):
+def test_an_unsupported_version_changes_nothing(loaded, monkeypatch, version):
     def installed(name):
         if version is None:
             raise metadata.PackageNotFoundError(name)
@@ -531,9 +706,12 @@ def test_an_unsupported_version_changes_nothing(caller, monkeypatch, version):
     monkeypatch.setattr(metadata, "version", installed)
     with pytest.raises(ImportError, match=r"liger-kernel >= 0\.8, < 0\.9"):
         patch_liger()
-    assert all(place is THEIRS[0] for place in places(caller))
     with pytest.raises(ImportError), patched_liger():
         pass
+    assert not patched_now(loaded)
+    monkeypatch.undo()
+    patch_liger()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
@@ -541,7 +719,7 @@ def test_the_page_runs(snippet):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec(compile(snippet, "docs/liger.md", "exec"), {"__name__": "page"})
-    assert grpo_loss.LigerFusedLinearGRPOLoss is THEIRS[0]
+    assert grpo_loss.LigerFusedLinearGRPOLoss is THEIRS
 
 
 def test_the_page_has_snippets():

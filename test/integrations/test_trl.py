@@ -1,8 +1,9 @@
 """TRL's trainers on our head: the op against TRL's own, what is patched and what is refused, and whole runs."""
 
-import inspect
 import math
+import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -12,7 +13,8 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 
 import trl.trainer.utils as trl_utils
-from trl.kernels import ChunkedLogProbFunction
+from trl.kernels import ChunkedLogProbFunction as THEIRS
+from trl.trainer import grpo_trainer
 
 import oracles
 import trl_runs
@@ -21,8 +23,6 @@ from liger_rl.integrations import trl as integration
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 
 NAME = "_ChunkedLogProbFunction"
-THEIRS = [ChunkedLogProbFunction]  # in a list, because a global of its own would be patched here too
-del ChunkedLogProbFunction
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -71,7 +71,7 @@ def solve(op, tensors, *options, chunk_size=64, entropy_grad=True):
 
 
 def ours(**options):
-    return integration.FiveOutputs(integration.CoreOptions(**options))
+    return integration.FusedLogProbs(integration.CoreOptions(**options))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -79,7 +79,7 @@ def ours(**options):
 def test_float32_agrees_with_trls_op(transform, bias, device):
     tensors = inputs(bias=bias, device=device)
     found, grads = solve(ours(), tensors, *transform, ALL)
-    expected, their_grads = solve(THEIRS[0], tensors, *transform, ALL)
+    expected, their_grads = solve(THEIRS, tensors, *transform, ALL)
     assert 0 < found[4].sum() < len(found[4])
     for name, mine, other in zip(OUTPUTS, found, expected, strict=True):
         assert mine.dtype == other.dtype, name
@@ -93,17 +93,24 @@ def test_float32_agrees_with_trls_op(transform, bias, device):
 def test_only_the_outputs_asked_for(outputs):
     tensors = inputs()
     found, grads = solve(ours(), tensors, 1.0, None, 1.0, outputs)
-    expected, their_grads = solve(THEIRS[0], tensors, 1.0, None, 1.0, outputs)
+    expected, their_grads = solve(THEIRS, tensors, 1.0, None, 1.0, outputs)
     assert [x is None for x in found] == [x is None for x in expected]
     for mine, other in zip(grads, their_grads, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("outputs", [("log_probs", "entropies"), "entropy", ("logits",)])
+def test_an_output_that_it_does_not_have_is_refused(outputs):
+    """TRL computes the ones that it knows, and the other is None."""
+    with pytest.raises(ValueError, match="outputs must be among"):
+        ours().apply(*inputs(), 1.0, 64, None, 1.0, outputs)
 
 
 def test_outputs_default_to_all():
     hidden, weight, bias, targets = inputs()
     arguments = (hidden, weight, bias, targets, 1.0, 64)
     assert all(x is not None for x in ours().apply(*arguments))
-    assert all(x is not None for x in THEIRS[0].apply(*arguments))
+    assert all(x is not None for x in THEIRS.apply(*arguments))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 50, 300, 301, 32768])
@@ -118,7 +125,7 @@ def test_chunk_size_is_taken(chunk_size):
 def test_no_token(device):
     tensors = inputs(0, device=device)
     found, grads = solve(ours(), tensors, 0.9, 4.0, 1.0, ALL)
-    expected, their_grads = solve(THEIRS[0], tensors, 0.9, 4.0, 1.0, ALL)
+    expected, their_grads = solve(THEIRS, tensors, 0.9, 4.0, 1.0, ALL)
     for mine, other in zip((*found, *grads), (*expected, *their_grads), strict=True):
         assert mine.dtype == other.dtype
         assert torch.equal(mine, other)
@@ -154,7 +161,7 @@ def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, de
     truth = truth_of(rounded, transform)
     tensors = (*(t.float() for t in rounded[:3]), rounded[3]) if autocast else rounded
     with torch.autocast(device.type, dtype, enabled=autocast):
-        mine, other = (errors(op, tensors, transform, truth) for op in (ours(), THEIRS[0]))
+        mine, other = (errors(op, tensors, transform, truth) for op in (ours(), THEIRS))
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     assert max(ratios[:4]) < 0.1
     # Both round the gradient of the logits once; TRL rounds the logits too, which is little where a scale of 1/4 makes
@@ -171,7 +178,7 @@ def test_the_dtype_of_the_hidden_states_is_that_of_the_products(hidden_dtype, we
     tensors = (hidden.to(hidden_dtype), weight.to(weight_dtype), bias.to(weight_dtype), targets)
     found, grads = solve(ours(), tensors, 1.0, None, 1.0, ALL)
     if hidden_dtype == torch.float32:
-        expected, their_grads = solve(THEIRS[0], tensors, 1.0, None, 1.0, ALL)
+        expected, their_grads = solve(THEIRS, tensors, 1.0, None, 1.0, ALL)
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=2e-6, atol=5e-6)
         for mine, other in zip(grads, their_grads, strict=True):
@@ -231,17 +238,27 @@ def test_the_head_is_gathered_for_each_direction(monkeypatch):
 # --- what is patched --------------------------------------------------------------------------------------------------
 
 
+def is_ours(op):
+    return isinstance(op, integration.FusedLogProbs)
+
+
 def test_patching_and_undoing_twice():
     original = vars(trl_utils)[NAME]
     patch_trl()
     first = vars(trl_utils)[NAME]
-    assert isinstance(first, integration.FiveOutputs)
+    assert is_ours(first)
     patch_trl(chunk_vocab=64)
-    assert vars(trl_utils)[NAME].options.chunk_vocab == 64
+    assert vars(trl_utils)[NAME] is first
+    assert first.options.chunk_vocab == 64
+    for _ in range(2):
+        unpatch_trl()
+        assert vars(trl_utils)[NAME] is original
+
+
+def test_undoing_what_was_never_done():
+    before = dict(vars(trl_utils))
     unpatch_trl()
-    assert vars(trl_utils)[NAME] is original
-    unpatch_trl()
-    assert vars(trl_utils)[NAME] is original
+    assert vars(trl_utils) == before
 
 
 def test_context_manager():
@@ -249,6 +266,9 @@ def test_context_manager():
     with patched_trl(chunk_vocab=64):
         with patched_trl(chunk_vocab=32):
             assert vars(trl_utils)[NAME].options.chunk_vocab == 32
+        assert vars(trl_utils)[NAME].options.chunk_vocab == 64
+        with patched_trl():
+            unpatch_trl()
         assert vars(trl_utils)[NAME].options.chunk_vocab == 64
     assert vars(trl_utils)[NAME] is original
 
@@ -258,11 +278,11 @@ def test_context_manager():
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_modules_that_import_the_name(before, monkeypatch):
-    """`from trl.trainer.utils import _ChunkedLogProbFunction`, before the patch or while it is there."""
+def test_modules_of_trl_that_import_the_name(before, monkeypatch):
+    """`from .utils import _ChunkedLogProbFunction`, before the patch or while it is there."""
     original = vars(trl_utils)[NAME]
-    importer = ModuleType("user_code")
-    monkeypatch.setitem(sys.modules, "user_code", importer)
+    importer = ModuleType("trl.trainer.another_trainer")
+    monkeypatch.setitem(sys.modules, importer.__name__, importer)
     statement = f"from trl.trainer.utils import {NAME} as op"
     if before:
         exec(statement, vars(importer))
@@ -273,6 +293,100 @@ def test_modules_that_import_the_name(before, monkeypatch):
     assert importer.op is not original
     unpatch_trl()
     assert importer.op is original
+
+
+def test_other_modules_keep_what_they_hold(monkeypatch):
+    """TRL's own, that the caller has saved under a name of theirs; also where the module's name begins like TRL's."""
+    for name in ("user_code", "trl_user_code"):
+        user = ModuleType(name)
+        user.saved = vars(trl_utils)[NAME]
+        monkeypatch.setitem(sys.modules, name, user)
+        with patched_trl():
+            assert user.saved is THEIRS is not vars(trl_utils)[NAME]
+        assert user.saved is THEIRS is vars(trl_utils)[NAME]
+
+
+def test_patching_after_a_failure():
+    """Everything is looked up before anything is replaced."""
+    original, forward = vars(trl_utils)[NAME], trl_utils.add_fused_lm_head
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(grpo_trainer, "BaseTunerLayer", None)  # what is looked up last
+        with pytest.raises(RuntimeError, match="BaseTunerLayer"):
+            patch_trl(chunk_vocab=64)
+        assert vars(trl_utils)[NAME] is original
+        assert trl_utils.add_fused_lm_head is forward
+    patch_trl()
+    assert is_ours(vars(trl_utils)[NAME])
+    assert vars(trl_utils)[NAME].options.chunk_vocab is None
+    assert trl_utils.add_fused_lm_head is not forward
+    unpatch_trl()
+    assert vars(trl_utils)[NAME] is original
+    assert trl_utils.add_fused_lm_head is forward
+
+
+@pytest.fixture
+def eager_threads():
+    """Threads that take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_threads_that_patch_and_undo():
+    """Whatever their order, TRL ends up whole: all of it patched, or nothing."""
+    original, forward = vars(trl_utils)[NAME], trl_utils.add_fused_lm_head
+    failures = []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                (patch_trl if i % 2 else unpatch_trl)()
+                with patched_trl(chunk_vocab=64):
+                    pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert is_ours(vars(trl_utils)[NAME]) == (trl_utils.add_fused_lm_head is not forward)
+    patch_trl()
+    assert is_ours(vars(trl_utils)[NAME])
+    assert trl_utils.add_fused_lm_head is not forward
+    unpatch_trl()
+    assert vars(trl_utils)[NAME] is original
+    assert trl_utils.add_fused_lm_head is forward
+
+
+BEFORE_TRL = """
+import sys
+
+from liger_rl.integrations import trl as ours, trl_adapters
+
+assert "trl" not in sys.modules
+ours.patch_trl()
+from trl.trainer import grpo_trainer, rloo_trainer, utils
+
+assert isinstance(utils._ChunkedLogProbFunction, ours.FusedLogProbs)
+for module in (utils, grpo_trainer, rloo_trainer):
+    assert module.add_fused_lm_head is trl_adapters.add_fused_lm_head
+ours.unpatch_trl()
+from trl.kernels import ChunkedLogProbFunction
+
+assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+for module in (utils, grpo_trainer, rloo_trainer):
+    assert module.add_fused_lm_head.__module__ == "trl.trainer.utils"
+"""
+
+
+def test_patching_before_trl_is_imported():
+    done = subprocess.run([sys.executable, "-c", BEFORE_TRL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_reach_the_core(monkeypatch):
@@ -299,30 +413,17 @@ def test_options_are_refused_before_anything_is_patched(options):
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):
         patch_trl(**options)
     assert vars(trl_utils)[NAME] is original
-    patch_trl()
-    kept = vars(trl_utils)[NAME]
+    patch_trl(chunk_vocab=64)
     with pytest.raises((TypeError, ValueError)):
         patch_trl(**options)
-    assert vars(trl_utils)[NAME] is kept
+    assert vars(trl_utils)[NAME].options.chunk_vocab == 64
 
 
 # --- other versions of TRL --------------------------------------------------------------------------------------------
 
 
-def fake_trl(monkeypatch, version, **globals_of):
-    """A TRL of nothing but a version and some globals, `utils` and `grpo_trainer`."""
-    modules = {"trl": ModuleType("trl"), "trl.trainer": ModuleType("trl.trainer")}
-    modules["trl"].__version__ = version
-    for name in ("utils", "grpo_trainer"):
-        modules[f"trl.trainer.{name}"] = ModuleType(f"trl.trainer.{name}")
-        vars(modules[f"trl.trainer.{name}"]).update(globals_of.get(name, {}))
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return modules["trl.trainer.utils"], modules["trl.trainer.grpo_trainer"]
-
-
-class Op114:
-    """The signature of TRL 1.14's op."""
+class AnotherOp:
+    """The signature of TRL 1.14's op, which has no `outputs`."""
 
     @staticmethod
     def forward(ctx, last_hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None,
@@ -330,22 +431,30 @@ class Op114:
         raise NotImplementedError
 
 
-class Op110:
-    """The signature of the op of TRL 1.10 to 1.12, which has no bias."""
+def fake_trl(monkeypatch, version, op=AnotherOp):
+    """A TRL of nothing but a version and an op."""
+    trl, trainer, utils = (ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils"))
+    trl.__version__, utils._ChunkedLogProbFunction = version, op
+    for module in (trl, trainer, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return utils
 
-    @staticmethod
-    def forward(ctx, last_hidden, weight, targets, temperature, chunk_size, final_logit_softcapping=None,
-                logit_scale=1.0):  # fmt: skip
-        raise NotImplementedError
 
-
-@pytest.mark.parametrize("version", ["0.29.1", "1.9.0", "1.17.0", "1.17.0.dev0", "2.0.0", "unknown", None])
+@pytest.mark.parametrize("version", ["0.29.1", "1.9.0", "1.10.0", "1.14.1", "1.17.0", "1.17.0.dev0", "unknown", None])
 def test_other_versions_are_refused(version, monkeypatch):
-    globals_of = {NAME: Op114}
-    utils, _ = fake_trl(monkeypatch, version, utils=globals_of)
-    with pytest.raises(ImportError, match=r"trl >= 1\.10, < 1\.17"):
+    utils = fake_trl(monkeypatch, version)
+    with pytest.raises(ImportError, match=r"trl >= 1\.15, < 1\.17 is supported, found .*; nothing was patched"):
         patch_trl()
-    assert vars(utils)[NAME] is Op114
+    assert vars(utils)[NAME] is AnotherOp
+
+
+@pytest.mark.parametrize(("version", "older"), [("1.14.1", True), ("1.10.0", True), ("1.17.0", False)])
+def test_what_to_do_with_an_older_version_is_said(version, older, monkeypatch):
+    fake_trl(monkeypatch, version)
+    with pytest.raises(ImportError) as caught:
+        patch_trl()
+    for advice in ("upgrade TRL", "TRL 1.10 to 1.12", "patch_liger()"):
+        assert (advice in str(caught.value)) == older
 
 
 def test_no_trl(monkeypatch):
@@ -354,94 +463,12 @@ def test_no_trl(monkeypatch):
         patch_trl()
 
 
-@pytest.mark.parametrize(("version", "op"), [("1.16.0", Op114), ("1.14.0", Op110), ("1.15.2", None), ("1.14.1", None)])
+@pytest.mark.parametrize(("version", "op"), [("1.16.0", AnotherOp), ("1.15.2", None)])
 def test_a_trl_that_is_not_what_its_version_says_is_refused(version, op, monkeypatch):
-    utils, _ = fake_trl(monkeypatch, version, utils={NAME: op})
+    utils = fake_trl(monkeypatch, version, op)
     with pytest.raises(RuntimeError, match=NAME):
         patch_trl()
     assert vars(utils)[NAME] is op
-
-
-def test_the_pair_of_1_14(monkeypatch):
-    """Also where `from .utils import` has put it."""
-    gather = {"maybe_gather_lm_head_ctx": trl_utils.maybe_gather_lm_head_ctx}
-    modules = fake_trl(monkeypatch, "1.14.0", utils={NAME: Op114, **gather}, grpo_trainer={NAME: Op114})
-    patch_trl()
-    tensors = inputs()
-    for module in modules:
-        leaves = [t.requires_grad_() for t in tensors[:3]]
-        found = vars(module)[NAME].apply(*leaves, tensors[3], 0.7, 64, 3.0, 2.0)
-        expected = THEIRS[0].apply(*leaves, tensors[3], 0.7, 64, 3.0, 2.0)[:2]
-        assert len(found) == 2
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=2e-6, atol=5e-6)
-        pairs = zip(
-            *(torch.autograd.grad(sum(x.sum() for x in pair), leaves) for pair in (found, expected)), strict=True
-        )
-        for mine, other in pairs:
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-6)
-    unpatch_trl()
-    assert all(vars(module)[NAME] is Op114 for module in modules)
-
-
-@pytest.fixture
-def liger_loss(monkeypatch):
-    """In place of our class with Liger's constructor: it must take what TRL passes, and nothing more is asked of it."""
-
-    class LigerFusedLinearGRPOLoss:
-        def __init__(self, **options):
-            self.options = options
-
-    stub = ModuleType("liger_rl.integrations.liger")
-    stub.LigerFusedLinearGRPOLoss = LigerFusedLinearGRPOLoss
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    return LigerFusedLinearGRPOLoss
-
-
-def their_loss():
-    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in integration.LOSS_PARAMETERS]
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-
-    class Loss:
-        def __init__(self, **options):
-            raise NotImplementedError
-
-    Loss.__init__.__signature__ = inspect.Signature([self_parameter, *parameters])
-    return Loss
-
-
-LOSS_NAMES = [
-    ("1.10.0", "LigerFusedLinearGRPOLoss"),
-    ("1.12.3", "LigerFusedLinearGRPOLoss"),
-    ("1.13.0", "FusedLinearGRPOLoss"),
-]
-
-
-@pytest.mark.parametrize(("version", "name"), LOSS_NAMES)
-def test_the_loss_of_1_10_to_1_13(version, name, liger_loss, monkeypatch):
-    original = their_loss()
-    utils, trainer = fake_trl(monkeypatch, version, utils={NAME: Op110}, grpo_trainer={name: original})
-    patch_trl()
-    assert vars(trainer)[name] is liger_loss
-    assert vars(utils)[NAME] is Op110  # no trainer of these versions calls it
-    unpatch_trl()
-    assert vars(trainer)[name] is original
-
-
-@pytest.mark.parametrize(("version", "name"), LOSS_NAMES)
-def test_the_loss_of_1_10_to_1_13_refuses(version, name, liger_loss, monkeypatch):
-    """What its constructor has no place for, a TRL without the class, and a class that is not TRL's."""
-    original = their_loss()
-    _, trainer = fake_trl(monkeypatch, version, grpo_trainer={name: original})
-    with pytest.raises(ValueError, match="chunk_vocab"):
-        patch_trl(chunk_vocab=64)
-    assert vars(trainer)[name] is original
-    fake_trl(monkeypatch, version)
-    with pytest.raises(RuntimeError, match=name):
-        patch_trl()
-    fake_trl(monkeypatch, version, grpo_trainer={name: Op110})
-    with pytest.raises(RuntimeError, match=name):
-        patch_trl()
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
@@ -454,9 +481,74 @@ def path_of(tmp_path_factory):
 
 
 # test/convergence has the others on gemma2.
-@pytest.mark.parametrize(("name", "model"), [*((name, "qwen3") for name in trl_runs.GRPO_RUNS), ("dapo", "gemma2")])
+FAMILIES = [model for model in trl_runs.MODELS if model != "qwen3"]
+GRPO_RUNS = [*((name, "qwen3") for name in trl_runs.GRPO_RUNS), *(("dapo", model) for model in FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "model"), GRPO_RUNS)
 def test_grpo(name, model, path_of, tmp_path):
     trl_runs.assert_same_grpo_run(name, path_of[model], tmp_path)
+
+
+@pytest.mark.parametrize("model", ["gemma2", "cohere"])
+def test_grpo_with_adams_default_epsilon(model, path_of, tmp_path):
+    """1e-8 makes a full step of a gradient that is all rounding: 8e-7 and 2e-6 here."""
+    plain, patched = (
+        trl_runs.train("grpo", path_of[model], tmp_path, patch=patch, adam_epsilon=1e-8, **trl_runs.GRPO_RUNS["dapo"])
+        for patch in (False, True)
+    )
+    assert trl_runs.weight_distance(patched, plain) <= 1e-5
+
+
+def as_if_sampled_by_vllm(trainer):
+    """What vLLM's log-probabilities would come to in the loss: a ratio for every token."""
+    compute, ratios = trainer._compute_loss, torch.Generator().manual_seed(0)
+
+    def with_ratio(model, inputs):
+        drawn = 0.3 + 1.4 * torch.rand(inputs["completion_ids"].shape, generator=ratios)
+        trainer.use_vllm = True
+        try:
+            return compute(model, {**inputs, "importance_sampling_ratio": drawn})
+        finally:
+            trainer.use_vllm = False
+
+    trainer._compute_loss = with_ratio
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_importance_ratios_of_vllm(loss_type, path_of, tmp_path):
+    """TRL's loss takes them, whatever the op is."""
+    options = {"loss_type": loss_type, "max_steps": 3}
+    plain, patched = (
+        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=as_if_sampled_by_vllm, **options)
+        for patch in (False, True)
+    )
+    trl_runs.assert_same_run(patched, plain)
+    without = trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=True, **options)
+    assert trl_runs.weight_distance(without, patched) > 1e-3
+
+
+@pytest.mark.parametrize("kind", trl_runs.TRAINERS)
+def test_a_trainer_that_was_built_before_the_patch(kind, path_of, tmp_path):
+    plain, patched = (
+        trl_runs.train(kind, path_of["qwen3"], tmp_path, patch=patch, built_before=True, max_steps=2)
+        for patch in (False, True)
+    )
+    trl_runs.assert_same_run(patched, plain)
+
+
+def test_a_trainer_that_outlives_the_patch(path_of, tmp_path):
+    """It goes on with TRL's own op."""
+
+    def undo(trainer):
+        unpatch_trl()
+
+    plain, patched = (
+        trl_runs.train("grpo", path_of["qwen3"], tmp_path, patch=patch, prepare=undo, max_steps=2)
+        for patch in (False, True)
+    )
+    assert patched.calls == 0
+    assert patched.log["loss"] == plain.log["loss"]
 
 
 @pytest.mark.parametrize(

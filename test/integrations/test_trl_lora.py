@@ -417,7 +417,7 @@ def test_without_peft_there_is_nothing_to_lift(monkeypatch):
     before = patched_names()
     patch_trl()
     assert patched_names() == before
-    assert isinstance(vars(trl_utils)["_ChunkedLogProbFunction"], integration.FiveOutputs)
+    assert isinstance(vars(trl_utils)["_ChunkedLogProbFunction"], integration.FusedLogProbs)
 
 
 def test_what_was_imported_under_the_patch_and_kept_says_so(path_of):

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -240,6 +241,16 @@ def test_patched_within_a_block(fake_verl):
             pass
         assert all(map(is_ours, outputs()))
     assert not any(map(is_ours, outputs()))
+
+
+def test_other_modules_keep_what_they_hold(fake_verl, monkeypatch):
+    fake_verl()
+    user = ModuleType("user_code")
+    monkeypatch.setitem(sys.modules, "user_code", user)
+    exec("from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as saved", vars(user))
+    with patched_verl():
+        assert not is_ours(user.saved(*problem(), 1.0, "none"))
+    assert not is_ours(user.saved(*problem(), 1.0, "none"))
 
 
 @pytest.mark.parametrize("version", ["0.4.1", "0.10.0", "1.0", ""])
