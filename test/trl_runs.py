@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -200,7 +199,6 @@ def train(kind, path, directory, *, patch, script=None, dtype="float32", peft_co
         for name, value in entry.items():
             log.setdefault(name, []).append(value)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    AcceleratorState._reset_state(reset_partial_state=True)  # it says CPU, and is the whole process's
     return Run(log, weights, len(calls))
 
 

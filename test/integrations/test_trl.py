@@ -27,12 +27,6 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    unpatch_trl()
-
-
 # --- the op against TRL's own -----------------------------------------------------------------------------------------
 
 TRANSFORMS = {

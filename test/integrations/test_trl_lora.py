@@ -31,12 +31,6 @@ TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": TARGETS, "init_lora_weights": False}
 
 
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    unpatch_trl()
-
-
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
