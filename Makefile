@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
+# Of the order of `make test-random`; pytest prints it.
+SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-convergence benchmark lint format typecheck clean
+.PHONY: help install demo test test-random test-convergence benchmark lint format typecheck clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -27,6 +29,9 @@ demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train 
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test
+
+test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
 
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence

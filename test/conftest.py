@@ -1,9 +1,11 @@
-"""Devices and seeds for every test, and Triton's interpreter where there is no GPU."""
+"""Devices and seeds for every test, the process as it was before it, Triton's interpreter where there is no GPU."""
 
 import os
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from devices import NEEDS_GPU
 
@@ -20,3 +22,48 @@ def device(request) -> torch.device:
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def isolated():
+    """Undoes what a test, or a snippet of a page, leaves in the process: the next test must not depend on the order."""
+    environment = dict(os.environ)
+    singletons = {name: dict(state) for name, state in _singletons_of_accelerate().items()}
+    had_group = dist.is_available() and dist.is_initialized()
+    yield
+    _unpatch()
+    for name, state in _singletons_of_accelerate().items():
+        state.clear()
+        state.update(singletons.get(name, {}))
+    if dist.is_available() and dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    _restore(environment)
+
+
+def _unpatch() -> None:
+    """The packages that a test may have patched; a module that nobody has loaded has patched nothing."""
+    for system in ("trl", "liger", "verl"):
+        module = sys.modules.get(f"liger_rl.integrations.{system}")
+        if module is not None:
+            getattr(module, f"unpatch_{system}")()
+
+
+def _singletons_of_accelerate() -> dict[str, dict]:
+    """The first trainer or Accelerator decides on a device for the whole process, and one of another device raises."""
+    module = sys.modules.get("accelerate.state")
+    names = ("AcceleratorState", "PartialState", "GradientState") if module is not None else ()
+    return {name: getattr(module, name)._shared_state for name in names}
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """Trainers say in variables what accelerate is to read. pytest sets one of its own for each phase."""
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    for name, value in environment.items():
+        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
+            os.environ[name] = value

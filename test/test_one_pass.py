@@ -91,8 +91,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     return torch.linalg.norm(found.double() - expected.double()).item() / max(norm, 1e-30)
 
 
-def assert_same(found: Step, expected: Step, tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-7)
+def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(found.loss, expected.loss, rtol=loss_tolerance, atol=1e-7)
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in found.metrics.items():
         torch.testing.assert_close(value, expected.metrics[name], rtol=1e-6, atol=1e-6, msg=name)
@@ -169,8 +169,18 @@ def test_token_local_losses_in_any_chunks(preset, options, chunk_tokens, device,
 @pytest.mark.parametrize(("preset", "options"), BY_SEQUENCE.values(), ids=BY_SEQUENCE)
 def test_losses_by_sequence_in_chunks_of_whole_sequences(preset, options, chunk_tokens, device, passes_taken):
     data = batch(device=device)
-    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens))
+    found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
     assert (passes_taken[0] > 1) == (chunk_tokens is not None)
+    if preset != "vespo":
+        assert_same(found, expected)
+        return
+    # It takes the exponential of a sequence's sum of log-ratios: the errors of as many log-probabilities add up, and
+    # each may be twice that of eager PyTorch.
+    given = data.hidden, data.weight, data.ids, data.bias
+    one_logp = 2 * oracles.max_error(oracles.eager_logprobs(*given)[0], oracles.logprobs(*given)[0])
+    assert 1e-7 < one_logp < 2e-6
+    tolerance = data.ids.shape[1] * one_logp
+    assert_same(found, expected, tolerance, loss_tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("preset", "options"), BY_BATCH.values(), ids=BY_BATCH)

@@ -1,7 +1,6 @@
 """The README and docs/ say what the code does: their snippets run, the tables are those of the results."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,7 @@ SNIPPETS = {
 OTHER_SYSTEMS = ("transformers", "trl", "peft")
 
 
-@pytest.fixture
-def fresh_accelerator():
-    """A trainer leaves its device in a state that is the whole process's."""
-    yield
-    if "accelerate.state" in sys.modules:
-        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("name", SNIPPETS)
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_snippets_run(name):
     for system in OTHER_SYSTEMS:
         if re.search(rf"\b(from|import) {system}\b", SNIPPETS[name]):

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -244,7 +243,6 @@ def train(
         for name, value in entry.items():
             log.setdefault(name, []).append(value)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    AcceleratorState._reset_state(reset_partial_state=True)  # it says CPU, and is the whole process's
     return Run(log, weights, len(calls))
 
 

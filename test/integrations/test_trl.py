@@ -27,12 +27,6 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    unpatch_trl()
-
-
 # --- the op against TRL's own -----------------------------------------------------------------------------------------
 
 TRANSFORMS = {
@@ -156,17 +150,19 @@ def truth_of(tensors, transform):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transform", [TRANSFORMS[name] for name in ("plain", "scale", "all")])
 def test_low_precision_is_no_further_from_float64(transform, dtype, autocast, device):
-    """With low-precision inputs, and with float32 ones under autocast."""
+    """With low-precision inputs, and with float32 ones under autocast.
+
+    Both round the gradient of the logits once, and TRL rounds the logits too. A scale of 1/4 makes them so small that
+    this is little, and chance decides whose error is the larger one: hence twice TRL's error and a rounding.
+    """
     rounded = inputs(64, dtype=dtype, device=device)
     truth = truth_of(rounded, transform)
     tensors = (*(t.float() for t in rounded[:3]), rounded[3]) if autocast else rounded
     with torch.autocast(device.type, dtype, enabled=autocast):
         mine, other = (errors(op, tensors, transform, truth) for op in (ours(), THEIRS))
-    ratios = [a / b for a, b in zip(mine, other, strict=True)]
-    assert max(ratios[:4]) < 0.1
-    # Both round the gradient of the logits once; TRL rounds the logits too, which is little where a scale of 1/4 makes
-    # them small. 0.08 to 1.04 here and with the other transforms, by chance around 1 at that scale.
-    assert max(ratios[4:]) < 1.1
+    pairs = list(zip(mine, other, strict=True))
+    assert all(a < 0.1 * b for a, b in pairs[:4])  # outputs: ours are of float32 logits
+    assert all(a <= 2 * b + torch.finfo(dtype).eps for a, b in pairs[4:])
 
 
 @pytest.mark.parametrize(

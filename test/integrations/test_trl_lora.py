@@ -31,12 +31,6 @@ TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": TARGETS, "init_lora_weights": False}
 
 
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    unpatch_trl()
-
-
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
@@ -249,8 +243,10 @@ def test_low_precision_is_no_further_from_float64(autocast, path_of, device):
         a, b = (factor["default"].weight.double() for factor in (head.lora_A, head.lora_B))
         z = (hidden @ head.base_layer.weight.double().T + hidden @ a.T @ b.T) / 0.9
     truth, _ = oracles.logits_logprobs(z, ids[:, 1:])
-    # 0.26 and 0.001 here: autocast rounds the factor A itself, for both.
-    assert (found - truth).norm() < (0.7 if autocast else 0.01) * (own - truth).norm()
+    if autocast:  # which rounds the factors of the adapter for both
+        assert oracles.norm_error(found, truth) <= oracles.norm_budget(own, truth, torch.bfloat16)
+    else:  # float32 against bfloat16 logits: 0.001
+        assert oracles.norm_error(found, truth) < 0.01 * oracles.norm_error(own, truth)
 
 
 def test_dropout(path_of, device):

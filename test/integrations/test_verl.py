@@ -184,6 +184,10 @@ def fused(*args):
 }
 
 
+def loaded_verl():
+    return [name for name in sys.modules if name.split(".")[0] == "verl"]
+
+
 @pytest.fixture
 def fake_verl(tmp_path, monkeypatch):
     """-> a function that makes a version of the package importable."""
@@ -194,12 +198,12 @@ def fake_verl(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.replace("{version}", version), encoding="utf-8")
 
-    before = {name for name in sys.modules if name.split(".")[0] == "verl"}
-    assert not before, "a real verl is loaded, whose modules these would mix with"
+    for name in loaded_verl():  # a real one, back afterwards
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     yield make
     unpatch_verl()
-    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+    for name in loaded_verl():
         del sys.modules[name]
 
 
@@ -261,9 +265,14 @@ def test_an_unsupported_version_changes_nothing(fake_verl, version):
     assert not any(map(is_ours, outputs()))
 
 
-def test_without_verl():
-    unpatch_verl()
-    if "verl" not in sys.modules:
+@pytest.mark.parametrize("installed", [False, True])
+def test_without_verl(installed, fake_verl, monkeypatch):
+    """Hidden where it is installed, loaded or not."""
+    if installed:
+        fake_verl()
+        outputs()
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "verl", None)  # as if it were not found
         with pytest.raises(ImportError, match="verl"):
             patch_verl()
 
