@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scaled_for, scatter_for
 from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.limits import compiles, realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, scales_rows, tile_vocab, tile_words
@@ -71,7 +72,7 @@ def one_pass(
     with gemm.without_autocast(hidden.device):
         for chunk in chunks:
             index = _index(live, chunk)
-            rows, row_targets = hidden[index].to(options.compute_dtype).contiguous(), targets[index]
+            rows, row_targets = realigned(hidden[index].to(options.compute_dtype).contiguous()), targets[index]
             kept = buffer.rows(slice(0, rows.shape[0]))
             scaled = scaled_for(rows, weight) if scales_rows(options, needs) and not select else None
             if scaled is not None:
@@ -123,7 +124,7 @@ def _add_chunk(
         return
     vocab = weight.shape[0]
     # One tile where nothing of the vocabulary's width is made on the way.
-    whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    whole = wanted is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if whole else tile_vocab(vocab, options)
     grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):
