@@ -6,7 +6,7 @@ import torch
 
 from liger_rl.invariant import INVARIANT_TOKENS
 from liger_rl.kernels import choice, gemm, scatter
-from liger_rl.kernels.limits import BLOCKS_BYTES, CAPABILITY, MIN_TOKENS, STATISTICS_BYTES, takes
+from liger_rl.kernels.limits import BLOCKS_BYTES, MIN_TOKENS, STATISTICS_BYTES, call_lacks, compiles, gpu_lacks, gpu_of
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, ProjectionOptions, Tiles, kind_of, plan_tiles
 
@@ -33,6 +33,7 @@ class HeadShape:
     options: ProjectionOptions
     bounded: bool = False  # the forward also makes bounds of the blocks
     budgeted: bool = False  # tiles, and the memory of blocks with them, come from a budget
+    aligned: bool = True  # the weight's rows start where the product of our own can read them
 
     @property
     def cuda(self) -> bool:
@@ -56,13 +57,28 @@ class HeadShape:
         return not self.cuda and self.itemsize < 4
 
     @property
+    def compiled(self) -> bool:
+        """Kernels are Triton's, which make no tensor on the way, and not PyTorch's."""
+        return compiles(self.device)
+
+    @property
+    def epilogue_lacks(self) -> str | None:
+        """What the product with its work in the epilogue would need; None where it applies."""
+        if not self.cuda:
+            return "a GPU"
+        lacks = gpu_lacks(gpu_of(self.device))
+        if lacks is None and self.rank:
+            lacks = "a head without low_rank terms"
+        if lacks is None:
+            tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
+            lacks = call_lacks(tokens, self.hidden_size, self.options.compute_dtype, self.weight_dtype)
+        if lacks is None and not self.aligned:
+            lacks = "rows of the weight that start at multiples of 16 bytes"
+        return lacks
+
+    @property
     def epilogue_applies(self) -> bool:
-        if not self.cuda or self.rank:
-            return False
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(self.device) < CAPABILITY:
-            return False
-        tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        return takes(tokens, self.hidden_size, self.options.compute_dtype, self.weight_dtype)
+        return self.epilogue_lacks is None
 
     @property
     def columns(self) -> int:
@@ -113,7 +129,7 @@ class HeadShape:
         if self.dtype == torch.float32 and not self.masked and not self.bounded:  # bounds put rows in order
             return 0
         rounded = min(self.tokens, scatter.ROWS) * self.hidden_size * self.dtype.itemsize
-        return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked and not self.cuda else 0)
+        return 4 * self.tokens * (self.hidden_size + self.rank) + (rounded if self.masked and not self.compiled else 0)
 
     @property
     def bound_bytes(self) -> int:
@@ -141,12 +157,12 @@ class HeadShape:
     def default_tiles(self, *, kernel: bool) -> tuple[Tiles, Tiles]:
         """Of the forward and of the backward."""
         per_gradient = self.itemsize + (0 if kernel else 4)
-        backward = self._tiles(self.tokens, per_gradient if self.cuda else 12)
-        return self._forward_tiles() or self._tiles(self.tokens, 4 if self.cuda else 12), backward
+        backward = self._tiles(self.tokens, per_gradient if self.compiled else 12)
+        return self._forward_tiles() or self._tiles(self.tokens, 4 if self.compiled else 12), backward
 
     def _forward_tiles(self) -> Tiles | None:
         """Those that nothing but the head may change."""
-        return self._tiles(INVARIANT_TOKENS, 4 if self.cuda else 12) if self.options.batch_invariant else None
+        return self._tiles(INVARIANT_TOKENS, 4 if self.compiled else 12) if self.options.batch_invariant else None
 
     def _tiles(self, tokens: int, bytes_per_logit: int) -> Tiles:
         sizes = (tokens, self.vocab, self.hidden_size, self.device, self.options)
@@ -197,7 +213,7 @@ class HeadShape:
             # Or, where few tokens count, float32 tiles after all.
             return fixed + max(self.statistics_bytes, 4 * min(tiles.tokens, MIN_TOKENS) * tiles.vocab)
         per_logit = 4
-        if not self.cuda:
+        if not self.compiled:
             entropy, extras = self.options.entropy, len(self.options.extras) > 0
             per_logit = 8 + self._steps_per_logit() + 8 * entropy + 8 * extras + 4
             if self.bounded:
@@ -208,7 +224,7 @@ class HeadShape:
         if not any(self.needs):
             return 0
         per_logit = 4 + self.itemsize
-        if not self.cuda:
+        if not self.compiled:
             per_logit = 8 + 2 * self.itemsize + self._steps_per_logit() + 12 * self.options.entropy
             per_logit += 4 if self.options.transform.softcap is not None else 0
         tile = tiles.tokens * tiles.vocab * per_logit

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_rl.kernels import gemm_fold_for
-from liger_rl.kernels.limits import MIN_TOKENS
+from liger_rl.kernels.limits import MIN_TOKENS, compiles
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.projection import ProjectionOptions, fold_projection, plan_tiles
 
@@ -34,7 +34,7 @@ def fold_invariant(
     if gemm_fold_for(rows, weight) is None:
         rows, ids = _made_up(hidden, INVARIANT_TOKENS), _made_up(targets, INVARIANT_TOKENS)
         vocab, hidden_size = weight.shape
-        bytes_per_logit = 4 if hidden.is_cuda else 12
+        bytes_per_logit = 4 if compiles(hidden.device) else 12
         options = replace(options, chunk_tokens=None, chunk_vocab=None, kernels_fit=False)
         tiles = plan_tiles(
             INVARIANT_TOKENS, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.invariant import fold_invariant
 from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
+from liger_rl.kernels.limits import realigned
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
 from liger_rl.projection import (
@@ -217,7 +218,7 @@ def rows_of(values: Tensor, live: Tensor | None) -> Tensor:
 
 
 def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return rows_of(hidden, live).to(dtype).contiguous()
+    return realigned(rows_of(hidden, live).to(dtype).contiguous())
 
 
 def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:

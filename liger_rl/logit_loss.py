@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from liger_rl.kernels.limits import compiles
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.logit_rows import fold_rows, grad_rows
 from liger_rl.policy.batch import AlignedBatch
@@ -58,8 +59,10 @@ def per_token_loss(prepared: PreparedLoss, logps: Tensor, indicator: ClipIndicat
 
 
 def generates(device: torch.device, terms: PolicyTerms) -> bool:
-    """Whether a kernel can be made of a loss: each token's has to depend on that token alone."""
-    return device.type in DEVICES and terms.locality == "token" and not torch.compiler.is_compiling()
+    """Whether a kernel can be made of a loss, with Triton: each token's has to depend on that token alone."""
+    if device.type not in DEVICES or terms.locality != "token" or torch.compiler.is_compiling():
+        return False
+    return device.type != "cuda" or compiles(device)
 
 
 class LogitLoss(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
+from liger_rl.kernels.limits import aligned
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, Values, keeps_shape, linear_values
@@ -232,6 +233,7 @@ def wanted_logprobs(
                 grad_tolerance=grad_tolerance,
                 fixed_shape=fixed_shape,
                 batch_invariant=batch_invariant,
+                aligned=aligned(weight),
                 max_extra_bytes=options.max_extra_bytes,
             )
             (chunk_tokens, chunk_vocab), kernels_fit = plan.tiles, plan.kernels_fit

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.kept import Kept, grad_at_targets
+from liger_rl.kernels.limits import compiles, realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
@@ -70,7 +71,7 @@ def one_pass(
     with gemm.without_autocast(hidden.device):
         for chunk in chunks:
             index = _index(live, chunk)
-            rows, row_targets = hidden[index].to(options.compute_dtype).contiguous(), targets[index]
+            rows, row_targets = realigned(hidden[index].to(options.compute_dtype).contiguous()), targets[index]
             kept = buffer.rows(slice(0, rows.shape[0]))
             fold_options = _fold_options(rows, weight, options)
             statistics, _ = fold_projection(rows, weight, bias, row_targets, fold_options, kept=kept)
@@ -116,7 +117,7 @@ def _add_chunk(
         return
     vocab = weight.shape[0]
     # One tile where nothing of the vocabulary's width is made on the way.
-    whole = wanted is None and rows.is_cuda and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    whole = wanted is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
     width = vocab if whole else tile_vocab(vocab, options)
     grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):

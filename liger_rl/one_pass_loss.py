@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import is_dtensor
 from liger_rl.head_memory import HeadShape
+from liger_rl.kernels.limits import aligned
 from liger_rl.logprobs import spread
 from liger_rl.low_rank import LowRank
 from liger_rl.one_pass import WithGradients, one_pass
@@ -58,6 +59,7 @@ class Head:
             rank=sum(term.a.shape[0] for term in low_rank),
             in_place=options.weight_grad is not None,
             options=options,
+            aligned=aligned(self.weight),
         )
 
     def together(self, locality: Locality) -> int:

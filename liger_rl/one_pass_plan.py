@@ -255,7 +255,7 @@ class _Memory(NamedTuple):
         rows = size * (itemsize * (copied + shape.masked) + 4 + rounds * shape.dtype.itemsize + 4 * shape.widens)
         # Of one tile: float32 logits, or what eager kernels make on the way to gradients; those of some of the tokens.
         capped = options.transform.softcap is not None
-        logits = 4 if shape.cuda else 28 + 8 * options.entropy + 4 * capped
+        logits = 4 if shape.compiled else 28 + 8 * options.entropy + 4 * capped
         selected = itemsize * shape.masked
         # Copies of the weight's tile, and products that are not added where they belong.
         rounded = shape.needs[1] and not shape.in_place and shape.weight_dtype != torch.float32

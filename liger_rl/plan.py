@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from liger_rl.head_memory import HeadShape
+from liger_rl.kernels.limits import MIN_TOKENS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.one_pass_plan import (
     PASSES,
@@ -48,6 +49,7 @@ class LinearPlan:
     path: str
     """"two passes", "block-sparse" or "one pass"."""
     reason: str
+    """Why this path, and on a GPU what the epilogue would need where it is not taken."""
     forward: Step
     backward: Step | None
     """None where no gradient is asked for, or the forward makes them all."""
@@ -108,6 +110,7 @@ def plan_linear_logprobs(
     batch_invariant: bool = False,
     passes: Passes = "two",
     together: int = 1,
+    aligned: bool = True,
     max_extra_bytes: int | None = None,
 ) -> LinearPlan:
     """What `linear_logprobs`, or with `passes` the head of a loss, would do for these shapes, and what that costs.
@@ -129,12 +132,13 @@ def plan_linear_logprobs(
 
     Else the path is "block-sparse" where a `grad_tolerance` is given and blocks can be told apart (see
     `linear_logprobs`), else "two passes". In each direction the product with its work in the epilogue is taken where it
-    applies (compute capability 9.0 on, one 16-bit dtype, rows of multiples of 16 bytes, 512 tokens or more, no chunk
-    named), else float32 tiles. Without a budget a tile has up to 8192 tokens (512 on CPU) and as many words as fit
-    320 MiB (24 MiB). With one, both directions have the widest tiles that fit what it leaves beside the parts that no
-    tile changes, halving the tokens while under 256 words fit, down to 128; and where the statistics of the forward's
-    epilogue do not fit, 48 MiB or those of 128 tokens, no epilogue is taken. The forward of `batch_invariant` has tiles
-    of its own, whatever the budget is.
+    applies: an NVIDIA GPU of compute capability 9.0 or 10.x (with 227 KiB of shared memory per block; from 10.0 on with
+    Triton 3.5), one 16-bit dtype, rows that start at multiples of 16 bytes, 512 tokens or more, no chunk named. Else
+    there are float32 tiles, and on a GPU `reason` says what the epilogue needs. Without a budget a tile has up to 8192
+    tokens (512 on CPU) and as many words as fit 320 MiB (24 MiB). With one, both directions have the widest tiles that
+    fit what it leaves beside the parts that no tile changes, halving the tokens while under 256 words fit, down to 128;
+    and where the statistics of the forward's epilogue do not fit, 48 MiB or those of 128 tokens, no epilogue is taken.
+    The forward of `batch_invariant` has tiles of its own, whatever the budget is.
 
     The formulas, with N tokens, c the bytes of the compute dtype, s of the hidden states', T x v a tile, m the tokens
     of a chunk:
@@ -165,7 +169,7 @@ def plan_linear_logprobs(
     Args:
         tokens, vocab, hidden_size: N, V, H.
         dtype, weight_dtype, compute_dtype: of hidden, weight (None: the same) and products (None: that of hidden).
-        device: "cuda" plans for the GPU there is, or without one for compute capability 9.0.
+        device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
         needs: gradients wanted of hidden and of weight.
         masked: whether some tokens may be masked, or have no gradient.
         bias, rank: whether there is a bias; columns of low-rank terms together.
@@ -175,6 +179,9 @@ def plan_linear_logprobs(
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
             for a sequence-local one of rows (B, T), N for any other.
+        aligned: whether the rows of the weight are contiguous and start at multiples of 16 bytes. Those of a tensor
+            of its own do where H is a multiple of 8; a view into a flat parameter (FSDP1) may start anywhere:
+            `weight.data_ptr() % 16 == 0` says whether it does. Calls look for themselves.
         max_extra_bytes: bound of the extra memory; None takes the default workspace.
 
     Raises:
@@ -208,6 +215,7 @@ def plan_linear_logprobs(
         in_place=weight_grad,
         options=options,
         budgeted=max_extra_bytes is not None,
+        aligned=aligned,
     )
     if passes == "two" or not any(needs):
         return _two_passes(shape, grad_tolerance, fixed_shape, max_extra_bytes)
@@ -283,6 +291,9 @@ def _two_passes(shape: HeadShape, grad_tolerance: float, fixed_shape: bool, max_
             shape.backward_traffic(backward_tiles, kernel=kernel),
             known_bytes + shape.backward_bytes(backward_tiles, kernel=kernel),
         )
+    if shape.cuda and not kernel:
+        lacks = shape.epilogue_lacks or ("a larger max_extra_bytes" if free else "no chunk to be named")
+        reason += f"; no epilogue, which needs {lacks}"
     return LinearPlan(
         path="block-sparse" if sparse else "two passes",
         reason=reason,
@@ -302,7 +313,7 @@ def _sparse(shape: HeadShape, grad_tolerance: float, possible: bool) -> tuple[bo
     if not possible or shape.rank:
         return False, f"{wanted}, but chunks, low-rank terms, fixed_shape and batch_invariant keep the backward exact"
     if shape.cuda and not shape.epilogue_applies:
-        return False, f"{wanted}, but blocks are told apart by the epilogue alone, which does not apply"
+        return False, f"{wanted}, but blocks are told apart by the epilogue alone"
     return True, f"{wanted} lets blocks be left out; costs are those of leaving none out"
 
 
@@ -315,10 +326,15 @@ def _one_pass(shape: HeadShape, chunks: OnePassPlan, least_bytes: int) -> Linear
     if deferred:
         moved = shape.rows_bytes + shape.itemsize * shape.tokens * shape.vocab + 8 * shape.vocab * shape.hidden_size
         backward = Step("tiles", tiles, product, moved, chunks.extra_bytes)
-    summed = "" if chunks.sum_dtype is None else f", the weight's summed in {str(chunks.sum_dtype).split('.')[1]}"
+    reason = "gradients are made in the forward, chunk by chunk"
+    if chunks.sum_dtype is not None:
+        reason += f", the weight's summed in {str(chunks.sum_dtype).split('.')[1]}"
+    if shape.cuda and not kernel:
+        lacks = shape.epilogue_lacks or f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
+        reason += f"; no epilogue, which needs {lacks}"
     return LinearPlan(
         path="one pass",
-        reason=f"gradients are made in the forward, chunk by chunk{summed}",
+        reason=reason,
         forward=Step(
             "epilogue" if kernel else "tiles",
             tiles,

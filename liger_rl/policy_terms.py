@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from liger_rl.kernels.limits import compiles
 from liger_rl.policy.loss import PolicyLoss, PreparedLoss
 from liger_rl.policy.metrics import Metric
 
@@ -82,6 +83,8 @@ def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleT
     """The kernel's module, None where the loss has to run its formulas."""
     terms, batch, weights = prepared.terms, prepared.batch, prepared.weights
     if logps.device.type not in DEVICES or torch.compiler.is_compiling():
+        return None
+    if logps.is_cuda and not compiles(logps.device):
         return None
     if not isinstance(weights, Tensor) or weights.requires_grad:
         return None

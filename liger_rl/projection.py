@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.limits import BLOCKS_BYTES
+from liger_rl.kernels.limits import BLOCKS_BYTES, compiles
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -131,7 +131,7 @@ def fold_projection(
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
-    bytes_per_logit = 4 if hidden.is_cuda else 12
+    bytes_per_logit = 4 if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
     by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device, entropy=options.entropy)
@@ -189,7 +189,7 @@ def grad_projection(
     grad = for_device(hidden.device).grad
     gemm_grad = gemm_grad_for(factor, weight) if options.chunks_are_free else None
     bytes_per_gradient = options.compute_dtype.itemsize
-    bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if hidden.is_cuda else 12
+    bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     in_place = options.weight_grad is not None

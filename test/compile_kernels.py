@@ -1,12 +1,18 @@
-"""Compile every Triton kernel for a Hopper GPU, on a machine that need not have one: `python test/compile_kernels.py`.
+"""Compile the Triton kernels for GPUs that need not be there: `python test/compile_kernels.py --all`, or with targets.
 
-The interpreter accepts what the compiler refuses (a variable that changes its type in a loop, say). So the functions
-that launch kernels are called as they are, on CPU tensors, with a driver that only knows its target and launches that
-compile and run nothing. What the kernels would have written stays as it was, which matters to none of these calls.
+Without --all, one variant of most kernels for each target but Hopper. What is compiled for a target is what
+`liger_rl.kernels.limits` lets its GPUs run, and has to fit their shared memory. The interpreter accepts what the
+compiler refuses (a variable that changes its type in a loop, say). So the functions that launch kernels are called as
+they are, on CPU tensors, with a driver that only knows its target and launches that compile and run nothing. What the
+kernels would have written stays as it was, which matters to none of these calls.
 """
 
 import itertools
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +25,7 @@ from liger_rl.kernels import (
     choice_triton,
     epilogue,
     kept_triton,
+    limits,
     rows_triton,
     scatter_triton,
     selection_triton,
@@ -41,19 +48,53 @@ from liger_rl.policy.loss import PolicyTerms
 
 CPU = torch.device("cpu")
 TRANSFORMS = (LogitTransform(), LogitTransform(softcap=30.0, scale=0.5, temperature=0.7))
-SHARED_BYTES = 227 << 10  # of a block, at most
 N, H, V = 600, 64, 1000
 TILES = -(-V // BLOCK_VOCAB)
 
 
-class Hopper:
-    """A driver without a device."""
+class Target(NamedTuple):
+    compiler: GPUTarget
+    shared_bytes: int  # of a program, at most: `shared_memory_per_block_optin`
+
+    @property
+    def gpu(self) -> limits.Gpu:
+        arch = str(self.compiler.arch).removeprefix("gfx")
+        capability = (9, int(arch[1])) if self.amd else divmod(self.compiler.arch, 10)
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        return limits.Gpu(capability, self.shared_bytes, self.amd, version)
+
+    @property
+    def amd(self) -> bool:
+        return self.compiler.backend == "hip"
+
+
+def nvidia(capability: int, kibibytes: int) -> Target:
+    return Target(GPUTarget("cuda", capability, 32), kibibytes << 10)
+
+
+TARGETS = {
+    "sm80": nvidia(80, 163),
+    "sm86": nvidia(86, 99),
+    "sm89": nvidia(89, 99),
+    "sm90": nvidia(90, 227),
+    "sm100": nvidia(100, 227),
+    "sm120": nvidia(120, 99),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 << 10),
+}
+
+
+class NoDriver:
+    """Of no device, for one target after the other."""
+
+    def __init__(self) -> None:
+        self.name = "sm90"
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return TARGETS[self.name].compiler
 
     def get_current_device(self) -> int:
-        return 0
+        return list(TARGETS).index(self.name)  # Triton keeps what it compiled by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -77,8 +118,6 @@ def tile_by_tile(transform: LogitTransform, entropy: bool) -> None:
     state = Fold.start(N, CPU, entropy=entropy, extras=extras)
     tile_kernels.fold(logits, targets, 0, ones(V) if entropy else None, transform, state)
     tile_kernels.grad(logits, targets, 0, None, transform, token_gradients(entropy), logits.bfloat16())
-    parts = Fold._make(None if part is None else ones(TILES, N) for part in state)
-    tiles.merge(parts, state)
 
 
 def whole_rows(transform: LogitTransform, entropy: bool) -> None:
@@ -91,6 +130,15 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         selection_triton.select(targets, mask, V, None if mask is None else ones(3, 1))
 
 
+def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
+    targets, kept = torch.zeros(N, dtype=torch.long), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    kept_triton.keep(ones(N, V), 0, None, transform, kept)
+    out = kept.values.view(torch.bfloat16)
+    for rows in (None, torch.arange(N)):
+        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
+    kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
+
+
 def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     targets = torch.zeros(N, dtype=torch.long)
@@ -100,11 +148,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
-    kept_triton.keep(ones(N, V), 0, None, transform, kept)
-    out = kept.values.view(torch.bfloat16)
-    for rows in (None, torch.arange(N)):
-        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
-    kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
@@ -161,31 +204,82 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch(prepared, ones(N - 3), index, slopes=True, sums=False)
 
 
-def main() -> None:
-    compiled = set()
-    run = JITFunction.run
+EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, policy_terms)
+WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
+OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
-    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        name, shared = self.fn.__qualname__, kernel.metadata.shared
-        if shared > SHARED_BYTES:
-            raise SystemExit(f"{name} asks for {shared} bytes of shared memory, of which there are {SHARED_BYTES}")
-        compiled.add(f"{self.fn.__module__}.{name}")
+
+class Compiler:
+    """Takes the place of Triton's launches."""
+
+    def __init__(self, everything: bool) -> None:
+        self.everything, self.driver = everything, NoDriver()
+        self.compiled: Counter[tuple[str, str]] = Counter()  # variants by target and kernel
+        self.too_large: set[str] = set()  # what asks for more shared memory than there is
+        triton.runtime.driver.set_active(self.driver)
+        self.run = JITFunction.run
+        JITFunction.run = lambda kernel, *args, **options: self.launch(kernel, *args, **options)
+
+    def launch(self, function: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        # Shared memory is short in the product of our own alone, and differs from variant to variant.
+        once = not self.everything and self.driver.name != "sm90" and ".kernels.epilogue." not in name
+        if once and self.compiled[self.driver.name, name]:
+            return None
+        kernel = self.run(function, *args, grid=grid, warmup=True, **options)
+        self.compiled[self.driver.name, name] += 1
+        shared, most = kernel.metadata.shared, TARGETS[self.driver.name].shared_bytes
+        if shared > most:
+            self.too_large.add(
+                f"{name} asks for {shared} bytes of shared memory on {self.driver.name}, which has {most}"
+            )
         return kernel
 
-    triton.runtime.driver.set_active(Hopper())
-    JITFunction.run = compile_only
-    parts = (tile_by_tile, whole_rows, in_the_epilogue, chosen_blocks, scattered_rows, policy_terms)
-    for part, transform, entropy in itertools.product(parts, TRANSFORMS, (False, True)):
-        part(transform, entropy)
-    if epilogue.gluon_is_known():
+    def compile_for(self, name: str) -> None:
+        self.driver.name, target = name, TARGETS[name]
+        whole = self.everything or name == "sm90"
+        cases = tuple(itertools.product(TRANSFORMS, (False, True))) if whole else OFF_AND_ON[::-1]
+        lacks = limits.gpu_lacks(target.gpu)
+        for part, case in itertools.product((*EVERYWHERE, *(() if lacks else WITH_EPILOGUE)), cases):
+            part(*case)
+        if name == "sm90" and epilogue.gluon_is_known():
+            self.compile_overlapped()
+        if self.too_large:
+            raise SystemExit("\n".join(sorted(self.too_large)))
+        if lacks is not None and "shared memory" in lacks:
+            self.check_refusal(name)
+
+    def compile_overlapped(self) -> None:
         from liger_rl.kernels import overlapped
 
+        known = epilogue.overlapped_for
         epilogue.overlapped_for = lambda device: overlapped
         # All off or all on: they take twice as long to compile as the others.
-        for transform, entropy in zip(TRANSFORMS, (False, True), strict=True):
-            in_the_epilogue(transform, entropy)
-    print(*sorted(compiled), sep="\n")
+        for case in OFF_AND_ON:
+            in_the_epilogue(*case)
+        epilogue.overlapped_for = known
+
+    def check_refusal(self, name: str) -> None:
+        """What is kept from this target for its shared memory alone does not fit."""
+        before = self.compiled.copy()
+        in_the_epilogue(*OFF_AND_ON[0])
+        if not self.too_large:
+            raise SystemExit(f"the product of our own fits {name}, and limits.gpu_lacks keeps it from there")
+        self.compiled = before
+        self.too_large.clear()
+
+
+def main() -> None:
+    names, everything = [name for name in sys.argv[1:] if name != "--all"], "--all" in sys.argv
+    if not names:
+        for name in TARGETS:
+            subprocess.run([sys.executable, __file__, name, *sys.argv[1:]], check=True)
+        return
+    (tile_kernels.PORTABLE.value,) = {TARGETS[name].amd for name in names}  # one vendor at a time
+    compiler = Compiler(everything)
+    for name in names:
+        compiler.compile_for(name)
+    print(*(f"{target} {kernel}" for target, kernel in sorted(compiler.compiled)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -386,11 +386,10 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 def test_which_fold_is_taken():
-    from liger_rl.kernels import gemm_fold_for
+    from liger_rl.kernels import gemm_fold_for, limits
 
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
     hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
-    assert (gemm_fold_for(hidden, weight) is not None) == hopper
+    assert (gemm_fold_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
     for other in (
         hidden[:100],
         hidden.float(),
@@ -413,17 +412,18 @@ def test_which_gluon_is_known(version, known, monkeypatch):
     assert epilogue.gluon_is_known() == known
 
 
-@pytest.mark.parametrize(("interpreted", "capability", "known", "expected"), [
-    (False, (9, 0), True, True), (True, (9, 0), True, False),
-    (False, (10, 0), True, False), (False, (9, 0), False, False),
+@pytest.mark.parametrize(("interpreted", "gpu", "known", "expected"), [
+    (False, {}, True, True), (True, {}, True, False), (False, {"capability": (10, 0)}, True, False),
+    (False, {"capability": (9, 4), "amd": True}, True, False), (False, {}, False, False),
 ])  # fmt: skip
-def test_where_halves_take_turns(interpreted, capability, known, expected, monkeypatch):
+def test_where_halves_take_turns(interpreted, gpu, known, expected, monkeypatch):
     """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
     from liger_rl.kernels import epilogue
+    from liger_rl.kernels.limits import HOPPER
 
     if not epilogue.gluon_is_known():
         pytest.skip("this Triton's Gluon is not known")
-    monkeypatch.setattr(epilogue, "device_capability", lambda device: capability)
+    monkeypatch.setattr(epilogue, "gpu_of", lambda device: HOPPER._replace(**gpu))
     monkeypatch.setattr(epilogue, "gluon_is_known", lambda: known)
     monkeypatch.setattr(epilogue.INTERPRETED, "value", interpreted)
     found = epilogue.overlapped_for.__wrapped__(torch.device("cuda", 0))

@@ -44,7 +44,7 @@ ALLOWED = {
     "logit_op": ["logit_rows", "tokens", "kernels"],
     "logit_loss": ["logit_rows", "policy", "kernels"],
     "policy": ["policy", "distributed"],
-    "policy_terms": ["policy", "policy_terms_triton"],
+    "policy_terms": ["policy", "policy_terms_triton", "kernels.limits"],
     "policy_terms_triton": ["policy", "kernels.triton"],
     "one_pass": ["one_pass_plan", "linear_function", "projection", "kernels", "distributed"],
     "one_pass_loss": [
@@ -59,6 +59,7 @@ ALLOWED = {
         "policy_terms",
         "distributed",
         "dtensors",
+        "kernels.limits",
     ],
     "logit_rows": ["kernels"],
     "low_rank": ["kernels"],

@@ -10,17 +10,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import blocks, bounds, choice, eager, kept, rows, scatter, selection
+from liger_rl.kernels import blocks, bounds, choice, eager, kept, limits, rows, scatter, selection
 from liger_rl.kernels.statistics import TileBounds, TokenStatistics
 
 
 def _module(device: torch.device, plain: ModuleType, compiled: str) -> ModuleType:
-    """Triton's module on CUDA, which alone imports Triton, the plain one elsewhere."""
-    return import_module(f"{__name__}.{compiled}") if device.type == "cuda" else plain
+    """Triton's module where the device has one, which alone imports Triton, the plain one elsewhere."""
+    return import_module(f"{__name__}.{compiled}") if limits.compiles(device) else plain
 
 
 def for_device(device: torch.device) -> ModuleType:
-    """The module whose `fold` and `grad` run on `device`: Triton on CUDA, plain PyTorch elsewhere."""
+    """The module whose `fold` and `grad` run on `device`: Triton on CUDA where it is installed, else plain PyTorch."""
     return _module(device, eager, "triton")
 
 
@@ -37,23 +37,24 @@ def selection_for(device: torch.device) -> ModuleType:
 def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., tuple[TokenStatistics, TileBounds | None]] | None:
     """The fold of hidden (N, H) @ weight (V, H).T in the product's own epilogue, None where that kernel does not apply.
 
-    It applies on GPUs with a tensor memory accelerator (compute capability 9.0 on), to bfloat16 or float16 matrices of
-    one dtype whose rows start at multiples of 16 bytes, from 512 tokens on.
+    It applies on NVIDIA GPUs with a tensor memory accelerator and 227 KiB of shared memory per block (compute
+    capability 9.0 and 10.x), to bfloat16 or float16 matrices of one dtype whose rows start at multiples of 16 bytes,
+    from 512 tokens on.
     """
-    if not hidden.is_cuda:
+    if not limits.applies(hidden, weight):
         return None
     from liger_rl.kernels import epilogue
 
-    return epilogue.gemm_fold if epilogue.applies(hidden, weight) else None
+    return epilogue.gemm_fold
 
 
 def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """The gradient of a tile in the recomputing product's own epilogue, under the conditions of `gemm_fold_for`."""
-    if not hidden.is_cuda:
+    if not limits.applies(hidden, weight):
         return None
     from liger_rl.kernels import epilogue
 
-    return epilogue.gemm_grad if epilogue.applies(hidden, weight) else None
+    return epilogue.gemm_grad
 
 
 def bounds_for(device: torch.device) -> ModuleType:

@@ -231,7 +231,7 @@ def begin(
     workspace: int,
     most_of_row: int,
 ) -> Begun:
-    """As `blocks.begin`, where `epilogue.applies` says so: the device need not wait for a host that waits for it."""
+    """As `blocks.begin`, where `limits.applies` says so: the device need not wait for a host that waits for it."""
     rows, tiles = keep.shape
     # At least those of a tile, which is never split.
     room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)

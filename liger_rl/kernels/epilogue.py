@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.limits import ALIGNMENT_BYTES, CAPABILITY, DTYPES, MIN_TOKENS, STATISTICS_BYTES
+from liger_rl.kernels.limits import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -54,20 +54,6 @@ STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
 # Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
 # would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
-
-
-def applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether this path takes (N, H) @ (V, H).T: Hopper or later, one 16-bit dtype, rows that TMA can address."""
-    if not hidden.is_cuda or device_capability(hidden.device) < CAPABILITY:
-        return False
-    if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES:
-        return False
-    return hidden.shape[0] >= MIN_TOKENS and _addressable(hidden) and _addressable(weight)
-
-
-def _addressable(matrix: Tensor) -> bool:
-    row = matrix.stride(0) * matrix.element_size()
-    return matrix.stride(1) == 1 and row % ALIGNMENT_BYTES == 0 and matrix.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 @triton.jit
@@ -209,7 +195,7 @@ def gemm_fold(
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB words
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileBounds | None]:
-    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `applies` says so."""
+    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `limits.applies` says so."""
     assert over_parts is None or not bounded
     n, vocab = hidden.shape[0], weight.shape[0]
     bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // TILE_VOCAB)
@@ -314,7 +300,7 @@ def gemm_grad(
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `applies` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `limits.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
     words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // words_per_alignment) * words_per_alignment
@@ -357,20 +343,15 @@ def gluon_is_known() -> bool:
 @cache
 def overlapped_for(device: torch.device) -> ModuleType | None:
     """`kernels.overlapped` on Hopper, whose instructions it uses, with a Triton whose Gluon it is known to run with."""
-    # Triton's interpreter has no Gluon, and AMD's GPUs are called cuda, too.
-    if device.type != "cuda" or torch.version.hip is not None or INTERPRETED.value or not gluon_is_known():
+    # Triton's interpreter has no Gluon.
+    if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
         return None
-    if device_capability(device)[0] != CAPABILITY[0]:
+    gpu = gpu_of(device)
+    if gpu.amd or gpu.capability[0] != CAPABILITY[0]:
         return None
     from liger_rl.kernels import overlapped
 
     return overlapped
-
-
-@cache
-def device_capability(device: torch.device) -> tuple[int, int]:
-    """As torch.cuda's, which takes microseconds to look it up."""
-    return torch.cuda.get_device_capability(device)
 
 
 @cache

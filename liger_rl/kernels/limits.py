@@ -1,10 +1,21 @@
-"""Where the product of our own applies, and the memory it takes beside its results; known without Triton."""
+"""Which kernels a GPU runs, where the product of our own applies, and the memory it takes beside its results.
+
+Every choice between kernels asks here, and so does the plan. Nothing of Triton is imported before a GPU is asked about.
+"""
+
+import warnings
+from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
+SHARED_BYTES = 227 << 10  # that a program of the product, or of what follows it, may take; half of these GPUs have less
+# Triton's for capability 10.0 on: 3.4 asks for twice the shared memory that there is.
+BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
@@ -12,11 +23,103 @@ BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of th
 ALIGNMENT_BYTES = 16
 
 
-def takes(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether (tokens, hidden_size) @ (V, hidden_size).T of contiguous matrices is for that product, given the GPU."""
-    return (
-        dtype == weight_dtype
-        and dtype in DTYPES
-        and tokens >= MIN_TOKENS
-        and hidden_size * dtype.itemsize % ALIGNMENT_BYTES == 0
+class Gpu(NamedTuple):
+    """What decides which kernels a GPU runs."""
+
+    capability: tuple[int, int]
+    shared_bytes: int  # of one program, at most
+    amd: bool  # PyTorch calls these cuda, too, and their architecture a compute capability
+    triton: tuple[int, int] | None  # the version that is installed
+
+
+HOPPER = Gpu(CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a CUDA device; Hopper with all it needs on a machine without one, whose calls can still be planned."""
+    index = device.index
+    if index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    return _gpu(index)
+
+
+@cache
+def _gpu(index: int | None) -> Gpu:
+    if not torch.cuda.is_available():
+        return HOPPER
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        (properties.major, properties.minor),
+        getattr(properties, "shared_memory_per_block_optin", 0),  # PyTorch's builds for AMD have no such name
+        amd=torch.version.hip is not None,
+        triton=_installed_triton(),
     )
+
+
+@cache
+def _installed_triton() -> tuple[int, int] | None:
+    try:
+        import triton
+    except ImportError as error:
+        warnings.warn(
+            f"Triton cannot be imported ({error}), so liger_rl runs its PyTorch kernels on the GPU: the same results, "
+            "in more time and memory. Install triton, on Windows triton-windows.",
+            stacklevel=2,
+        )
+        return None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether the kernels of `device` are Triton's; elsewhere, and on CUDA without Triton, they are PyTorch's."""
+    return device.type == "cuda" and gpu_of(device).triton is not None
+
+
+@cache
+def gpu_lacks(gpu: Gpu) -> str | None:
+    """What the product of our own needs and this GPU does not have; None where nothing is missing."""
+    if gpu.triton is None:
+        return "Triton"
+    if gpu.amd:
+        return "an NVIDIA GPU"
+    if gpu.capability < CAPABILITY:
+        return "compute capability {}.{} or higher, got {}.{}".format(*CAPABILITY, *gpu.capability)
+    if gpu.shared_bytes < SHARED_BYTES:
+        return f"{SHARED_BYTES >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
+    if gpu.capability >= BLACKWELL and gpu.triton < BLACKWELL_TRITON:
+        return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
+    return None
+
+
+def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
+    if dtype != weight_dtype or dtype not in DTYPES:
+        return "hidden states and weight in one 16-bit dtype"
+    if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
+        return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
+    if tokens < MIN_TOKENS:
+        return f"{MIN_TOKENS} tokens or more, got {tokens}"
+    return None
+
+
+def applies(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
+    if not hidden.is_cuda or gpu_lacks(gpu_of(hidden.device)) is not None:
+        return False
+    return call_lacks(*hidden.shape, hidden.dtype, weight.dtype) is None and aligned(hidden) and aligned(weight)
+
+
+def realigned(rows: Tensor) -> Tensor:
+    """Contiguous rows as the product of our own can read them: a copy of those of a view that starts elsewhere."""
+    return rows.clone() if rows.is_cuda and rows.data_ptr() % ALIGNMENT_BYTES != 0 else rows
+
+
+def aligned(matrix: Tensor) -> bool:
+    """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
+    row = matrix.stride(0) * matrix.element_size()
+    if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
+        return False
+    # While torch.compile traces, tensors have no address.
+    start = matrix.storage_offset() * matrix.element_size() if torch.compiler.is_compiling() else matrix.data_ptr()
+    return start % ALIGNMENT_BYTES == 0

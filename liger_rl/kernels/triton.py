@@ -22,6 +22,9 @@ MAX_BLOCK = 4096
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
+# Triton's own functions in place of NVIDIA's instructions: the interpreter knows none, and at those AMD's compiler ends
+# the process.
+PORTABLE = tl.constexpr(INTERPRETED.value or torch.version.hip is not None)
 
 
 @triton.jit
@@ -55,7 +58,7 @@ def exp_of_steps(z, peak, unit):
 @triton.jit
 def _reciprocal(x):
     """1 / x to 1.2e-7 for x >= 0.5, and 0 from 2^126 on: one instruction where a quotient takes ten."""
-    if INTERPRETED:
+    if PORTABLE:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -82,7 +85,7 @@ def cap_left(x, gain):
 @triton.jit
 def _magnitude(x):
     """|x| as part of what reads it: of tl.abs a product makes two instructions."""
-    if INTERPRETED:
+    if PORTABLE:
         return tl.abs(x)
     return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -90,7 +93,7 @@ def _magnitude(x):
 @triton.jit
 def _copysign(magnitude, sign):
     """In one instruction, where a choice takes two."""
-    if INTERPRETED:
+    if PORTABLE:
         return tl.where(sign < 0, -magnitude, magnitude)
     return tl.inline_asm_elementwise(
         "copysign.f32 $0, $2, $1;", "=f,f,f", [magnitude, sign], dtype=tl.float32, is_pure=True, pack=1
@@ -103,7 +106,7 @@ def rough_log(x):
 
     For what is known to fewer digits than that, such as exponentials that were kept in float16.
     """
-    if INTERPRETED:
+    if PORTABLE:
         return tl.log(x)
     log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return log2 * LN_2

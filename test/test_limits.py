@@ -1,0 +1,212 @@
+"""Which kernels a GPU is given: those that run on it, and a word to the user where that is not the fastest."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from devices import NEEDS_GPU
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs, logit_loss, logits_logprobs, plan_linear_logprobs
+from liger_rl import kernels as rooms
+from liger_rl.kernels import blocks, bounds, choice, eager, kept, limits, rows, scatter, selection
+from liger_rl.kernels.limits import HOPPER, Gpu, gpu_lacks
+
+CUDA = torch.device("cuda")
+ROOMS = {
+    rooms.for_device: eager,
+    rooms.rows_for: rows,
+    rooms.selection_for: selection,
+    rooms.bounds_for: bounds,
+    rooms.choice_for: choice,
+    rooms.scatter_for: scatter,
+    rooms.kept_for: kept,
+    rooms.blocks_for: blocks,
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lacking"),
+    [
+        (Gpu((9, 0), 227 << 10, amd=False, triton=(3, 4)), None),  # H100, H200
+        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 5)), None),  # B200
+        (Gpu((10, 3), 227 << 10, amd=False, triton=(3, 10)), None),  # B300
+        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 4)), "Triton 3.5 or later"),
+        (
+            Gpu((12, 0), 99 << 10, amd=False, triton=(3, 6)),
+            "227 KiB of shared memory per block, got 99 KiB",
+        ),  # RTX 5090
+        (Gpu((12, 1), 99 << 10, amd=False, triton=(3, 6)), "227 KiB of shared memory"),  # DGX Spark
+        (Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6)), "compute capability 9.0 or higher, got 8.0"),  # A100
+        (Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6)), "compute capability 9.0"),
+        (Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),  # MI300
+        (Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),  # MI355
+        (Gpu((9, 4), 227 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),
+        (Gpu((9, 0), 227 << 10, amd=False, triton=None), "Triton"),
+    ],
+)
+def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
+    found = gpu_lacks(gpu)
+    assert found is None if lacking is None else lacking in found
+    monkeypatch.setattr(limits, "_gpu", lambda index: gpu)
+    # The plan asks the same function, and says what it answers.
+    plan = plan_linear_logprobs(8192, 128256, 4096, device="cuda:0", grad_tolerance=1e-3)
+    kernels = (plan.forward.kernel, plan.backward.kernel)
+    assert kernels == (("epilogue", "blocks") if lacking is None else ("tiles", "tiles"))
+    assert ("no epilogue, which needs" in plan.reason) == (lacking is not None)
+    assert found is None or f"needs {found}" in str(plan)
+
+
+class OnCuda:
+    """What the gate looks at, of a matrix on a GPU that is not there."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.matrix = matrix
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.matrix, name)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "taken"),
+    [(HOPPER, True), (HOPPER._replace(shared_bytes=99 << 10), False), (HOPPER._replace(amd=True), False)],
+)
+def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(limits, "_gpu", lambda index: gpu)
+    hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
+    assert (rooms.gemm_fold_for(hidden, weight) is not None) == taken
+    assert (rooms.gemm_grad_for(hidden, weight) is not None) == taken
+
+
+@pytest.mark.parametrize(
+    ("case", "lacking"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "one 16-bit dtype"),
+        ({"weight_dtype": torch.float32, "compute_dtype": torch.bfloat16}, "one 16-bit dtype"),
+        ({"tokens": 511}, "512 tokens or more, got 511"),
+        ({"hidden_size": 4100}, "a hidden size that is a multiple of 8, got 4100"),
+        ({"aligned": False}, "rows of the weight that start at multiples of 16 bytes"),
+        ({"rank": 8}, "a head without low_rank terms"),
+        ({"chunk_vocab": 4096}, "no chunk to be named"),
+        ({"aligned": False, "passes": "one"}, "rows of the weight that start at multiples of 16 bytes"),
+        ({"chunk_tokens": 256, "passes": "one"}, "chunks of 512 tokens or more"),
+    ],
+)
+def test_the_plan_says_what_the_epilogue_needs(case, lacking, monkeypatch):
+    monkeypatch.setattr(limits, "_gpu", lambda index: HOPPER)
+    plan = plan_linear_logprobs(**{"tokens": 2048, "vocab": 32000, "hidden_size": 2048, "device": "cuda:0"} | case)
+    assert plan.forward.kernel == ("epilogue" if lacking is None else "tiles")
+    assert lacking is None or f"; no epilogue, which needs {lacking}" in plan.reason
+    assert "epilogue" not in plan_linear_logprobs(2048, 32000, 2048, device="cpu").reason
+
+
+def test_views_that_start_between():
+    flat = torch.zeros(8 * 64 + 8, dtype=torch.bfloat16)
+    for start, fits in ((0, True), (8, True), (4, False), (1, False)):
+        view = flat[start : start + 8 * 64].view(8, 64)
+        assert limits.aligned(view) == fits
+    assert not limits.aligned(flat[: 8 * 64].view(64, 8).T)
+    assert not limits.aligned(flat[:480].view(8, 60))
+
+
+def test_a_call_plans_for_the_weight_it_has(monkeypatch):
+    """A weight in between takes float32 tiles, so a budget has to have room for those."""
+    from liger_rl import logprobs
+
+    flat, said = torch.randn(100 * 64 + 8), []
+
+    def planned(*args, **options):
+        said.append(options["aligned"])
+        return plan_linear_logprobs(*args, **options)
+
+    monkeypatch.setattr(logprobs, "plan_linear_logprobs", planned)
+    for start in (0, 1):
+        weight = flat[start : start + 100 * 64].view(100, 64)
+        linear_logprobs(torch.randn(9, 64), weight, torch.arange(9), max_extra_bytes=1 << 24)
+    assert said == [True, False]
+
+
+def test_cuda_without_triton(monkeypatch):
+    """PyTorch's kernels, and one warning; a bare ModuleNotFoundError helps nobody."""
+    limits._installed_triton.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match="Triton cannot be imported .* so liger_rl runs its PyTorch kernels"):
+        assert limits._installed_triton() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert limits._installed_triton() is None
+    limits._installed_triton.cache_clear()
+    monkeypatch.setattr(limits, "_gpu", lambda index: HOPPER._replace(triton=None))
+    for room, plain in ROOMS.items():
+        assert room(CUDA) is plain
+    hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
+    assert rooms.gemm_fold_for(hidden, weight) is None
+    assert rooms.gemm_grad_for(hidden, weight) is None
+
+
+def test_no_kernel_is_generated_without_triton(monkeypatch):
+    terms = FusedLinearGRPOLoss("grpo").terms
+    for version in (None, (3, 6)):
+        monkeypatch.setattr(limits, "_gpu", lambda index, version=version: HOPPER._replace(triton=version))
+        assert logit_loss.generates(CUDA, terms) == (version is not None)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_steps_without_triton(passes, monkeypatch):
+    """The same loss and gradients, within the memory that the plan says."""
+    sizes = {"tokens": 2048, "vocab": 8000, "hidden_size": 256}
+    hidden, weight = torch.randn(2048, 256).cuda().bfloat16(), (torch.randn(8000, 256) / 16).cuda().bfloat16()
+    ids, advantages = torch.randint(0, 8000, (2048,)).cuda(), torch.randn(2048).cuda()
+
+    def step(**options):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = FusedLinearGRPOLoss("gpg", passes=passes, **options)(*leaves, ids, advantages).loss
+        loss.backward()
+        extra = torch.cuda.max_memory_allocated() - before - sum(leaf.grad.nbytes for leaf in leaves)
+        return [loss.detach(), *(leaf.grad for leaf in leaves)], extra
+
+    expected, _ = step()
+    actual = limits.gpu_of(hidden.device)
+    monkeypatch.setattr(limits, "_gpu", lambda index: actual._replace(triton=None))
+    for name in [*sys.modules]:
+        if name.startswith("liger_rl.") and name.endswith(("triton", "epilogue", "tiles", "overlapped")):
+            monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
+    plan = plan_linear_logprobs(**sizes, passes=passes, needs=(True, True))
+    for options in ({}, {"max_extra_bytes": plan.least_bytes if passes == "two" else plan.one_pass_bytes}):
+        step(**options)  # libraries take what they keep
+        found, extra = step(**options)
+        for mine, other in zip(found, expected, strict=True):
+            assert (mine.double() - other.double()).norm() <= 1e-2 * other.double().norm()
+        assert extra <= options.get("max_extra_bytes", plan.extra_bytes)
+    logits_logprobs(torch.randn(64, 100, device="cuda"), torch.zeros(64, dtype=torch.long, device="cuda"))
+
+
+@NEEDS_GPU
+def test_hidden_states_that_start_between():
+    """What is on the GPU is as good as its copy, to the last bit; a weight in between takes other kernels."""
+    flat = torch.randn(600 * 64 + 1, device="cuda").bfloat16()
+    weight, ids = torch.randn(3000, 64, device="cuda").bfloat16(), torch.arange(600, device="cuda")
+    between = flat[1:].view(600, 64)
+    assert torch.equal(linear_logprobs(between, weight, ids).logps, linear_logprobs(between.clone(), weight, ids).logps)
+
+
+def test_no_instruction_of_nvidia_for_amd():
+    """AMD's compiler ends the process at one; PyTorch's builds for AMD have a `torch.version.hip`."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import torch; torch.version.hip = {!r}; from liger_rl.kernels.triton import PORTABLE; print(PORTABLE.value)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for version, portable in (("6.4", "True"), (None, "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(version)], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == portable
