@@ -165,8 +165,7 @@ class PolicyBatch:
         return None if self.segments is None else max(self.segments.count, 1)
 
     def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
-        column = getattr(self, name)
-        check_dense(name, column)
+        column = check_dense(name, getattr(self, name))
         if column.is_complex():
             raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
         if column.device != device:
@@ -181,12 +180,13 @@ class PolicyBatch:
         raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
 
 
-def check_dense(name: str, column: Any) -> None:
-    """Raises TypeError where it is not a dense tensor."""
+def check_dense(name: str, column: Any) -> Tensor:
+    """-> the column. Raises TypeError where it is not a dense tensor."""
     if not isinstance(column, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(column).__name__}")
     if column.layout != torch.strided or column.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
+    return column
 
 
 def check_mask_values(mask: Tensor | None) -> None:

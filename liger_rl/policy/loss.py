@@ -277,10 +277,10 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
-    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
-        if name == "entropy" and column is None:
+    for name, given_column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
+        if name == "entropy" and given_column is None:
             continue
-        check_dense(name, column)
+        column = check_dense(name, given_column)
         if not column.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
         if column.shape != per_token_logps.shape:

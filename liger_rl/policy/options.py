@@ -17,7 +17,7 @@ def number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be in a float's range, got an int of {value.bit_length()} bits") from None
+        raise ValueError(f"{name} must be in a float's range, got an int beyond it") from None
 
 
 def at_least_zero(options: object, *names: str) -> None:
