@@ -14,6 +14,8 @@ from liger_rl.policy.metrics import Metric, reduce_metrics
 from liger_rl.policy.objectives import (
     CISPO,
     DPPO,
+    DPPOKL,
+    DRO,
     GMPO,
     SAPO,
     VESPO,
@@ -40,6 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CISPO",
     "DPPO",
+    "DPPOKL",
+    "DRO",
     "GMPO",
     "PRESETS",
     "SAPO",

@@ -13,7 +13,8 @@ from liger_rl.logprobs import check_fixed_shape, check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.objectives import TokenLoss
-from liger_rl.policy.presets import build_preset
+from liger_rl.policy.options import flag, one_of
+from liger_rl.policy.presets import build_per_token
 from liger_rl.policy.segments import Segments
 from liger_rl.tokens import ask_vocabulary
 
@@ -85,14 +86,15 @@ def grpo_loss_from_logits(
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
     Raises:
-        TypeError, ValueError: as `logits_logprobs` and `build_preset`, and for an unknown clip_indicator. Of a loss
+        TypeError, ValueError: as `logits_logprobs`; for an unknown loss_type, option or clip_indicator, and for a
+            `reduction`, because the result is per token. Of a loss
             that is one kernel and has a gradient, a live id outside [0, V) raises in the backward, so that the host
             need not wait for the device between the two; until then its token is masked, and a `grad_buffer` has the
             gradient of the others by then.
     """
-    if clip_indicator not in CLIP_INDICATORS:
-        raise ValueError(f"clip_indicator must be one of {sorted(CLIP_INDICATORS)}, got {clip_indicator!r}")
-    objective, _, kl, _ = build_preset(loss_type, per_token=True, **options)
+    one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
+    flag("compiled", compiled)
+    objective, kl = build_per_token(loss_type, **options)
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
     check_logits(
         logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,

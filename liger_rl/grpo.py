@@ -1,6 +1,6 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
@@ -31,6 +31,7 @@ from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.metrics import MetricsLevel
 from liger_rl.policy.objectives import Objective
+from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
@@ -84,7 +85,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         reduction: Reduction | None = None,
         sampler_correction: SamplerCorrection | None = None,
-        corrections: Sequence[Correction] = (),
+        corrections: Iterable[Correction] = (),
         metrics: MetricsLevel = "loss",
         grad_tolerance: float = 0.0,
         chunk_tokens: int | None = None,
@@ -114,7 +115,7 @@ class FusedLinearGRPOLoss(nn.Module):
             kl=parts.kl,
             entropy_bonus=parts.entropy_bonus,
             sampler_correction=sampler_correction,
-            corrections=tuple(corrections),
+            corrections=corrections,
             metrics=metrics,
         )
 
@@ -303,8 +304,7 @@ class FusedLinearGRPOLoss(nn.Module):
 def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dict[str, Any]) -> LossParts:
     if isinstance(loss_type, str):
         return build_preset(loss_type, reduction=reduction, **options)
-    if not callable(loss_type):
-        raise TypeError(f"loss_type must be a name or a callable objective, got {type(loss_type).__name__}")
+    callable_instance("loss_type, which is a name or an objective,", loss_type)
     if reduction is None:
         raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
     kl, entropy_bonus = KLPenalty(**_taken(options, KLPenalty)), EntropyBonus(**_taken(options, EntropyBonus))

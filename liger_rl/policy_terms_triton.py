@@ -234,6 +234,8 @@ ESTIMATORS: dict[Callable[[Tensor, Tensor], Tensor], Any] = {penalties.k1: _k1, 
 
 def knows(terms: PolicyTerms) -> bool:
     """Whether the objective and the penalty are of those above; a subclass may have a formula of its own."""
+    if isinstance(terms.objective, CISPO) and terms.objective.ratio_min != 0.0:
+        return False
     return (
         type(terms.objective) in FORMULAS
         and type(terms.kl) is penalties.KLPenalty

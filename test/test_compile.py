@@ -192,7 +192,7 @@ def test_inductor(device):
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses(name):
     x = tensors(torch.device("cpu"))
-    options = {"max_completion_length": 7} if name == "dr_grpo" else {}
+    options = {"dr_grpo": {"max_completion_length": 7}, "dro": {"dro_beta": 0.3}}.get(name, {})
     # A graph takes two passes, whatever eager mode takes.
     loss = FusedLinearGRPOLoss(name, beta=0.1, metrics="basic", passes="two", **options)
     advantages, old = torch.tensor([1.0, -0.5, 0.3]), torch.full(SHAPE, -4.0)

@@ -23,7 +23,7 @@ from liger_rl import (
 )
 
 VOCAB, HIDDEN, SHAPE = 133, 16, (3, 7)
-LOSSES = [name for name in PRESETS if name != "dr_grpo"]  # it needs an option
+LOSSES = [name for name in PRESETS if name not in ("dr_grpo", "dro")]  # these need an option
 
 
 class Inputs(NamedTuple):

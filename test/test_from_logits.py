@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from liger_rl import PolicyBatch, SequenceMean, grpo_loss_from_logits, logit_loss, logits_logprobs, ppo_loss_fn
+from liger_rl import (
+    PolicyBatch,
+    PPOClip,
+    SequenceMean,
+    TokenMean,
+    grpo_loss_from_logits,
+    logit_loss,
+    logits_logprobs,
+    ppo_loss_fn,
+)
 from liger_rl.policy.presets import build_preset
 
 B, T, V = 4, 9, 131
@@ -131,12 +140,35 @@ def test_agrees_with_an_independent_triton_kernel(device):
         ("ref_per_token_logps", {"ref_per_token_logps": None}),
         ("temperature", {"temperature": 0.0}),
         ("epsilon", {"epsilon": 0.2}),
+        ("reduction.*reduce what it returns", {"reduction": TokenMean()}),
+        ("no option per_token", {"per_token": False}),
+        ("entropy_coef", {"entropy_coef": 0.1}),
+        ("clip_indicator", {"clip_indicator": ["active"]}),
+        ("loss_type", {"loss_type": PPOClip()}),
+        ("dro_beta", {"loss_type": "dro"}),
     ],
 )
 def test_bad_arguments_are_named(name, options):
     logits, ids, columns = problem()
     with pytest.raises(ValueError, match=name):
         grpo_loss_from_logits(logits, ids, **{**columns, "beta": 0.1, **options})
+
+
+def test_compiled_must_be_a_bool():
+    logits, ids, columns = problem()
+    with pytest.raises(TypeError, match="compiled"):
+        grpo_loss_from_logits(logits, ids, **columns, compiled=1)
+
+
+def test_other_policies_get_no_gradient(device, generated_here):
+    """One kernel or many steps."""
+    logits, ids, columns = problem(device=device)
+    columns = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in columns.items()}
+    for compiled in (True, False):
+        leaf = logits.clone().requires_grad_()
+        grpo_loss_from_logits(leaf, ids, **columns, beta=0.1, compiled=compiled).loss.sum().backward()
+        assert leaf.grad.any()
+        assert all(column.grad is None for column in columns.values())
 
 
 def test_reduced_by_hand_is_the_preset():
@@ -156,6 +188,8 @@ GENERATED = {
     "sapo": {},
     "gpg": {"beta": 0.1, "kl_estimator": "k2"},
     "dppo": {},
+    "dppo_kl": {"divergence_high": 0.05},
+    "dro": {"dro_beta": 0.3},
 }
 
 

@@ -14,8 +14,10 @@ from liger_rl import (
     OffPolicySequenceMask,
     PolicyBatch,
     PPOClip,
+    SamplerCorrection,
     TokenLoss,
     TokenMean,
+    TopEntropyMask,
     linear_logprobs,
     one_pass_loss,
     ppo_loss_fn,
@@ -234,6 +236,12 @@ def test_on_policy_without_old_has_ratio_one():
         ("old_per_token_logps", ValueError, {"old_per_token_logps": torch.zeros(4, 6)}),
         ("ref_per_token_logps", ValueError, {"ref_per_token_logps": None}),
         ("importance_ratio", ValueError, {"importance_ratio": torch.zeros(4, 2)}),
+        ("advantages", TypeError, {"advantages": torch.ones(4).to_sparse()}),
+        ("old_per_token_logps", TypeError, {"old_per_token_logps": torch.zeros(4, 7).to_sparse()}),
+        ("num_items_in_batch", ValueError, {"num_items_in_batch": 0}),
+        ("num_items_in_batch", ValueError, {"num_items_in_batch": math.nan}),
+        ("num_sequences", ValueError, {"num_sequences": -4}),
+        ("num_sequences", ValueError, {"num_sequences": math.inf}),
     ],
 )
 def test_bad_arguments_are_named_before_any_product(name, error, arguments, monkeypatch):
@@ -260,6 +268,19 @@ def test_bad_arguments_are_named_before_any_product(name, error, arguments, monk
         ("loss_type", TypeError, {"loss_type": 3}),
         ("reduction", ValueError, {"loss_type": lambda logps, batch: TokenLoss(logps)}),
         ("delta", ValueError, {"loss_type": lambda logps, batch: None, "reduction": TokenMean(), "delta": 2.0}),
+        ("per_token", ValueError, {"loss_type": "grpo", "per_token": True}),
+        (r"loss_type.*PPOClip\(", TypeError, {"loss_type": PPOClip, "reduction": TokenMean()}),
+        (r"loss_type.*PPOClip\(", TypeError, {"loss_type": PPOClip}),
+        (r"reduction.*TokenMean\(", TypeError, {"loss_type": "grpo", "reduction": TokenMean}),
+        ("sampler_correction", TypeError, {"loss_type": "grpo", "sampler_correction": SamplerCorrection}),
+        (r"corrections\[0\]", TypeError, {"loss_type": "grpo", "corrections": [1]}),
+        (r"corrections\[0\]", TypeError, {"loss_type": "grpo", "corrections": (TopEntropyMask,)}),
+        ("corrections", TypeError, {"loss_type": "grpo", "corrections": None}),
+        ("world_size", ValueError, {"loss_type": "dapo", "world_size": True}),
+        ("importance_weighted", TypeError, {"loss_type": "grpo", "beta": 0.1, "importance_weighted": "yes"}),
+        ("dro_beta", ValueError, {"loss_type": "dro"}),
+        ("divergence_low", ValueError, {"loss_type": "dppo", "divergence_low": 2}),
+        ("metrics", ValueError, {"loss_type": "grpo", "metrics": ["basic"]}),
     ],
 )
 def test_bad_options(match, error, arguments):
@@ -386,6 +407,23 @@ def test_kl_penalty_is_k3_with_its_coefficient():
     assert loss.item() == pytest.approx(3 * (math.exp(-0.5) - 0.5), rel=1e-6)
 
 
+def test_an_objective_that_returns_no_token_loss_is_named():
+    head, ids, columns = problem()
+    loss = FusedLinearGRPOLoss(lambda logps, batch: -logps, reduction=TokenMean())
+    with pytest.raises(TypeError, match="objective must be of type TokenLoss, got Tensor"):
+        loss(head.hidden, head.weight, ids, **columns)
+
+
+def test_other_policies_get_no_gradient():
+    head, ids, columns = problem()
+    columns = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in columns.items()}
+    for passes in ("two", "one"):
+        FusedLinearGRPOLoss("grpo", beta=0.1, passes=passes)(
+            head.hidden.clone().requires_grad_(), head.weight, ids, **columns
+        ).loss.backward()
+        assert all(column.grad is None for column in columns.values())
+
+
 def test_options_of_a_replaced_reduction_are_unknown():
     with pytest.raises(ValueError, match="no option world_size"):
         FusedLinearGRPOLoss("dapo", reduction=TokenMean(), world_size=4)
@@ -394,13 +432,22 @@ def test_options_of_a_replaced_reduction_are_unknown():
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss_type": "gspo"}, {"loss_type": "vespo"}, {"loss_type": "gmpo"}, {"loss_type": "dapo", "metrics": "basic"}],
+    [
+        {"loss_type": "gspo"},
+        {"loss_type": "vespo"},
+        {"loss_type": "gmpo"},
+        {"loss_type": "dapo", "metrics": "basic"},
+        {"loss_type": "dapo", "sampler_correction": SamplerCorrection(level="sequence")},
+    ],
 )
 def test_packed_tokens_without_segments_are_refused_before_any_product(options, monkeypatch):
     monkeypatch.setattr(gemm, "matmul", lambda *_: pytest.fail("a product ran"))
     hidden, weight, ids = torch.randn(6, 8), torch.randn(11, 8), torch.zeros(6, dtype=torch.long)
     with pytest.raises(ValueError, match="segments must"):
-        FusedLinearGRPOLoss(**options)(hidden, weight, ids, torch.ones(6))
+        FusedLinearGRPOLoss(**options)(
+            hidden, weight, ids, torch.ones(6), old_per_token_logps=torch.zeros(6),
+            sampling_per_token_logps=torch.zeros(6),
+        )  # fmt: skip
 
 
 def test_options_of_a_wrong_type_are_named():
@@ -470,6 +517,9 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
     ("sapo", {}, True),
     ("gpg", {}, True),
     ("dppo", {}, True),
+    ("dppo_kl", {}, True),
+    ("cispo", {"ratio_min": 0.1}, True),
+    ("dro", {"dro_beta": 0.3}, False),
     ("grpo", {"beta": 0.1}, False),
     ("grpo", {"entropy_coef": 0.1}, False),
     ("grpo", {"metrics": "basic"}, False),

@@ -10,7 +10,16 @@ from torch import Tensor
 
 import oracles
 import oracles_segments
-from liger_rl import PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum, logits_logprobs, ppo_loss_fn
+from liger_rl import (
+    PolicyBatch,
+    PPOClip,
+    Segments,
+    SequenceMean,
+    SequenceSum,
+    logits_logprobs,
+    ppo_loss_fn,
+    reduce_metrics,
+)
 from liger_rl.policy.segments import segment_sum
 
 BOUNDS = {"epsilon_low": 0.05, "epsilon_high": 0.06}
@@ -367,6 +376,44 @@ def test_ranks_that_share_sequences(case, ranks_of, weight):
     assert (rms(alone - expected[1]) > 0.01 * rms(expected[1])) == (ranks_of != "one rank has nothing")
 
 
+def test_metrics_per_sequence_over_ranks_that_share_sequences():
+    p = packed(MANY)
+    owner, group = halves(p), Group(2)
+
+    def metrics(p, all_reduce=None):
+        logps = oracles.logits_logprobs(p.logits.double(), p.targets)[0]
+        return ppo_loss_fn(logps, batch_of(p, 12, all_reduce=all_reduce), GSPO, SequenceSum(), metrics="basic").metrics
+
+    parts = group.run(lambda rank, all_reduce: metrics(p.where(owner == rank), all_reduce))
+    merged, whole = reduce_metrics(parts), metrics(p)
+    assert merged.keys() == whole.keys()
+    assert whole["num_sequences"].item() == len(set(p.index[p.mask].tolist())) < p.count
+    for name, metric in whole.items():
+        assert merged[name].item() == pytest.approx(metric.item(), rel=1e-12), name
+
+
+def test_fast_llms_recipe():
+    """Its GSPO at 7d61a1ba: a segment counts by its tokens, and the divisor is the number of documents."""
+    logps = torch.tensor([-1.0, -0.4, -2.2, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.1, -0.5, -2.0, -0.9, -1.2, -0.5, -2.8], dtype=torch.float64)
+    advantages = torch.tensor([1.5, 1.5, 1.5, 1.5, 1.5, -0.7, -0.7], dtype=torch.float64)
+    lengths = [5, 2]
+    segments = Segments.from_cu_seqlens(torch.tensor([0, 5, 7]), 7)
+    batch = PolicyBatch(advantages=advantages, old_per_token_logps=old, segments=segments)
+    objective = PPOClip(importance_sampling_level="sequence", mean_advantages=True)
+    expected = 0.0
+    for ours, theirs, a in zip(logps.split(lengths), old.split(lengths), advantages.split(lengths), strict=True):
+        ratio = (ours - theirs).mean().exp()
+        per_token = -torch.minimum(ratio * a.mean(), ratio.clamp(0.8, 1.2) * a.mean())
+        expected = expected + len(a) * per_token / 2
+    found = ppo_loss_fn(logps, batch, objective, SequenceSum(), metrics="basic")
+    torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(x, logps, retain_graph=True)[0] for x in (found.loss, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
+    assert ppo_loss_fn(logps, batch, objective, SequenceMean()).loss.item() != pytest.approx(expected.item(), rel=0.5)
+    assert found.metrics["num_sequences"].item() == pytest.approx(2)
+
+
 # --- sums over segments -----------------------------------------------------------------------------------------------
 
 
@@ -420,6 +467,16 @@ def test_gradcheck_of_the_loss():
         ("count", ValueError, lambda: Segments(index=torch.zeros(3, dtype=torch.long), count=1.0)),
         ("cu_seqlens", ValueError, lambda: Segments.from_cu_seqlens(torch.zeros(0, dtype=torch.long), 3)),
         ("cu_seqlens", ValueError, lambda: Segments.from_cu_seqlens(torch.zeros(2, 2, dtype=torch.long), 3)),
+        ("index", TypeError, lambda: Segments(index=torch.zeros(3, dtype=torch.bool), count=1)),
+        ("index", TypeError, lambda: Segments(index=torch.zeros(3, dtype=torch.complex64), count=1)),
+        ("all_reduce", TypeError, lambda: Segments(index=torch.zeros(3, dtype=torch.long), count=1, all_reduce=1)),
+        ("cu_seqlens", TypeError, lambda: Segments.from_cu_seqlens([0, 3], 3)),
+        ("cu_seqlens", TypeError, lambda: Segments.from_cu_seqlens(torch.tensor([0.0, 3.0]), 3)),
+        ("cu_seqlens must start at 0", ValueError, lambda: Segments.from_cu_seqlens(torch.tensor([1, 3]), 3)),
+        ("cu_seqlens must start at 0", ValueError, lambda: Segments.from_cu_seqlens(torch.tensor([-1, 3]), 3)),
+        ("cu_seqlens must never", ValueError, lambda: Segments.from_cu_seqlens(torch.tensor([0, 3, 2]), 3)),
+        ("num_tokens", ValueError, lambda: Segments.from_cu_seqlens(torch.tensor([0, 3]), -1)),
+        ("num_tokens", ValueError, lambda: Segments.from_cu_seqlens(torch.tensor([0, 3]), 3.0)),
     ],
 )
 def test_bad_segments_are_named(name, error, make):

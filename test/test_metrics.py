@@ -26,6 +26,8 @@ LOSS_NAMES = {"kl_ref", "clip_low", "clip_high", "clip_ratio"}
 BASIC_NAMES = {
     "new_logprobs", "old_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "advantage",
     "ratio_new_old_sum", "ratio_new_old_squared_sum", "num_tokens", "max_advantage", "min_advantage",
+    "sequence_ratio_new_old", "sequence_kl_new_old", "sequence_ratio_new_old_sum",
+    "sequence_ratio_new_old_squared_sum", "num_sequences",
 }  # fmt: skip
 NAMES = {
     "none": set(),
@@ -95,6 +97,13 @@ def loop(c, level, *, num_sequences=None, low=1 - EPSILON_LOW, high=1 + EPSILON_
     tokens = int(c.mask.sum())
     for b in range(rows):
         inside = [t for t in range(length) if c.mask[b, t]]
+        if inside:
+            log_r = math.fsum((c.logps - c.old)[b, t].item() for t in inside) / len(inside)
+            found["sequence_ratio_new_old"] += math.exp(log_r) / sequences
+            found["sequence_kl_new_old"] += (math.exp(log_r) - log_r - 1) / sequences
+            found["sequence_ratio_new_old_sum"] += math.exp(log_r)
+            found["sequence_ratio_new_old_squared_sum"] += math.exp(2 * log_r)
+            found["num_sequences"] += 1
         for t in inside:
             w = 1 / len(inside) / sequences
             logp, old, ref, a, entropy = (x[b, t].item() for x in (c.logps, c.old, c.ref, c.advantages, c.entropy))

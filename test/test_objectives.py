@@ -12,12 +12,15 @@ from torch import Tensor
 from liger_rl import (
     CISPO,
     DPPO,
+    DPPOKL,
+    DRO,
     GMPO,
     PRESETS,
     SAPO,
     VESPO,
     ClipCov,
     EntropyBonus,
+    FixedLengthMean,
     GlobalTokenMean,
     KLCov,
     KLPenalty,
@@ -26,7 +29,9 @@ from liger_rl import (
     PPOClip,
     Reinforce,
     SamplerCorrection,
+    Segments,
     SequenceMean,
+    SequenceSum,
     TokenMean,
     TokenSum,
     TopEntropyMask,
@@ -116,8 +121,23 @@ def ppo(low, high, *, delta=math.inf, dual_clip=math.inf):
     return token_loss
 
 
-def cispo(high):
-    return lambda logp, old, a: -min(math.exp((logp - old).item()), high) * a * logp
+def dppo_kl(low, high, cap):
+    def token_loss(logp, old, a):
+        p, q = math.exp(logp.item()), math.exp(old.item())
+        divergence = q * (old - logp).item() + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        if (a > 0 and divergence > high and p > q) or (a <= 0 and divergence > low and p < q):
+            return torch.zeros(())
+        return -min(math.exp((logp - old).item()), cap) * a * logp
+
+    return token_loss
+
+
+def dro(beta):
+    return lambda logp, old, a: -(a * logp - beta / 2 * (logp - old) ** 2)
+
+
+def cispo(high, low=0.0):
+    return lambda logp, old, a: -min(max(math.exp((logp - old).item()), low), high) * a * logp
 
 
 def sapo(positive, negative):
@@ -138,6 +158,11 @@ TOKEN_CASES = [
     (PPOClip(delta=1.4), ppo(0.2, 0.2, delta=1.4)),
     (CISPO(epsilon_high=1.1), cispo(1.1)),
     (CISPO(epsilon_high=0.2), cispo(0.2)),
+    (CISPO(ratio_min=0.8, epsilon_high=1.2), cispo(1.2, 0.8)),
+    (DPPOKL(divergence_low=0.01, divergence_high=0.02), dppo_kl(0.01, 0.02, 20.0)),
+    (DPPOKL(divergence_low=0.05, divergence_high=0.005, ratio_cap=1.2), dppo_kl(0.05, 0.005, 1.2)),
+    (DRO(dro_beta=0.3), dro(0.3)),
+    (DRO(dro_beta=4), dro(4.0)),
     (SAPO(), sapo(1.0, 1.05)),
     (SAPO(sapo_temperature_pos=0.4, sapo_temperature_neg=3.0), sapo(0.4, 3.0)),
 ]
@@ -147,6 +172,8 @@ TOKEN_CASES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_token_losses(objective, token_loss, seed):
     c = columns(seed=seed)
+    if isinstance(objective, DPPOKL):  # it has a logarithm of 1 - p
+        c = c._replace(old=c.old.clamp(max=-0.02))
     # SAPO's temperatures are float32 whatever the log-probabilities are.
     assert_same(solve(objective, c), loop(token_loss, c), 1e-6 if isinstance(objective, SAPO) else 1e-11)
 
@@ -158,6 +185,33 @@ def test_dppo_drops_where_the_probability_moved():
     dropped = torch.where(c.advantages > 0, change > 0.08, change < -0.05) & c.mask
     assert 5 < dropped.sum() < c.mask.sum() - 5
     assert ((grad == 0) == (dropped | ~c.mask)).all()
+
+
+@pytest.mark.parametrize("low", [0.0, 0.8])
+def test_cispo_reports_what_its_bounds_cut(low):
+    c = columns()
+    batch = PolicyBatch(advantages=c.advantages, completion_mask=c.mask, old_per_token_logps=c.old)
+    found = ppo_loss_fn(c.logps, batch, CISPO(ratio_min=low, epsilon_high=1.2), TokenMean()).metrics
+    ratio = (c.logps - c.old).exp()
+    under, over = ((x & c.mask).sum().item() for x in ((ratio < low) & (c.advantages < 0),
+                                                       (ratio > 1.2) & (c.advantages > 0)))  # fmt: skip
+    assert over > 3
+    assert (under > 3) == (low > 0)
+    counted = {name: round(metric.item() * int(c.mask.sum())) for name, metric in found.items()}
+    assert counted == {"clip_low": under, "clip_high": over, "clip_ratio": under + over}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_binary_divergence_near_a_probability_of_one(dtype):
+    """1 - p is 2e-6 there: as a difference of two float32 numbers it has one digit, and the loss falls on either side
+    of the bound by chance."""
+    old, logps = (torch.tensor([[math.log1p(-x)]], dtype=dtype) for x in (4e-6, 2e-6))
+    p, q = (math.exp(x.double().item()) for x in (logps, old))
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    for factor, dropped in ((0.98, True), (1.02, False)):
+        batch = PolicyBatch(advantages=torch.ones(1, dtype=dtype), old_per_token_logps=old)
+        found = ppo_loss_fn(logps, batch, DPPOKL(divergence_high=factor * divergence), None).loss
+        assert (found.item() == 0) == dropped
 
 
 @pytest.mark.parametrize("dual_clip", [1.3, 2.0])
@@ -196,6 +250,36 @@ def test_gmpo(epsilons):
     expected = total.detach(), torch.autograd.grad(total, leaf)[0]
     assert (expected[1][c.mask] == 0).sum() > 2  # clipped
     assert_same(solve(GMPO(epsilon_low=epsilons[0], epsilon_high=epsilons[1]), c, SequenceMean()), expected)
+
+
+@pytest.mark.parametrize("shape", ["(B, T)", "(B, 1)", "packed"])
+def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(shape):
+    c = per_sequence(columns())
+    ratio = 0.4 + 1.4 * torch.rand(9, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ratio[tuple(c.mask.nonzero()[3])] = 0.0  # as SamplerCorrection(mode="mask") makes it: 1e-10 in the mean
+    if shape == "(B, 1)":
+        ratio = ratio[:, :1]
+    per_token = ratio.expand(9, 7)
+    objective = GMPO(mean_importance_ratio=True)
+    plain, _ = solve(objective, c)  # without an importance ratio the option changes nothing
+    assert torch.equal(plain, solve(GMPO(), c)[0])
+    expected = torch.zeros_like(plain)
+    for b, inside in rows_of(c):
+        logs = [math.log(max(per_token[b, t].item(), 1e-10)) for t in inside]
+        for t in inside:
+            expected[b, t] = plain[b, t] * math.exp(math.fsum(logs) / len(logs))
+    leaf = c.logps.clone().requires_grad_()
+    flat = (lambda x: x.flatten()) if shape == "packed" else (lambda x: x)
+    batch = PolicyBatch(
+        advantages=flat(c.advantages), completion_mask=flat(c.mask), old_per_token_logps=flat(c.old),
+        importance_ratio=flat(ratio),
+        segments=Segments(index=torch.arange(63) // 7, count=9) if shape == "packed" else None,
+    )  # fmt: skip
+    loss = ppo_loss_fn(flat(leaf), batch, objective, None).loss.view(9, 7)
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
+    by_token = ppo_loss_fn(c.logps, PolicyBatch(advantages=c.advantages, completion_mask=c.mask,
+                           old_per_token_logps=c.old, importance_ratio=per_token), GMPO(), None).loss  # fmt: skip
+    assert torch.allclose(by_token, expected) == (shape == "(B, 1)" and bool((ratio > 0).all()))
 
 
 @pytest.mark.parametrize("ratio", [False, True])
@@ -453,6 +537,10 @@ OBJECTIVES = [
     DPPO(),
     ClipCov(clip_cov_ratio=0.2, **COV_BOUNDS),
     KLCov(kl_cov_ratio=0.2),
+    CISPO(ratio_min=0.8, epsilon_high=1.2),
+    GMPO(mean_importance_ratio=True),
+    DPPOKL(),
+    DRO(dro_beta=0.5),
 ]
 
 
@@ -503,12 +591,21 @@ BAD_OPTIONS = [
     *((GMPO, name, value) for name in ("epsilon_low", "epsilon_high") for value in (-0.1, math.inf)),
     (DPPO, "divergence_low", -0.1),
     (DPPO, "divergence_high", math.nan),
+    *((DPPO, name, value) for name in ("divergence_low", "divergence_high") for value in (2, 1.001, math.inf)),
+    *((DPPOKL, name, value) for name in ("divergence_low", "divergence_high") for value in (-0.1, math.inf, math.nan)),
+    (DPPOKL, "ratio_cap", 0.0),
+    *((DRO, "dro_beta", value) for value in (0.0, -1.0, math.inf, math.nan)),
+    *((CISPO, "ratio_min", value) for value in (-0.1, 0.3, math.nan)),
+    (CISPO, "epsilon_high", 10**400),
     (DPPO, "ratio_cap", 0.0),
     *((PPOClip, "dual_clip", value) for value in (1.0, 0.5, math.nan)),
     (PPOClip, "delta", math.nan),
     (ClipCov, "epsilon_low", -0.1),
     *((ClipCov, "clip_cov_ratio", value) for value in (0.0, 1.5, math.nan)),
     (ClipCov, "clip_cov_lb", 5.0),
+    (ClipCov, "clip_cov_lb", math.nan),
+    (ClipCov, "clip_cov_ub", math.nan),
+    (ClipCov, "clip_cov_ub", 10**400),
     (KLCov, "kl_cov_ratio", 0.0),
     (KLCov, "ppo_kl_coef", -1.0),
     (KLPenalty, "kl_estimator", "k4"),
@@ -519,6 +616,11 @@ BAD_OPTIONS = [
     (SamplerCorrection, "ratio_min", 3.0),
     (SamplerCorrection, "ratio_max", 0.0),
     (SamplerCorrection, "ratio_max", math.nan),
+    (SamplerCorrection, "ratio_min", -0.1),
+    (SamplerCorrection, "ratio_min", math.nan),
+    (SamplerCorrection, "level", ["token"]),
+    (PPOClip, "importance_sampling_level", ["token"]),
+    (KLPenalty, "kl_estimator", ["k3"]),
     (OffPolicySequenceMask, "threshold", math.nan),
     *((TopEntropyMask, "top_entropy_quantile", value) for value in (0.0, 1.1, math.nan)),
 ]
@@ -528,6 +630,35 @@ BAD_OPTIONS = [
 def test_bad_options_are_named(part, name, value):
     with pytest.raises(ValueError, match=name.replace("ratio_max", "ratio_m(ax|in)")):
         part(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        (PPOClip, "mean_advantages", 1),
+        (PPOClip, "dual_clip", "3"),
+        (PPOClip, "epsilon_low", torch.tensor(0.2)),
+        (GMPO, "mean_importance_ratio", "yes"),
+        (KLPenalty, "importance_weighted", 1),
+        (KLPenalty, "beta", True),
+        (ClipCov, "clip_cov_lb", "1"),
+        (ClipCov, "clip_cov_ub", None),
+        (ClipCov, "generator", 3),
+        (SamplerCorrection, "ratio_min", "0"),
+        (SamplerCorrection, "ratio_max", True),
+        (OffPolicySequenceMask, "threshold", "0.1"),
+        (OffPolicySequenceMask, "threshold", None),
+        (TopEntropyMask, "top_entropy_quantile", "0.5"),
+    ],
+)
+def test_options_of_a_wrong_type_are_named(part, name, value):
+    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+        part(**{name: value})
+
+
+def test_a_gather_that_cannot_be_called_is_named():
+    with pytest.raises(TypeError, match="gather"):
+        TopEntropyMask(top_entropy_quantile=0.5, gather=3)
 
 
 def tiny(**given):
@@ -590,6 +721,8 @@ OPTIONS = {
     "gspo_token": {"epsilon_low": 0.05, "epsilon_high": 0.06},
     "gmpo": {"epsilon_low": 0.2, "epsilon_high": 0.3},
     "dppo": {"divergence_low": 0.05, "divergence_high": 0.08},
+    "dppo_kl": {"divergence_low": 0.01, "divergence_high": 0.02},
+    "dro": {"dro_beta": 0.3},
     "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
     "kl_cov": {"kl_cov_ratio": 0.2},
 }
@@ -696,11 +829,12 @@ def test_garbage_under_the_mask(name, c, garbage, seed):
     assert dirty[3] == clean[3]
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "kl_cov"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("kl_cov", "dro")])
 @given(c=BATCHES, seed=st.integers(0, 99))
 @SETTINGS
 def test_zero_gradients_are_exactly_zero(name, c, seed):
-    """No advantage and no penalty: 0.0, so that such rows can be skipped. KLCov holds tokens back for their drift."""
+    """No advantage and no penalty: 0.0, so that such rows can be skipped. KLCov and DRO hold tokens back for their
+    drift."""
     idle = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     if name in ("gspo", "gmpo"):  # what they say of one token is part of its whole sequence
         idle = idle[:, :1].expand_as(idle)
@@ -708,7 +842,7 @@ def test_zero_gradients_are_exactly_zero(name, c, seed):
     assert (grad[idle] == 0.0).all()
 
 
-CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, ClipCov) or name == "dppo"]
+CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, ClipCov, DPPO, DPPOKL)]
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -755,7 +889,7 @@ def test_policies_far_apart_stay_finite(name, importance_weighted, beta):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_zero_without_an_advantage(name):
-    objective = build_preset(name, per_token=True).objective
+    objective = preset_of(name).objective
     logps = (-5 * torch.rand(4, 6)).requires_grad_()
     old = logps.detach() + torch.randn(4, 6)
     batch = PolicyBatch(advantages=torch.zeros(4), old_per_token_logps=old)
@@ -765,4 +899,53 @@ def test_what_is_zero_without_an_advantage(name):
         assert (loss == 0).all()
         assert (grad == 0).all()
     else:
-        assert not objective.token_local
+        assert not objective.token_local or grad.any()
+
+
+# --- torch's default dtype --------------------------------------------------------------------------------------------
+
+REDUCTIONS = [
+    SequenceMean(), SequenceSum(), TokenMean(), GlobalTokenMean(world_size=3),
+    FixedLengthMean(max_completion_length=7.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_default_dtype_changes_nothing(default, dtype):
+    """2673 tokens, a number that float16 and bfloat16 do not have, and divisors in tensors."""
+    c = columns(401, 9, dtype=dtype)
+    c.mask[tuple(c.mask.nonzero()[0])] = False
+    count = int(c.mask.sum())
+    assert (int(torch.tensor(count, dtype=default)) != count) == (default != torch.float64)
+    entropy = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    batch = PolicyBatch(
+        advantages=c.advantages, completion_mask=c.mask, old_per_token_logps=c.old, ref_per_token_logps=c.logps - 0.1,
+        sampling_per_token_logps=c.old + 0.1, num_sequences=torch.tensor(401), num_items_in_batch=torch.tensor(70001),
+    )  # fmt: skip
+
+    def everything():
+        found = []
+        for objective in [*OBJECTIVES, ClipCov(clip_cov_ratio=0.13, generator=torch.Generator(), **COV_BOUNDS)]:
+            torch.manual_seed(0)
+            for reduction in REDUCTIONS:
+                leaf = c.logps.clone().requires_grad_()
+                result = ppo_loss_fn(
+                    leaf, batch, objective, reduction, entropy=entropy, kl=KLPenalty(beta=0.1),
+                    entropy_bonus=EntropyBonus(entropy_coef=0.01), metrics="with_entropy",
+                    corrections=[TopEntropyMask(top_entropy_quantile=0.3331), OffPolicySequenceMask(threshold=0.1)],
+                    sampler_correction=SamplerCorrection(level="token"),
+                )  # fmt: skip
+                found += [result.loss.detach(), torch.autograd.grad(result.loss, leaf)[0]]
+                found += [metric.value for metric in result.metrics.values()]
+        return found
+
+    expected, before = everything(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_dtype(before)
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.dtype == truth.dtype
+        assert torch.equal(mine, truth)

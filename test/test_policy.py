@@ -7,14 +7,18 @@ import torch
 
 import oracles
 from liger_rl import (
+    EntropyBonus,
     FixedLengthMean,
     GlobalTokenMean,
     KLPenalty,
+    OffPolicySequenceMask,
     PolicyBatch,
     PPOClip,
+    SamplerCorrection,
     SequenceMean,
     TokenLoss,
     TokenMean,
+    TopEntropyMask,
     ppo_loss_fn,
 )
 from liger_rl.policy.presets import PRESETS, build_preset
@@ -160,11 +164,21 @@ def test_importance_ratio_carries_no_gradient():
 
 def test_other_policies_get_no_gradient():
     logps, parts = columns()
-    for name in ("old_per_token_logps", "ref_per_token_logps", "advantages"):
+    del parts["importance_ratio"]
+    parts["sampling_per_token_logps"] = parts["old_per_token_logps"] - 0.1
+    parts["num_items_in_batch"] = torch.tensor(16.0)
+    names = [name for name in parts if name != "completion_mask"]
+    for name in names:
         parts[name].requires_grad_()
-    ppo_loss_fn(logps, PolicyBatch(**parts), PPOClip(), TokenMean(), kl=KLPenalty(beta=0.1)).loss.backward()
-    for name in ("old_per_token_logps", "ref_per_token_logps", "advantages"):
+    found = ppo_loss_fn(
+        logps, PolicyBatch(**parts), PPOClip(), GlobalTokenMean(), kl=KLPenalty(beta=0.1),
+        sampler_correction=SamplerCorrection(), corrections=[OffPolicySequenceMask(threshold=9.0)], metrics="basic",
+    )  # fmt: skip
+    found.loss.backward()
+    assert logps.grad.any()
+    for name in names:
         assert parts[name].grad is None, name
+    assert not any(metric.total.requires_grad for metric in found.metrics.values())
 
 
 def test_advantages_per_token():
@@ -444,6 +458,137 @@ def test_bad_options_are_named(part, options):
         part(**options)
 
 
+@pytest.mark.parametrize("name", ["num_sequences", "num_items_in_batch"])
+@pytest.mark.parametrize("value", [0, -3, 0.5, math.nan, math.inf, -math.inf, 10**400])
+def test_divisors_are_finite_and_at_least_1(name, value):
+    logps, parts = columns()
+    with pytest.raises(ValueError, match=name):
+        ppo_loss_fn(logps, PolicyBatch(**parts, **{name: value}), PPOClip(), TokenMean())
+
+
+@pytest.mark.parametrize("name", ["num_sequences", "num_items_in_batch"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (True, TypeError),
+        ("7", TypeError),
+        (torch.tensor(True), TypeError),
+        (torch.tensor(1j), TypeError),
+        (torch.tensor([7, 7]), ValueError),
+        (torch.tensor(7, device="meta"), ValueError),
+    ],
+)
+def test_bad_divisors_are_named(name, value, error):
+    logps, parts = columns()
+    with pytest.raises(error, match=name):
+        ppo_loss_fn(logps, PolicyBatch(**parts, **{name: value}), PPOClip(), TokenMean())
+
+
+def test_a_tensor_divisor_under_1_counts_as_1():
+    logps, parts = columns()
+    zero, one = (
+        ppo_loss_fn(logps, PolicyBatch(**parts, num_items_in_batch=count), PPOClip(), GlobalTokenMean()).loss
+        for count in (torch.tensor(0), 1)
+    )
+    assert torch.equal(zero, one)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, math.nan, math.inf, -1])
+def test_mask_values_other_than_0_and_1_are_refused(value):
+    logps, parts = columns()
+    dtype = torch.float32 if isinstance(value, float) else torch.int64
+    mask = parts["completion_mask"].to(dtype)
+    mask[2, 1] = value
+    with pytest.raises(ValueError, match="completion_mask must be 0 or 1"):
+        ppo_loss_fn(logps, PolicyBatch(**{**parts, "completion_mask": mask}), PPOClip(), TokenMean())
+
+
+def from_generator(*corrections):
+    return (correction for correction in corrections)
+
+
+@pytest.mark.parametrize("iterable", [list, iter, lambda corrections: from_generator(*corrections)])
+def test_corrections_from_any_iterable_count(iterable):
+    logps, parts = columns()
+    entropy = torch.rand(5, 6, dtype=torch.float64)
+    corrections = (TopEntropyMask(top_entropy_quantile=0.5), OffPolicySequenceMask(threshold=0.0))
+
+    def found(corrections):
+        return ppo_loss_fn(
+            logps, PolicyBatch(**parts), PPOClip(), TokenMean(), entropy=entropy, corrections=corrections
+        ).loss  # fmt: skip
+
+    expected = found(corrections)
+    assert torch.equal(found(iterable(corrections)), expected)
+    assert found(()) != expected
+    with pytest.raises(ValueError, match="entropy must be given"):
+        ppo_loss_fn(logps, PolicyBatch(**parts), PPOClip(), TokenMean(), corrections=iterable(corrections))
+
+
+def plain_tensor(logps, batch):
+    return -logps
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("batch", {"batch": {"advantages": torch.zeros(5)}}),
+        ("batch", {"batch": None}),
+        ("objective", {"objective": PPOClip}),
+        ("objective", {"objective": "grpo"}),
+        ("objective", {"objective": plain_tensor}),
+        ("objective", {"objective": lambda logps, batch: None}),
+        ("reduction", {"reduction": TokenMean}),
+        ("reduction", {"reduction": 1.0}),
+        ("reduction", {"reduction": lambda batch: None}),
+        ("kl", {"kl": None}),
+        ("kl", {"kl": KLPenalty}),
+        ("kl", {"kl": 0.1}),
+        ("entropy_bonus", {"entropy_bonus": None}),
+        ("entropy_bonus", {"entropy_bonus": EntropyBonus}),
+        ("sampler_correction", {"sampler_correction": SamplerCorrection}),
+        ("sampler_correction", {"sampler_correction": lambda logps, batch: 1.0}),
+        ("corrections", {"corrections": None}),
+        ("corrections", {"corrections": OffPolicySequenceMask(threshold=0.1)}),
+        (r"corrections\[1\]", {"corrections": [OffPolicySequenceMask(threshold=0.1), 1]}),
+        (r"corrections\[0\]", {"corrections": [OffPolicySequenceMask]}),
+        (r"corrections\[0\]", {"corrections": [lambda logps, batch: None]}),
+        ("entropy", {"entropy": torch.zeros(5, 6).to_sparse()}),
+        ("per_token_logps", {"per_token_logps": torch.zeros(5, 6).to_sparse()}),
+        ("per_token_logps", {"per_token_logps": None}),
+    ],
+)
+def test_what_is_of_another_kind_is_named(name, options):
+    logps, parts = columns()
+    arguments = {"per_token_logps": logps, "batch": PolicyBatch(**parts), "objective": PPOClip(),
+                 "reduction": TokenMean()}  # fmt: skip
+    with pytest.raises(TypeError, match=rf"\b{name}"):
+        ppo_loss_fn(**arguments | options)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", ["completion_mask", *COLUMNS])
+def test_sparse_columns_are_refused(name, layout):
+    logps, parts = columns()
+    sparse = parts[name].double().to_sparse(layout=layout)
+    with pytest.raises(TypeError, match=rf"{name} must be a dense tensor"):
+        ppo_loss_fn(logps, PolicyBatch(**{**parts, name: sparse}), PPOClip(), TokenMean())
+
+
+def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_computed():
+    logps = torch.zeros(7, requires_grad=True)
+    batch = PolicyBatch(
+        advantages=torch.zeros(7), old_per_token_logps=torch.zeros(7), sampling_per_token_logps=torch.zeros(7)
+    )
+
+    def untouched(logps, batch):
+        pytest.fail("the objective was called")
+
+    with pytest.raises(ValueError, match="segments"):
+        ppo_loss_fn(logps, batch, untouched, TokenMean(), sampler_correction=SamplerCorrection(level="sequence"))
+    ppo_loss_fn(logps, batch, PPOClip(), TokenMean(), sampler_correction=SamplerCorrection(level="token"))
+
+
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="loss_type") as unknown_preset:
         build_preset("ppo2")
@@ -456,6 +601,13 @@ def test_unknown_names_list_the_known_ones():
         build_preset("grpo", max_completion_length=8)  # an option of another preset's reduction
 
 
-def test_dr_grpo_needs_a_length():
-    with pytest.raises(ValueError, match="max_completion_length"):
-        build_preset("dr_grpo")
+@pytest.mark.parametrize(("name", "option"), [("dr_grpo", "max_completion_length"), ("dro", "dro_beta")])
+def test_options_without_a_default_are_asked_for(name, option):
+    with pytest.raises(ValueError, match=option):
+        build_preset(name)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo2", ["grpo"], PPOClip])
+def test_an_unknown_preset_is_named(loss_type):
+    with pytest.raises(ValueError, match="loss_type"):
+        build_preset(loss_type)

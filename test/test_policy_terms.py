@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_rl import (
     CISPO,
     DPPO,
+    DPPOKL,
+    DRO,
     SAPO,
     VESPO,
     EntropyBonus,
@@ -97,6 +99,11 @@ def assert_near(mine: Tensor, eager: Tensor, truth: Tensor, unit: float = 1.0) -
     """To a few digits of float32 more than the formulas lose themselves."""
     allowed = 2 * (eager - truth).abs().max() + 8 * EPS * (truth.abs() + unit)
     assert ((mine - truth).abs() <= allowed).all(), (mine - truth).abs().max()
+
+
+@pytest.mark.parametrize("objective", [CISPO(ratio_min=0.8, epsilon_high=1.2), DPPOKL(), DRO(dro_beta=0.1)], ids=str)
+def test_what_the_kernel_does_not_know_runs_its_formulas(objective):
+    assert not policy_terms_triton.knows(PolicyTerms(objective=objective, reduction=TokenMean()))
 
 
 @pytest.mark.parametrize("kl", PENALTIES, ids=str)

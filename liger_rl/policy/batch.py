@@ -1,11 +1,13 @@
 """What a policy loss knows of a batch besides the log-probabilities: checked and aligned once."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_rl.policy.options import number
 from liger_rl.policy.segments import Segments
 
 # Of an AlignedBatch, one entry per token.
@@ -75,9 +77,13 @@ class AlignedBatch:
 class PolicyBatch:
     """The columns of a batch: one entry per token, (B, T), or packed (N,).
 
+    Columns are dense tensors. A loss reads them detached: a column that requires grad gets no gradient.
+
     Attributes:
         advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
-        completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all.
+        completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
+            other values of a mask in CPU memory. A mask on another device is not read, and there any value but 0
+            counts the token.
         old_per_token_logps: log-probabilities in nats under the policy that sampled; None means the current ones,
             detached (ratio 1).
         ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
@@ -86,9 +92,12 @@ class PolicyBatch:
         importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence;
             multiplies the policy term, without gradient.
         segments: which sequence each token of a packed batch belongs to; needed by what is per sequence.
-        num_sequences: divisor of means over sequences, a number or a 0-dim tensor; None is B, or segments.count.
-        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), a number or a 0-dim
-            tensor, for the reductions that divide by it.
+        num_sequences: divisor of means over sequences; None is B, or segments.count.
+        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), for the reductions that
+            divide by it.
+
+    Both divisors are a finite number of at least 1, or a 0-dim real tensor. The value of a tensor is not read, because
+    that would wait for the device; a value under 1 counts as 1.
     """
 
     advantages: Tensor
@@ -107,8 +116,8 @@ class PolicyBatch:
         `AlignedBatch.cleaned` makes of them what losses compute with.
 
         Raises:
-            TypeError: a column is not a tensor of numbers.
-            ValueError: a column's shape or device does not fit.
+            TypeError: a column is not a dense tensor of real numbers, or a divisor not a number.
+            ValueError: a column's shape or device does not fit, or a divisor's value.
         """
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
@@ -123,8 +132,8 @@ class PolicyBatch:
             importance_ratio=self._given("importance_ratio", shape, device, per_sequence=True),
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self._checked_segments(shape, device),
-            num_sequences=self._divisor(shape),
-            num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch),
+            num_sequences=self._divisor(shape, device),
+            num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch, device),
         )
 
     def _given(
@@ -147,8 +156,8 @@ class PolicyBatch:
             )
         return self.segments
 
-    def _divisor(self, shape: torch.Size) -> int | Tensor | None:
-        given = _count("num_sequences", self.num_sequences)
+    def _divisor(self, shape: torch.Size, device: torch.device) -> int | Tensor | None:
+        given = _count("num_sequences", self.num_sequences, device)
         if given is not None:
             return given
         if len(shape) == 2:
@@ -156,10 +165,9 @@ class PolicyBatch:
         return None if self.segments is None else max(self.segments.count, 1)
 
     def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
-        column = getattr(self, name)
-        if not isinstance(column, Tensor) or column.is_complex():
-            kind = f"a tensor of {column.dtype}" if isinstance(column, Tensor) else type(column).__name__
-            raise TypeError(f"{name} must be a real tensor, got {kind}")
+        column = check_dense(name, getattr(self, name))
+        if column.is_complex():
+            raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
         if column.device != device:
             raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
         if column.shape == shape:
@@ -172,16 +180,40 @@ class PolicyBatch:
         raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
 
 
-def _count(name: str, value: Any) -> Any:
-    """A divisor given by the caller: positive where it is a number; a tensor is not read, that would be a sync."""
+def check_dense(name: str, column: Any) -> Tensor:
+    """-> the column. Raises TypeError where it is not a dense tensor."""
+    if not isinstance(column, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(column).__name__}")
+    if column.layout != torch.strided or column.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
+    return column
+
+
+def check_mask_values(mask: Tensor | None) -> None:
+    """Raises ValueError where a mask in CPU memory has a value other than 0 and 1."""
+    if mask is None or mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    odd = mask[(mask != 0) & (mask != 1)]
+    if odd.numel():
+        raise ValueError(
+            f"completion_mask must be 0 or 1 for every token, got {odd[0].item()} and {odd.numel() - 1} others"
+        )
+
+
+def _count(name: str, value: Any, device: torch.device) -> Any:
+    """A divisor given by the caller, without gradient; a tensor is not read, because that would be a sync."""
     if value is None:
         return None
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
-        return value.reshape(())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(value).__name__}")
-    if not value >= 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    return value
+    if not isinstance(value, Tensor):
+        number_of = number(name, value)
+        if not (math.isfinite(number_of) and number_of >= 1):
+            raise ValueError(f"{name} must be at least 1 and finite, got {value}")
+        return value
+    check_dense(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be a number or a 0-dim real tensor, got a tensor of {value.dtype}")
+    if value.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on {device} as the log-probabilities, or on the CPU, got {value.device}")
+    return value.detach().reshape(())

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.options import callable_instance, number, one_of, share
 from liger_rl.policy.ratios import bounded_exp
-from liger_rl.policy.sequences import sequence_mean, sequence_sum
+from liger_rl.policy.sequences import check_sequences, sequence_mean, sequence_sum
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
 LEVELS = ("token", "sequence")
@@ -30,7 +31,7 @@ class SamplerCorrection:
     Attributes:
         level: "token" or "sequence".
         mode: "truncate" clamps the ratio into the bounds, "mask" makes it 0 outside them.
-        ratio_min, ratio_max: bounds of the ratio, None for none.
+        ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None for none.
     """
 
     level: str = "sequence"
@@ -39,17 +40,21 @@ class SamplerCorrection:
     ratio_max: float | None = 3.0
 
     def __post_init__(self) -> None:
-        for name, known in (("level", LEVELS), ("mode", MODES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
+        one_of("level", self.level, LEVELS)
+        one_of("mode", self.mode, MODES)
+        for name in ("ratio_min", "ratio_max"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name))
         low, high = self._bounds
-        if not (low < high and high > 0):
-            raise ValueError(f"ratio_min must be under ratio_max, got {self.ratio_min} and {self.ratio_max}")
+        if not 0 <= low < high:
+            raise ValueError(
+                f"ratio_min and ratio_max must be bounds with 0 <= ratio_min < ratio_max, or None, "
+                f"got {self.ratio_min} and {self.ratio_max}"
+            )
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        low = -math.inf if self.ratio_min is None else self.ratio_min
-        return low, math.inf if self.ratio_max is None else self.ratio_max
+        return self.ratio_min or 0.0, math.inf if self.ratio_max is None else self.ratio_max
 
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio is not None:
@@ -57,6 +62,8 @@ class SamplerCorrection:
         for name in ("old_per_token_logps", "sampling_per_token_logps"):
             if getattr(batch, name) is None:
                 raise ValueError(f"{name} must be given for a SamplerCorrection, got None")
+        if self.level == "sequence":
+            check_sequences(batch)
 
     @torch.no_grad()
     def ratio(self, batch: AlignedBatch) -> Tensor:
@@ -87,8 +94,8 @@ class OffPolicySequenceMask:
     sequence_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if math.isnan(self.threshold):
-            raise ValueError(f"threshold must be a number, got {self.threshold}")
+        if math.isnan(number("threshold", self.threshold)):
+            raise ValueError(f"threshold must not be NaN, got {self.threshold}")
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
@@ -115,8 +122,9 @@ class TopEntropyMask:
     restricts_entropy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise ValueError(f"top_entropy_quantile must be in (0, 1], got {self.top_entropy_quantile}")
+        share(self, "top_entropy_quantile")
+        if self.gather is not None:
+            callable_instance("gather", self.gather)
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
@@ -133,7 +141,8 @@ def _nanquantile(values: Tensor, q: float) -> Tensor:
     """torch.nanquantile with linear interpolation, for any number of values (it stops at 16 million)."""
     ordered = values.sort().values  # NaN last
     last = (values == values).sum() - 1
-    place = last.clamp(min=0) * q
+    # An int64 tensor times a number would be of torch's default dtype, whatever that is.
+    place = last.clamp(min=0).to(torch.promote_types(values.dtype, torch.float32)) * q
     below, above = place.floor().long(), place.ceil().long()
     if not values.numel():
         return values.new_full((), math.nan)

@@ -1,16 +1,17 @@
 """The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.policy.batch import AlignedBatch, PolicyBatch
+from liger_rl.policy.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
 from liger_rl.policy.objectives import Objective, TokenLoss
+from liger_rl.policy.options import callable_instance, instance_of, one_of
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.sequences import check_sequences
@@ -39,7 +40,7 @@ class PolicyTerms:
         kl: penalty for leaving the reference policy.
         entropy_bonus: reward for entropy.
         sampler_correction: makes `importance_ratio` from the sampler's log-probabilities.
-        corrections: callables (logps, batch) -> factor on the policy term.
+        corrections: callables (logps, batch) -> factor on the policy term; any iterable, kept as a tuple.
         metrics: "none", "loss", "basic" or "with_entropy".
     """
 
@@ -48,16 +49,24 @@ class PolicyTerms:
     kl: KLPenalty = NO_PENALTY
     entropy_bonus: EntropyBonus = NO_BONUS
     sampler_correction: SamplerCorrection | None = None
-    corrections: Sequence[Correction] = ()
+    corrections: Iterable[Correction] = ()
     metrics: MetricsLevel = "loss"
 
     def __post_init__(self) -> None:
-        if not callable(self.objective):
-            raise TypeError(f"objective must be callable, got {type(self.objective).__name__}")
-        if self.reduction is not None and not callable(self.reduction):
-            raise TypeError(f"reduction must be callable or None, got {type(self.reduction).__name__}")
-        if self.metrics not in LEVELS:
-            raise ValueError(f"metrics must be one of {list(LEVELS)}, got {self.metrics!r}")
+        callable_instance("objective", self.objective)
+        if self.reduction is not None:
+            callable_instance("reduction", self.reduction)
+        instance_of("kl", self.kl, KLPenalty)
+        instance_of("entropy_bonus", self.entropy_bonus, EntropyBonus)
+        if self.sampler_correction is not None:
+            instance_of("sampler_correction", self.sampler_correction, SamplerCorrection)
+        if not isinstance(self.corrections, Iterable):
+            raise TypeError(f"corrections must be a sequence of callables, got {type(self.corrections).__name__}")
+        # Read once: an iterator has nothing left the second time.
+        object.__setattr__(self, "corrections", tuple(self.corrections))
+        for place, correction in enumerate(self.corrections):
+            callable_instance(f"corrections[{place}]", correction)
+        one_of("metrics", self.metrics, LEVELS)
         if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
             raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
 
@@ -85,6 +94,7 @@ class PolicyTerms:
         Returns:
             The batch's columns in `shape`, with the values that the caller left there.
         """
+        instance_of("batch", batch, PolicyBatch)
         self.kl.check(batch)
         given = batch.checked(shape, device)
         if self.sampler_correction is not None:
@@ -105,7 +115,10 @@ class PolicyTerms:
         aligned = given.cleaned(dtype)
         if self.sampler_correction is not None:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
-        return PreparedLoss(self, aligned, None if self.reduction is None else self.reduction(aligned))
+        weights = None if self.reduction is None else self.reduction(aligned)
+        if self.reduction is not None and not isinstance(weights, Tensor):
+            raise TypeError(f"reduction must return a tensor of weights, got {type(weights).__name__}")
+        return PreparedLoss(self, aligned, weights)
 
     def tokens_with_a_say(self, given: AlignedBatch) -> Tensor | None:
         """Other than 0 at those of the tokens that count whose log-probabilities the result depends on; shaped like
@@ -194,10 +207,12 @@ class PreparedLoss(NamedTuple):
             entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
             batch = replace(batch, entropy=entropy.detach())
         token_loss = terms.objective(logps, batch)
+        instance_of("the result of objective", token_loss, TokenLoss)
         loss = token_loss.loss
         keeps_entropy = batch.mask
-        for correction in terms.corrections:
+        for place, correction in enumerate(terms.corrections):
             factor = correction(logps, batch)
+            instance_of(f"the result of corrections[{place}]", factor, Tensor)
             loss = loss * factor
             if getattr(correction, "restricts_entropy", False):
                 keeps_entropy = keeps_entropy & (factor != 0)
@@ -230,7 +245,7 @@ def ppo_loss_fn(
     kl: KLPenalty = NO_PENALTY,
     entropy_bonus: EntropyBonus = NO_BONUS,
     sampler_correction: SamplerCorrection | None = None,
-    corrections: Sequence[Correction] = (),
+    corrections: Iterable[Correction] = (),
     metrics: MetricsLevel = "loss",
 ) -> PolicyLoss:
     """sum_t weight_t (importance_ratio_t factor_t objective_t + beta kl_t) - entropy_coef mean entropy.
@@ -245,11 +260,13 @@ def ppo_loss_fn(
         kl: penalty for leaving the reference policy.
         entropy_bonus: reward for entropy.
         sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
-        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`.
+        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`; any
+            iterable, read once.
         metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.policy.metrics`.
 
     Raises:
-        TypeError, ValueError: columns that do not fit together, or an option without what it needs.
+        TypeError, ValueError: columns that do not fit together, or an option without what it needs; a completion_mask
+            in CPU memory with other values than 0 and 1. The error names the argument.
     """
     terms = PolicyTerms(
         objective=objective,
@@ -260,12 +277,12 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
-    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
-        if name == "entropy" and column is None:
+    for name, given_column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
+        if name == "entropy" and given_column is None:
             continue
-        if not isinstance(column, Tensor) or not column.is_floating_point():
-            kind = column.dtype if isinstance(column, Tensor) else type(column).__name__
-            raise TypeError(f"{name} must be a floating tensor, got {kind}")
+        column = check_dense(name, given_column)
+        if not column.is_floating_point():
+            raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
         if column.shape != per_token_logps.shape:
             raise ValueError(
                 f"{name} must be {tuple(per_token_logps.shape)} as per_token_logps, got {tuple(column.shape)}"
@@ -274,4 +291,5 @@ def ppo_loss_fn(
         raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     given = terms.check(batch, per_token_logps.shape, per_token_logps.device)
+    check_mask_values(batch.completion_mask)
     return terms.prepared(given, dtype).evaluate(per_token_logps.to(dtype), entropy)

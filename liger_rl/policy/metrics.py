@@ -17,7 +17,7 @@ from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.objectives import TokenLoss
 from liger_rl.policy.ratios import bounded_exp
 from liger_rl.policy.reductions import divisor
-from liger_rl.policy.sequences import sequence_length
+from liger_rl.policy.sequences import sequence_length, sequence_mean
 
 ReductionKind = Literal["sum", "max", "min"]
 MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
@@ -63,7 +63,11 @@ def policy_metrics(
     basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
         `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
         is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and
-        `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`.
+        `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`. With R = exp(mean of log r over the
+        sequence), GSPO's ratio, `sequence_ratio_new_old` and `sequence_kl_new_old` = R - log R - 1, summed over
+        sequences and divided by num_sequences; `sequence_ratio_new_old_sum`, `sequence_ratio_new_old_squared_sum` and
+        `num_sequences`, over the sequences with a token that counts. Fast-LLM's GSPO reports these five, without the
+        prefix and the last as `num_segments`, and its GRPO the ones per token.
     with_entropy: these and `entropy`, weighted as new_logprobs.
     """
     if level == "none":
@@ -86,11 +90,16 @@ def policy_metrics(
 
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
-    weight = mask.to(dtype) / (sequence_length(batch) * divisor(batch.num_sequences))
+    # Sums to 1 over each sequence, on all ranks that hold parts of it.
+    share = mask.to(dtype) / sequence_length(batch)
+    sequences = divisor(batch.num_sequences)
+    weight = share / sequences
     log_ratio = batch.log_ratio(logps)
     ratio = bounded_exp(log_ratio)
+    mean_log_ratio = sequence_mean(log_ratio, batch)
+    mean_ratio = bounded_exp(mean_log_ratio)
 
-    def weighted(values: Tensor) -> Metric:
+    def weighted(values: Tensor, weight: Tensor = weight) -> Metric:
         return Metric(torch.where(mask, values.to(dtype) * weight, 0.0).sum())
 
     metrics |= {
@@ -102,6 +111,11 @@ def policy_metrics(
         "ratio_new_old_sum": Metric(torch.where(mask, ratio, 0.0).sum()),
         "ratio_new_old_squared_sum": Metric(torch.where(mask, ratio.square(), 0.0).sum()),
         "num_tokens": Metric(count.to(dtype)),
+        "sequence_ratio_new_old": weighted(mean_ratio),
+        "sequence_kl_new_old": weighted(mean_ratio - mean_log_ratio - 1),
+        "sequence_ratio_new_old_sum": weighted(mean_ratio, share),
+        "sequence_ratio_new_old_squared_sum": weighted(mean_ratio.square(), share),
+        "num_sequences": Metric(share.sum()),
         "max_advantage": Metric(_extreme(torch.amax, batch, -math.inf), "max"),
         "min_advantage": Metric(_extreme(torch.amin, batch, math.inf), "min"),
     }

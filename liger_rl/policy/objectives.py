@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
-from liger_rl.policy.options import above_zero, at_least_zero, number, share
+from liger_rl.policy.options import above_zero, at_least_zero, flag, instance_of, number, one_of, share, zero_to_one
 from liger_rl.policy.ratios import RATIOS, bounded_exp, token_ratio
 from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
@@ -53,7 +53,8 @@ class PPOClip:
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     Attributes:
-        epsilon_low, epsilon_high: distance of the bounds from 1, >= 0. Apart from each other: arXiv:2503.14476.
+        epsilon_low, epsilon_high: distance of the bounds from 1, >= 0; an epsilon_low of 1 or more is no lower bound.
+            Apart from each other: arXiv:2503.14476.
         delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high: two-sided clipping, arXiv:2505.07291.
         dual_clip: c > 1; where A < 0 the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
         importance_sampling_level: "token", r per token; "sequence", one r per sequence (GSPO); "sequence_token", the
@@ -74,14 +75,10 @@ class PPOClip:
         at_least_zero(self, "epsilon_low", "epsilon_high")
         if self.delta is not None:
             above_zero(self, "delta")
-        if self.dual_clip is not None:
-            number("dual_clip", self.dual_clip)
-            if not self.dual_clip > 1:
-                raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
-        if self.importance_sampling_level not in RATIOS:
-            raise ValueError(
-                f"importance_sampling_level must be one of {sorted(RATIOS)}, got {self.importance_sampling_level!r}"
-            )
+        if self.dual_clip is not None and not number("dual_clip", self.dual_clip) > 1:
+            raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
+        one_of("importance_sampling_level", self.importance_sampling_level, RATIOS)
+        flag("mean_advantages", self.mean_advantages)
 
     @property
     def token_local(self) -> bool:
@@ -108,25 +105,30 @@ class PPOClip:
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO:
-    """-clip(r, max=epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
+    """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
 
     Attributes:
-        epsilon_high: the bound of r itself, > 0, not its distance from 1. TRL's default is 0.2, arXiv:2510.13786
+        epsilon_high: the upper bound of r itself, > 0, not its distance from 1. TRL's default is 0.2, arXiv:2510.13786
             recommends 5.
+        ratio_min: the lower bound of r itself, in [0, epsilon_high]; 0 is none, as in TRL. verl's `cispo` has both:
+            1 - clip_ratio_low and 1 + clip_ratio_high.
     """
 
     epsilon_high: float = 0.2
+    ratio_min: float = 0.0
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         above_zero(self, "epsilon_high")
+        at_least_zero(self, "ratio_min")
+        if self.ratio_min > self.epsilon_high:
+            raise ValueError(f"ratio_min must be at most epsilon_high = {self.epsilon_high}, got {self.ratio_min}")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = token_ratio(logps, batch)
-        loss = -ratio.detach().clamp(max=self.epsilon_high) * batch.advantages * logps
-        outside = ratio > self.epsilon_high
-        return TokenLoss(loss, ratio, torch.zeros_like(outside), outside & (batch.advantages > 0), outside)
+        loss = -ratio.detach().clamp(self.ratio_min, self.epsilon_high) * batch.advantages * logps
+        return _clipped(loss, ratio, batch.advantages, self.ratio_min, self.epsilon_high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,16 +212,26 @@ class GMPO:
 
     Attributes:
         epsilon_low, epsilon_high: bounds of log r, >= 0.
+        mean_importance_ratio: an importance ratio multiplies a sequence's loss as its geometric mean over the sequence,
+            each at least 1e-10, as in verl's `geo_mean`. False multiplies each token's loss by its own.
     """
 
     epsilon_low: float = 0.4
     epsilon_high: float = 0.4
+    mean_importance_ratio: bool = False
     token_local: ClassVar[bool] = False
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
 
+    LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
+
     def __post_init__(self) -> None:
         at_least_zero(self, "epsilon_low", "epsilon_high")
+        flag("mean_importance_ratio", self.mean_importance_ratio)
+
+    @property
+    def takes_importance_ratio(self) -> bool:
+        return self.mean_importance_ratio
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         log_ratio, advantages = batch.log_ratio(logps), batch.advantages
@@ -227,6 +239,9 @@ class GMPO:
             advantages > 0, log_ratio.clamp(max=self.epsilon_high), log_ratio.clamp(min=-self.epsilon_low)
         )
         loss = -bounded_exp(sequence_mean(one_sided, batch)) * sequence_mean(advantages, batch)
+        if self.mean_importance_ratio and batch.importance_ratio is not None:
+            log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
+            loss = loss * bounded_exp(sequence_mean(torch.where(batch.mask, log_correction, 0.0), batch))
         low, high = math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
         return _clipped(loss, bounded_exp(log_ratio), advantages, low, high)
 
@@ -261,17 +276,70 @@ class DPPO:
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "divergence_low", "divergence_high")
+        zero_to_one(self, "divergence_low", "divergence_high")
         above_zero(self, "ratio_cap")
+
+    def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities without gradient -> bool, whether the probability moved too far down, and up."""
+        change = logps.exp() - old.exp()
+        return change < -self.divergence_low, change > self.divergence_high
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio, advantages = token_ratio(logps, batch), batch.advantages
         detached = logps.detach()
-        change = detached.exp() - (detached - batch.log_ratio(detached)).exp()
-        too_high, too_low = change > self.divergence_high, change < -self.divergence_low
+        too_low, too_high = self.moved_too_far(detached, detached - batch.log_ratio(detached))
         dropped = torch.where(advantages > 0, too_high, too_low)
         loss = torch.where(dropped, 0.0, -ratio.detach().clamp(max=self.ratio_cap) * advantages * logps)
         return TokenLoss(loss, ratio, too_low & (advantages < 0), too_high & (advantages > 0), too_low | too_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPOKL(DPPO):
+    """As `DPPO`, by the binary Kullback-Leibler divergence; verl's `dppo_kl`. arXiv:2602.04879.
+
+    A token is dropped where D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) is above divergence_high
+    and p > p_old for A > 0, or above divergence_low and p < p_old otherwise. As in verl, 1e-8 is added to 1 - p_old
+    and to 1 - p.
+
+    Attributes:
+        divergence_low, divergence_high: bounds of D in nats, >= 0.
+        ratio_cap: as in `DPPO`.
+    """
+
+    LEAST_PROBABILITY: ClassVar[float] = 1e-8
+
+    def __post_init__(self) -> None:
+        at_least_zero(self, "divergence_low", "divergence_high")
+        above_zero(self, "ratio_cap")
+
+    def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        # expm1 keeps the digits of 1 - p that a p near 1 loses.
+        rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
+        shares = (old_rest + self.LEAST_PROBABILITY) / (rest + self.LEAST_PROBABILITY)
+        divergence = old.exp() * (old - logps) + old_rest * shares.log()
+        down, up = logps < old, logps > old
+        return down & (divergence > self.divergence_low), up & (divergence > self.divergence_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRO:
+    """-(A logp - dro_beta / 2 (logp - old)^2): direct reward optimisation, arXiv:2405.19107, as verl's `dro`.
+
+    A is the caller's; the paper's is the reward minus a learned value.
+
+    Attributes:
+        dro_beta: strength of the penalty for leaving the old policy, > 0; there is no default.
+    """
+
+    dro_beta: float
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        above_zero(self, "dro_beta")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
+        return TokenLoss(penalty - batch.advantages * logps, token_ratio(logps, batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +352,7 @@ class ClipCov:
     Attributes:
         epsilon_low, epsilon_high: as in `PPOClip`.
         clip_cov_ratio: share of the tokens to cut, in (0, 1].
-        clip_cov_lb, clip_cov_ub: bounds of the covariance.
+        clip_cov_lb, clip_cov_ub: bounds of the covariance, clip_cov_lb < clip_cov_ub.
         generator: of the random choice, on the log-probabilities' device; None is torch's own.
     """
 
@@ -299,8 +367,13 @@ class ClipCov:
     def __post_init__(self) -> None:
         at_least_zero(self, "epsilon_low", "epsilon_high")
         share(self, "clip_cov_ratio")
-        if not self.clip_cov_lb < self.clip_cov_ub:
+        low, high = (number(name, getattr(self, name)) for name in ("clip_cov_lb", "clip_cov_ub"))
+        if math.isnan(high):
+            raise ValueError(f"clip_cov_ub must not be NaN, got {high}")
+        if not low < high:
             raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
+        if self.generator is not None:
+            instance_of("generator", self.generator, torch.Generator)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         plain = PPOClip(epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)(logps, batch)
@@ -309,7 +382,7 @@ class ClipCov:
         covariance = _covariance(logps, batch)
         eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
-        lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device)
+        lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
         loss = torch.where(cut, 0.0, plain.loss)
         return TokenLoss(loss, plain.ratio, plain.clip_low, plain.clip_high, plain.outside)
@@ -363,4 +436,5 @@ def _rank(keys: Tensor) -> Tensor:
 
 
 def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
-    return (batch.mask.sum() * share).floor().clamp(min=1)
+    # In the dtype that losses have: an int64 tensor times a number would be of torch's default dtype.
+    return (batch.mask.sum().to(batch.advantages.dtype) * share).floor().clamp(min=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
-from liger_rl.policy.options import at_least_zero, number
+from liger_rl.policy.options import at_least_zero, flag, number, one_of
 from liger_rl.policy.ratios import MAX_LOG_RATIO
 
 
@@ -53,8 +53,8 @@ class KLPenalty:
 
     def __post_init__(self) -> None:
         at_least_zero(self, "beta")
-        if self.kl_estimator not in ESTIMATORS:
-            raise ValueError(f"kl_estimator must be one of {sorted(ESTIMATORS)}, got {self.kl_estimator!r}")
+        one_of("kl_estimator", self.kl_estimator, ESTIMATORS)
+        flag("importance_weighted", self.importance_weighted)
 
     def check(self, batch: PolicyBatch) -> None:
         """Raises ValueError where the penalty is asked for and the batch has no reference."""
@@ -87,8 +87,7 @@ class EntropyBonus:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        number("entropy_coef", self.entropy_coef)
-        if not math.isfinite(self.entropy_coef):
+        if not math.isfinite(number("entropy_coef", self.entropy_coef)):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
 
     def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:

@@ -61,13 +61,14 @@ class GlobalTokenMean:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(f"world_size must be an int of at least 1, got {self.world_size}")
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size must be an int of at least 1, got {self.world_size!r}")
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
             return TokenMean()(batch)
-        return _weights(batch) / (divisor(batch.num_items_in_batch) / self.world_size)
+        # The weights come first: an integer tensor and a number alone would be of torch's default dtype.
+        return _weights(batch) * self.world_size / divisor(batch.num_items_in_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class FixedLengthMean:
         _check_count(batch)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / (_sequences(batch) * self.max_completion_length)
+        return _weights(batch) / self.max_completion_length / _sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from liger_rl.policy.options import callable_instance
+
 AllReduce = Callable[[Tensor], Tensor]
 
 
@@ -25,19 +27,46 @@ class Segments:
     all_reduce: AllReduce | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or self.index.is_floating_point():
+        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):
             raise TypeError("segments.index must be a tensor of integers, (N,)")
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
             raise ValueError(f"segments.count must be an int of at least 0, got {self.count!r}")
+        if self.all_reduce is not None:
+            callable_instance("segments.all_reduce", self.all_reduce)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
-        """From cumulative lengths (S + 1,), as flash-attention takes them; tokens past the last belong to none."""
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError("cu_seqlens must be (S + 1,) cumulative lengths that start at 0")
+        """From cumulative lengths, as flash-attention takes them; tokens past the last belong to none.
+
+        Args:
+            cu_seqlens: (S + 1,) integers that start at 0 and never decrease.
+            num_tokens: N.
+            all_reduce: as the attribute.
+
+        Raises:
+            TypeError: cu_seqlens is not a tensor of integers.
+            ValueError: its shape is another, or its values in CPU memory are. Values on another device are not read,
+                because that would wait for the device.
+        """
+        if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
+            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be a tensor of integers, got {kind}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"num_tokens must be an int of at least 0, got {num_tokens!r}")
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            if cu_seqlens[0] != 0:
+                raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
+            if (cu_seqlens[1:] < cu_seqlens[:-1]).any():
+                raise ValueError("cu_seqlens must never decrease, got lengths under 0")
         positions = torch.arange(num_tokens, device=cu_seqlens.device)
         index = torch.searchsorted(cu_seqlens[1:].contiguous(), positions.to(cu_seqlens.dtype), right=True)
         return cls(index=index, count=cu_seqlens.numel() - 1, all_reduce=all_reduce)
+
+
+def _integers(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def segment_sum(values: Tensor, segments: Segments) -> Tensor:
