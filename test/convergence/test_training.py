@@ -1,11 +1,10 @@
 """Small models trained with full logits and with the fused head: the same training, to rounding.
 
 A run is 32 AdamW steps. Rounding grows along it, and by how much is measured and not guessed: in float32 the fused
-run may be twice as far from a float64 run with full logits as the float32 run with full logits is; in bfloat16 it may
-be no further from the float32 run than the bfloat16 run with full logits is. Bfloat16 parameters take steps of whole
-last places, so that two runs which differ in one rounding soon differ in many. Each error is therefore a mean over
-runs that see the rows of every batch in another order, which changes roundings and nothing else, and bfloat16 gets
-the slack that this mean needs (`BFLOAT16_SLACK`).
+run may be twice as far from a float64 run with full logits as the float32 run with full logits is; in bfloat16 twice
+as far from the float32 run as the bfloat16 run with full logits is. Bfloat16 parameters take steps of whole last
+places, so that two runs which differ in one rounding soon differ in many. Each error is therefore a mean over runs that
+see the rows of every batch in another order, which changes roundings and nothing else.
 
 The weights are five times as large as transformers would draw them, and AdamW's epsilon is 1e-6: then no parameter has
 a gradient so small that its step is all rounding, and training is smooth instead of chaotic.
