@@ -147,7 +147,7 @@ CLOCKS = ("step_time", "train_runtime")
 # Bounds of the clip so narrow that steps of this size pass them.
 GRPO_RUNS = {
     name: {"loss_type": name, "epsilon": 0.02}
-    for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+    for name in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 }
 GRPO_RUNS["cispo"] |= {"epsilon_high": 1.02}
 GRPO_RUNS["grpo at sequence level"] = {
