@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from liger_rl import kernels as rooms
 from liger_rl.kernels import blocks, bounds, choice, eager, kept, limits, rows, scatter, selection
 from liger_rl.kernels.limits import HOPPER, Gpu, gpu_lacks
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 ROOMS = {
     rooms.for_device: eager,
     rooms.rows_for: rows,
@@ -50,7 +51,7 @@ ROOMS = {
 def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
     found = gpu_lacks(gpu)
     assert found is None if lacking is None else lacking in found
-    monkeypatch.setattr(limits, "_gpu", lambda index: gpu)
+    monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
     # The plan asks the same function, and says what it answers.
     plan = plan_linear_logprobs(8192, 128256, 4096, device="cuda:0", grad_tolerance=1e-3)
     kernels = (plan.forward.kernel, plan.backward.kernel)
@@ -77,7 +78,7 @@ class OnCuda:
 )
 def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(limits, "_gpu", lambda index: gpu)
+    monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
     assert (rooms.gemm_fold_for(hidden, weight) is not None) == taken
     assert (rooms.gemm_grad_for(hidden, weight) is not None) == taken
@@ -99,10 +100,12 @@ def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     ],
 )
 def test_the_plan_says_what_the_epilogue_needs(case, lacking, monkeypatch):
-    monkeypatch.setattr(limits, "_gpu", lambda index: HOPPER)
+    monkeypatch.setattr(limits, "_KNOWN", {0: HOPPER})
     plan = plan_linear_logprobs(**{"tokens": 2048, "vocab": 32000, "hidden_size": 2048, "device": "cuda:0"} | case)
     assert plan.forward.kernel == ("epilogue" if lacking is None else "tiles")
-    assert lacking is None or f"; no epilogue, which needs {lacking}" in plan.reason
+    _, said, needed = plan.reason.partition("; no epilogue, which needs ")
+    assert bool(said) == (lacking is not None)
+    assert lacking is None or lacking in needed
     assert "epilogue" not in plan_linear_logprobs(2048, 32000, 2048, device="cpu").reason
 
 
@@ -134,15 +137,16 @@ def test_a_call_plans_for_the_weight_it_has(monkeypatch):
 
 def test_cuda_without_triton(monkeypatch):
     """PyTorch's kernels, and one warning; a bare ModuleNotFoundError helps nobody."""
-    limits._installed_triton.cache_clear()
+    properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(limits, "_KNOWN", {})
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="Triton cannot be imported .* so liger_rl runs its PyTorch kernels"):
-        assert limits._installed_triton() is None
+        assert limits.gpu_of(CUDA) == HOPPER._replace(triton=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert limits._installed_triton() is None
-    limits._installed_triton.cache_clear()
-    monkeypatch.setattr(limits, "_gpu", lambda index: HOPPER._replace(triton=None))
+        assert not limits.compiles(CUDA)
     for room, plain in ROOMS.items():
         assert room(CUDA) is plain
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
@@ -153,7 +157,7 @@ def test_cuda_without_triton(monkeypatch):
 def test_no_kernel_is_generated_without_triton(monkeypatch):
     terms = FusedLinearGRPOLoss("grpo").terms
     for version in (None, (3, 6)):
-        monkeypatch.setattr(limits, "_gpu", lambda index, version=version: HOPPER._replace(triton=version))
+        monkeypatch.setattr(limits, "_KNOWN", {0: HOPPER._replace(triton=version)})
         assert logit_loss.generates(CUDA, terms) == (version is not None)
 
 
@@ -177,7 +181,7 @@ def test_steps_without_triton(passes, monkeypatch):
 
     expected, _ = step()
     actual = limits.gpu_of(hidden.device)
-    monkeypatch.setattr(limits, "_gpu", lambda index: actual._replace(triton=None))
+    monkeypatch.setattr(limits, "_KNOWN", {hidden.device.index: actual._replace(triton=None)})
     for name in [*sys.modules]:
         if name.startswith("liger_rl.") and name.endswith(("triton", "epilogue", "tiles", "overlapped")):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
@@ -210,3 +214,16 @@ def test_no_instruction_of_nvidia_for_amd():
             [sys.executable, "-c", code.format(version)], env=environment, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == portable
+
+
+def test_the_gpu_of_a_plan_is_known_while_torch_compile_traces(monkeypatch):
+    monkeypatch.setattr(limits, "_KNOWN", {})
+
+    def traced(values: torch.Tensor) -> torch.Tensor:
+        plan = plan_linear_logprobs(1024, 32000, 2048, device="cuda", max_extra_bytes=1 << 30)
+        return values + plan.tiles.tokens
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(traced, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert torch.equal(found, traced(torch.zeros(1)))

@@ -4,7 +4,6 @@ Every choice between kernels asks here, and so does the plan. Nothing of Triton 
 """
 
 import warnings
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,17 @@ def gpu_of(device: torch.device) -> Gpu:
     index = device.index
     if index is None and torch.cuda.is_available():
         index = torch.cuda.current_device()
-    return _gpu(index)
+    gpu = _KNOWN.get(index)
+    if gpu is None:
+        gpu = _KNOWN[index] = _look_up(index)
+    return gpu
 
 
-@cache
-def _gpu(index: int | None) -> Gpu:
+# No functools.cache, of which torch.compile would warn where it traces the plan of a budget.
+_KNOWN: dict[int | None, Gpu] = {}
+
+
+def _look_up(index: int | None) -> Gpu:
     if not torch.cuda.is_available():
         return HOPPER
     properties = torch.cuda.get_device_properties(index)
@@ -56,7 +61,6 @@ def _gpu(index: int | None) -> Gpu:
     )
 
 
-@cache
 def _installed_triton() -> tuple[int, int] | None:
     try:
         import triton
@@ -76,7 +80,6 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda" and gpu_of(device).triton is not None
 
 
-@cache
 def gpu_lacks(gpu: Gpu) -> str | None:
     """What the product of our own needs and this GPU does not have; None where nothing is missing."""
     if gpu.triton is None:
@@ -120,6 +123,5 @@ def aligned(matrix: Tensor) -> bool:
     row = matrix.stride(0) * matrix.element_size()
     if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
         return False
-    # While torch.compile traces, tensors have no address.
-    start = matrix.storage_offset() * matrix.element_size() if torch.compiler.is_compiling() else matrix.data_ptr()
-    return start % ALIGNMENT_BYTES == 0
+    # While torch.compile traces, tensors have no address: then they are taken to be tensors of their own.
+    return torch.compiler.is_compiling() or matrix.data_ptr() % ALIGNMENT_BYTES == 0
