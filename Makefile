@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-convergence benchmark lint format typecheck clean
+.PHONY: help install demo test test-convergence fuzz mutants benchmark lint format typecheck clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -27,6 +27,12 @@ demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train 
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test
+
+fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formulas; other ones in each run.
+	FUZZ_CASES=$(or $(N),20000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 test/fuzz
+
+mutants: $(STAMP) ## Put known bugs into copies of the package and see that the fuzzer finds each.
+	$(BIN)/python test/fuzz/mutants.py
 
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, fields, replace
 
 import torch
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,17 +16,24 @@ import oracle
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = int(os.environ.get("FUZZ_CASES", "500"))
+# Without shrinking for who only wants to know whether a case fails.
+PHASES = [Phase.generate, *([Phase.shrink] if os.environ.get("FUZZ_SHRINK", "1") == "1" else [])]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Defects that are known and being mended: name -> whether a case meets it. Such cases are not drawn.
-KNOWN = {}
+KNOWN = {
+    # An empty grad_buffer of strides (1, 0) is refused.
+    "empty grad_buffer": lambda case: (
+        isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
+    ),
+}
 
 
 def fuzz(share: float) -> settings:
     """How a test takes its share of all cases."""
     return settings(
         max_examples=max(1, round(share * CASES)), derandomize="FUZZ_CASES" not in os.environ, database=None,
-        deadline=None, suppress_health_check=list(HealthCheck), print_blob=True,
+        deadline=None, suppress_health_check=list(HealthCheck), print_blob=True, phases=PHASES,
     )  # fmt: skip
 
 
@@ -378,7 +385,8 @@ class PolicyCase(Shown):
         importance = clean(self.importance)
         return oracle.Columns(
             live, clean(self.advantages), clean(self.old), clean(self.ref), clean(self.sampling), importance,
-            self.row.reshape(-1), self.rows, self.rows if self.num_sequences is None else self.num_sequences, self.items,
+            self.row.reshape(-1), self.rows,
+            self.rows if self.num_sequences is None else self.num_sequences, self.items,
         )  # fmt: skip
 
     @property
@@ -454,7 +462,7 @@ def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Ten
         estimator=one(draw, "k3", "k1", "k2"), weighted=draw(st.booleans()), corrections=[], sampler=None,
         entropy_coef=0.0 if per_token else one(draw, 0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
         metrics="none" if per_token else one(draw, "loss", "none", "basic", "with_entropy"),
-        old=None if rarely(draw) else near(), advantages=numbers.normal(shape[0]) if per_row else numbers.normal(*shape),
+        old=None if rarely(draw) else near(), advantages=numbers.normal(*(shape[:1] if per_row else shape)),
         num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
     )  # fmt: skip
     if name == "GMPO":  # one advantage per sequence, for which alone it is defined
@@ -475,7 +483,12 @@ def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Ten
             levels = ("token",) if name == "VESPO" else ("sequence", "token")
             mode = one(draw, "mask", "truncate") if name != "VESPO" else "truncate"
             low = 0.3 if name == "VESPO" else one(draw, None, 0.5)
-            case.sampler = {"level": one(draw, *levels), "mode": mode, "ratio_min": low, "ratio_max": one(draw, 3.0, 1.5)}
+            case.sampler = {
+                "level": one(draw, *levels),
+                "mode": mode,
+                "ratio_min": low,
+                "ratio_max": one(draw, 3.0, 1.5),
+            }
         if extra in ("sampler", "off_policy"):
             case.sampling = near().masked_fill(numbers.share(shape, one(draw, 0.0, 0.2)), torch.nan)
         if extra == "off_policy":

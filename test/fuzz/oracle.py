@@ -157,7 +157,9 @@ class Head:
             x, a = (_rounded(self.inputs.get(k, self.inputs["hidden"]), wide) for k in (f"hidden{i}", f"a{i}"))
             inner = term["scaling"] * (x @ a.T)
             b = self.inputs[f"b{i}"]
-            raw, size = raw + inner @ b.T, size + (abs(term["scaling"]) * x.abs() @ a.abs().T) @ b.abs().T
+            # A factor wider than the head's dtype is the sum of two numbers of it.
+            pair = 1 + 2 * (unit(compute) ** 2 / EPS if compute != torch.float32 else 0.0)
+            raw, size = raw + inner @ b.T, size + pair * (abs(term["scaling"]) * x.abs() @ a.abs().T) @ b.abs().T
             self.inner.append((x.detach(), a.detach(), inner.detach(), b.detach()))
         self.h, self.w, self.raw = h.detach(), w.detach(), raw
         cut = raw.detach().requires_grad_()
@@ -170,7 +172,7 @@ class Head:
         lost = unit(self.case.compute)  # to which factors of gradients are rounded
         budgets = {"hidden": budget @ self.w.abs(), "weight": budget.T @ self.h.abs()}
         if "bias" in grads:
-            budgets["bias"] = budget.sum(0)
+            budgets["bias"] = budget.sum(0) + EPS * dlogits.abs().amax(-1).sum()
         for i, (x, a, inner, b) in enumerate(self.inner):
             scaling = abs(self.case.low_rank[i]["scaling"])
             through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()

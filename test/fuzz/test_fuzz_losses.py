@@ -8,7 +8,8 @@ from torch import Tensor
 
 import liger_rl
 import oracle
-from cases import F32, PolicyCase, fuzz, fused_cases, given_logits_cases, policy_cases
+from cases import F32, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
+from checks import Call, check_gradients, same, within
 from liger_rl import (
     PRESETS,
     EntropyBonus,
@@ -22,7 +23,6 @@ from liger_rl import (
     ppo_loss_fn,
     reduce_metrics,
 )
-from test_fuzz_head import Call, check_gradients, same, within
 
 
 def part_named(name: str, value: float):
@@ -110,7 +110,8 @@ def check_micro_batches(case: PolicyCase, expected: oracle.PolicyResult) -> None
         columns = {k: None if getattr(case, k) is None else getattr(case, k)[rows] for k in given_by_row}
         part = replace(case, num_sequences=sequences, **columns)
         found.append(direct(part, part.logps, part.entropy))
-    within("sum of micro-batches", found[0].loss + found[1].loss, expected.values["loss"], expected.budgets["loss"], case)
+    total = found[0].loss + found[1].loss
+    within("sum of micro-batches", total, expected.values["loss"], expected.budgets["loss"], case)
     for name, metric in reduce_metrics([f.metrics for f in found]).items():
         key = f"metric {name}"
         within(f"merged {name}", metric.value, expected.values[key], expected.budgets[key], case)
@@ -166,23 +167,21 @@ def test_fused_loss(case: PolicyCase) -> None:
 @fuzz(0.07)
 @given(case=given_logits_cases())
 def test_grpo_loss_from_logits(case: PolicyCase) -> None:
-    given_logits = case.logits
-    leaf = given_logits.logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    buffer = None if given_logits.grad_buffer is None else given_logits.grad_buffer.clone()
+    at = case.logits
+    leaf = at.logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    buffer = None if at.grad_buffer is None else at.grad_buffer.clone()
     found = grpo_loss_from_logits(
-        leaf * 1 if given_logits.options["in_place"] else leaf, given_logits.targets, case.advantages, given_logits.mask,
-        loss_type=case.loss_type, grad_buffer=buffer, temperature=given_logits.transform["temperature"],
+        leaf * 1 if at.options["in_place"] else leaf, at.targets, case.advantages, at.mask,
+        loss_type=case.loss_type, grad_buffer=buffer, temperature=at.transform["temperature"],
         **{k: v for k, v in columns(case).items() if k in ("old_per_token_logps", "ref_per_token_logps",
            "importance_ratio", "segments")},
-        **given_logits.options, **case.objective_options, beta=case.beta, kl_estimator=case.estimator,
+        **at.options, **case.objective_options, beta=case.beta, kl_estimator=case.estimator,
         importance_weighted=case.weighted,
     )  # fmt: skip
-    g = given_logits.upstream[0]
-    raw = given_logits.logits[:, :-1] if given_logits.spare_position else given_logits.logits
+    g = at.upstream[0]
+    raw = at.logits[:, :-1] if at.spare_position else at.logits
     rows = raw.reshape(-1, raw.shape[-1]).masked_fill(~case.live.reshape(-1, 1), 0.0).double().requires_grad_()
-    logits = oracle.Logits(
-        rows, rows.detach().abs(), given_logits.targets.reshape(-1), case.live.reshape(-1), given_logits.transform
-    )
+    logits = oracle.Logits(rows, rows.detach().abs(), at.targets.reshape(-1), case.live.reshape(-1), at.transform)
     logps, entropy = (logits.values[k].detach() for k in ("logps", "entropy"))
     moves = tuple(logits.budgets[k] for k in ("logps", "entropy"))
     expected = oracle.policy_result(case, logps, entropy, moves, g.reshape(-1))
@@ -195,9 +194,9 @@ def test_grpo_loss_from_logits(case: PolicyCase) -> None:
         expected.values["dlogps"], torch.zeros_like(logps), (expected.budgets["dlogps"], torch.zeros_like(logps)), F32
     )
     grad, budget = grad.reshape(raw.shape), budget.reshape(raw.shape)
-    if given_logits.spare_position:
+    if at.spare_position:
         grad, budget = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (grad, budget))
-    total = grad if buffer is None else given_logits.grad_buffer.double() + grad
+    total = grad if buffer is None else at.grad_buffer.double() + grad
     dtype = leaf.dtype if buffer is None else buffer.dtype
     slack = budget + 2 * oracle.unit(dtype) * (total.abs() + budget) + oracle._least(dtype)
     within("gradient of logits", leaf.grad if buffer is None else buffer, total, slack, case)
