@@ -22,9 +22,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Defects that are known and being mended: name -> whether a case meets it. Such cases are not drawn.
 KNOWN = {
-    # An empty grad_buffer of strides (1, 0) is refused.
-    "empty grad_buffer": lambda case: (
+    "empty grad_buffer of strides (1, 0) is refused": lambda case: (
         isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
+    ),
+    "grad_tolerance, entropy's gradient, banned target: NaN": lambda case: (
+        isinstance(case, HeadCase)
+        and "grad_tolerance" in case.options
+        and case.options["entropy"]
+        and case.bias is not None
+        and bool((case.bias[case.targets[case.live]] == -torch.inf).any())
     ),
 }
 
@@ -465,10 +471,10 @@ def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Ten
         old=None if rarely(draw) else near(), advantages=numbers.normal(*(shape[:1] if per_row else shape)),
         num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
     )  # fmt: skip
+    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
     if name == "GMPO":  # one advantage per sequence, for which alone it is defined
         of_rows = numbers.normal(rows)
         case.advantages = of_rows if per_row else of_rows[row]
-    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
     if case.beta:
         case.ref = near()
     if per_token:

@@ -160,7 +160,7 @@ class Head:
             # A factor wider than the head's dtype is the sum of two numbers of it.
             pair = 1 + 2 * (unit(compute) ** 2 / EPS if compute != torch.float32 else 0.0)
             raw, size = raw + inner @ b.T, size + pair * (abs(term["scaling"]) * x.abs() @ a.abs().T) @ b.abs().T
-            self.inner.append((x.detach(), a.detach(), inner.detach(), b.detach()))
+            self.inner.append((x.detach(), a.detach(), inner.detach(), b.detach(), max(unit(wide), unit(compute))))
         self.h, self.w, self.raw = h.detach(), w.detach(), raw
         cut = raw.detach().requires_grad_()
         self.logits = Logits(cut, size.detach(), case.targets.reshape(-1), self.live, case.transform)
@@ -169,11 +169,10 @@ class Head:
         names = list(self.inputs)
         found = torch.autograd.grad(self.raw, [self.inputs[n] for n in names], dlogits, allow_unused=True)
         grads = {n: torch.zeros_like(self.inputs[n]) if g is None else g for n, g in zip(names, found, strict=True)}
-        lost = unit(self.case.compute)  # to which factors of gradients are rounded
         budgets = {"hidden": budget @ self.w.abs(), "weight": budget.T @ self.h.abs()}
         if "bias" in grads:
             budgets["bias"] = budget.sum(0) + EPS * dlogits.abs().amax(-1).sum()
-        for i, (x, a, inner, b) in enumerate(self.inner):
+        for i, (x, a, inner, b, lost) in enumerate(self.inner):
             scaling = abs(self.case.low_rank[i]["scaling"])
             through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()
             budgets[f"b{i}"] = (budget + 3 * lost * dlogits.abs()).T @ inner.abs()
