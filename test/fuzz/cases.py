@@ -25,6 +25,13 @@ KNOWN = {
     "empty grad_buffer of strides (1, 0) is refused": lambda case: (
         isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
     ),
+    "one pass, softcap, a target whose kept exponential underflows": lambda case: (
+        isinstance(case, PolicyCase)
+        and case.head is not None
+        and case.passes != "two"
+        and case.head.transform["softcap"] is not None
+        and bool((oracle.Head(case.head).logits.values["logps"] < -80).any())
+    ),
     "grad_tolerance, entropy's gradient, banned target: NaN": lambda case: (
         isinstance(case, HeadCase)
         and "grad_tolerance" in case.options

@@ -374,6 +374,7 @@ def metrics(case, c: Columns, logp, entropy, kl, ratio, low, high, outside) -> d
         if case.metrics == "with_entropy":
             sums["entropy"] = entropy
         found |= {f"metric {k}": torch.where(c.mask, v, 0.0).mul(w).sum() for k, v in sums.items()}
+        found |= {f"size metric {k}": torch.where(c.mask, v.abs() + 1, 0.0).mul(w).sum() for k, v in sums.items()}
         found |= {
             "metric ratio_new_old_sum": r.sum(), "metric ratio_new_old_squared_sum": r.square().sum(),
             "metric num_tokens": c.mask.sum().double(),
@@ -417,6 +418,6 @@ def policy_result(case, logps: Tensor, entropy: Tensor, moves: tuple[Tensor, Ten
     budgets = {}
     for name, value in found.items():
         change = torch.stack([(other[name] - value).nan_to_num(0.0).abs() for other in moved]).amax(0)
-        largest = size.get(name, value.abs()).nan_to_num(0.0, posinf=0.0)
+        largest = size.get(name, found.get(f"size {name}", value.abs())).nan_to_num(0.0, posinf=0.0)
         budgets[name] = 2 * change + 2 * ROUNDINGS * EPS * largest
     return PolicyResult(found, budgets)
