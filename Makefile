@@ -10,7 +10,7 @@ WORKERS ?= 2
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-random test-convergence benchmark lint format typecheck clean
+.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,6 +32,12 @@ test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
+
+fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formulas; other ones in each run.
+	FUZZ_CASES=$(or $(N),20000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 test/fuzz
+
+mutants: $(STAMP) ## Put known bugs into copies of the package and see that the fuzzer finds each.
+	$(BIN)/python test/fuzz/mutants.py
 
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence

@@ -1,0 +1,574 @@
+"""Strategies: each draws one call of a public function, as plain tensors and options.
+
+Hypothesis draws the options, which it can shrink; the numbers come from a generator whose seed it draws. Without
+FUZZ_CASES in the environment the cases are the same in every run.
+"""
+
+import os
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from hypothesis import HealthCheck, Phase, assume, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+CASES = int(os.environ.get("FUZZ_CASES", "500"))
+# Without shrinking for who only wants to know whether a case fails.
+PHASES = [Phase.generate, *([Phase.shrink] if os.environ.get("FUZZ_SHRINK", "1") == "1" else [])]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Defects that are known and being mended: name -> whether a case meets it. Such cases are not drawn.
+KNOWN = {
+    "empty grad_buffer of strides (1, 0) is refused": lambda case: (
+        isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
+    ),
+    "one pass, softcap, a target whose kept exponential underflows": lambda case: (
+        isinstance(case, PolicyCase)
+        and case.head is not None
+        and case.passes != "two"
+        and case.head.transform["softcap"] is not None
+        and bool((oracle.Head(case.head).logits.values["logps"] < -80).any())
+    ),
+    "grad_tolerance, entropy's gradient, banned target: NaN": lambda case: (
+        isinstance(case, HeadCase)
+        and "grad_tolerance" in case.options
+        and case.options["entropy"]
+        and case.bias is not None
+        and bool((case.bias[case.targets[case.live]] == -torch.inf).any())
+    ),
+}
+
+
+def fuzz(share: float) -> settings:
+    """How a test takes its share of all cases."""
+    return settings(
+        max_examples=max(1, round(share * CASES)), derandomize="FUZZ_CASES" not in os.environ, database=None,
+        deadline=None, suppress_health_check=list(HealthCheck), print_blob=True, phases=PHASES,
+    )  # fmt: skip
+
+
+def keep(case):
+    assume(not any(meets(case) for meets in KNOWN.values()))
+    return case
+
+
+class Shown:
+    def __repr__(self) -> str:
+        """Options in full, tensors as dtype, shape and strides."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        return f"{type(self).__name__}({', '.join(f'{k}={_brief(v)}' for k, v in shown.items())})"
+
+    def _repr_pretty_(self, printer, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+def _brief(value) -> str:
+    if isinstance(value, Tensor):
+        return f"<{str(value.dtype)[6:]} {tuple(value.shape)} strides {value.stride()}>"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_brief(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_brief, value)) + "]"
+    return repr(value)
+
+
+class Numbers:
+    """Random tensors of one seed."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.generator, self.device = torch.Generator().manual_seed(seed), device
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype = F32) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * std).to(self.device, dtype)
+
+    def share(self, shape, probability: float) -> Tensor:
+        return (torch.rand(shape, generator=self.generator) < probability).to(self.device)
+
+    def below(self, bound: int, shape) -> Tensor:
+        return torch.randint(0, bound, tuple(shape), generator=self.generator).to(self.device)
+
+
+def rarely(draw) -> bool:
+    return draw(st.integers(0, 4)) == 4
+
+
+def one(draw, *values):
+    return draw(st.sampled_from(values))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in another place in memory, NaN between them."""
+    if layout == "contiguous" or x.dim() < 2 or x.numel() == 0:
+        return x
+    if layout == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    wide = x.new_full((*x.shape[:-2], 2 * x.shape[-2] + 1, x.shape[-1] + 3), torch.nan)
+    return wide[..., 1::2, 2:-1].copy_(x)
+
+
+LAYOUTS = ("contiguous", "transposed", "sliced")
+
+
+def shapes(draw, device: str, most_vocab: int = 600) -> tuple[tuple[int, ...], int, int]:
+    """-> (B, T) or (N,), H, V; on a GPU such as its kernels with epilogues take, or small ones."""
+    if device == "cuda" and not rarely(draw):
+        tokens = draw(st.integers(512, 900))
+        lead = (2, tokens // 2) if draw(st.booleans()) else (tokens,)
+        return lead, 8 * draw(st.integers(1, 32)), draw(st.integers(1, 4000))
+    lead = draw(st.one_of(st.tuples(st.integers(1, 4), st.integers(1, 17)), st.tuples(st.integers(0, 70))))
+    width = draw(st.one_of(st.integers(1, 40), st.sampled_from((8, 16))))
+    return lead, width, draw(st.one_of(st.integers(1, most_vocab), st.sampled_from((255, 256, 257, 512, 513))))
+
+
+def transforms(draw) -> dict:
+    return {
+        "temperature": one(draw, 1.0, 0.7, 1.9, 0.3),
+        "softcap": one(draw, None, None, 5.0, 30.0, 1.5),
+        "scale": one(draw, 1.0, 1.0, 0.25, 2.0),
+    }
+
+
+def masks(draw, numbers: Numbers, shape) -> Tensor | None:
+    kept = one(draw, None, 0.7, 0.7, 0.2, 0.0)
+    mask = None if kept is None else numbers.share(shape, kept)
+    return mask if mask is None else mask.to(one(draw, torch.bool, torch.int64, F32, torch.uint8))
+
+
+def upstreams(draw, numbers: Numbers, shape) -> Tensor:
+    zeros = one(draw, 0.3, 0.0, 1.0, 0.9)
+    return numbers.normal(*shape).masked_fill(numbers.share(shape, zeros), 0.0)
+
+
+def targets_of(draw, numbers: Numbers, logits: Tensor, negative: bool) -> Tensor:
+    """(N,) ids for (N, V) logits: any, likely, unlikely; some negative."""
+    n, vocab = logits.shape
+    ids = numbers.below(vocab, (n,))
+    kind = one(draw, "any", "likely", "unlikely", "last")
+    if kind != "any" and n:
+        order = logits.float().argsort(-1)
+        chosen = {"likely": order[:, -1], "unlikely": order[:, 0], "last": torch.full_like(ids, vocab - 1)}[kind]
+        ids = torch.where(numbers.share((n,), 0.7), chosen, ids)
+    return torch.where(numbers.share((n,), 0.2), -100, ids) if negative else ids
+
+
+@dataclass(repr=False, kw_only=True)
+class HeadCase(Shown):
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    low_rank: list[dict]
+    transform: dict
+    autocast: torch.dtype | None
+    compute_dtype: torch.dtype | None
+    wants: dict[str, bool]  # gradient wanted, by name of the input
+    options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, batch_invariant, entropy, extras
+    weight_grad: Tensor | None = None  # what stands in it before
+    upstream: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def live(self) -> Tensor:
+        live = self.targets.long() >= 0
+        return live if self.mask is None else live & (self.mask != 0)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.compute_dtype or self.autocast or self.hidden.dtype
+
+
+# hidden, weight, autocast, compute_dtype
+DTYPES = (
+    *[(F32, F32, None, None)] * 6, (BF16, BF16, None, None), (BF16, BF16, None, None), (F16, F16, None, None),
+    (F32, F32, BF16, None), (BF16, F32, BF16, None), (F32, F32, F16, None), (BF16, BF16, None, F32),
+    (BF16, F32, None, F32), (F32, F32, None, BF16), (F16, BF16, None, F32), (F32, BF16, BF16, F32),
+)  # fmt: skip
+
+
+def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True, lead=None, seed=None) -> HeadCase:
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    shape, width, vocab = shapes(draw, device)
+    shape = lead or shape
+    tokens = 1
+    for side in shape:
+        tokens *= side
+    dtype, weight_dtype, autocast, compute_dtype = draw(st.sampled_from(DTYPES))
+    std = one(draw, 1.0, 0.1, 4.0, 12.0)
+    if rarely(draw) and 0 < tokens <= 70:  # dL/dweight is dL/dlogits itself then
+        width, hidden = tokens, torch.eye(tokens, device=device).to(dtype)
+        weight = numbers.normal(vocab, width, std=std, dtype=weight_dtype)
+    else:
+        hidden = numbers.normal(tokens, width, dtype=dtype)
+        weight = numbers.normal(vocab, width, std=std * width**-0.5, dtype=weight_dtype)
+    targets = targets_of(draw, numbers, hidden.float() @ weight.float().T, draw(st.booleans()))
+    mask = masks(draw, numbers, shape)
+    bias = None
+    if draw(st.booleans()):
+        bias = numbers.normal(vocab, dtype=one(draw, dtype, F32))
+        if banned and draw(st.booleans()):
+            bias[numbers.share((vocab,), one(draw, 0.2, 0.9)) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
+    terms = []
+    for _ in range(one(draw, 0, 0, 1, 2) if low_rank else 0):
+        rank, kind = draw(st.integers(1, 5)), one(draw, dtype, F32)
+        own = numbers.normal(*shape, width, dtype=dtype) if rarely(draw) else None
+        a, b = numbers.normal(rank, width, std=width**-0.5, dtype=kind), numbers.normal(vocab, rank, dtype=kind)
+        terms.append({"a": a, "b": b, "scaling": one(draw, 0.5, 2.0, -1.0), "hidden": own})
+    hidden = laid_out(hidden.reshape(*shape, width), draw(st.sampled_from(LAYOUTS)))
+    if rarely(draw) and len(shape) == 2 and hidden.numel():
+        hidden = hidden[:, :1].expand(-1, shape[1], -1)
+    case = HeadCase(
+        hidden=hidden, weight=laid_out(weight, draw(st.sampled_from(LAYOUTS))),
+        targets=laid_out(targets.reshape(shape).to(one(draw, torch.int64, torch.int64, torch.int32)), "transposed"),
+        mask=None if mask is None else laid_out(mask, "transposed"), bias=bias, low_rank=terms,
+        transform=transforms(draw), autocast=autocast, compute_dtype=compute_dtype, wants={},
+    )  # fmt: skip
+    names = ["hidden", "weight", *(["bias"] if bias is not None else [])]
+    names += [f"{k}{i}" for i, term in enumerate(terms) for k in ("a", "b", "hidden") if term[k] is not None]
+    case.wants = {name: not rarely(draw) for name in names}
+    poison = one(draw, 0.0, torch.nan, torch.inf)
+    if poison != 0.0 and not case.live.all() and hidden.stride(0) != 0 and 0 not in hidden.stride():
+        hidden[~case.live] = poison
+        for term in terms:
+            if term["hidden"] is not None:
+                term["hidden"][~case.live] = poison
+    return case
+
+
+def tiles(draw, options: dict) -> dict:
+    """Options of memory and shape, at most one kind of them."""
+    kind = one(draw, "none", "chunks", "chunks", "bytes", "fixed", "invariant")
+    if kind == "chunks":
+        options["chunk_tokens"] = one(draw, None, 1, 7, 16, 33, 1000)
+        options["chunk_vocab"] = one(draw, None, 1, 5, 64, 255, 256, 257, 4000)
+    if kind == "bytes":  # by which a budget is above the least that is possible
+        options["spare_bytes"] = one(draw, 0, 1000, 2**20, 2**28)
+    if kind == "fixed":
+        options["fixed_shape"] = True
+    if kind == "invariant":
+        options["batch_invariant"] = True
+    return options
+
+
+@st.composite
+def head_cases(draw, device: str = DEVICE) -> HeadCase:
+    options = {"entropy": draw(st.booleans())}
+    if rarely(draw):
+        options["extras"] = one(draw, ("log_sum_sq_probs",), ("mean_logits", "is_top1", "log_sum_sq_probs"))
+    tiles(draw, options)
+    case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
+    case.options = options
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
+    if case.wants["weight"] and rarely(draw):
+        case.weight_grad = numbers.normal(*case.weight.shape)
+    return keep(case)
+
+
+@st.composite
+def tolerance_cases(draw, device: str = DEVICE) -> HeadCase:
+    """Hidden states are one-hot, so that the weight's gradient is the logits'; blocks that differ in what they hold."""
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    tokens = draw(st.integers(512, 700)) // 8 * 8 if device == "cuda" else draw(st.integers(1, 300))
+    vocab = draw(st.integers(300, 1500))
+    dtype = BF16 if device == "cuda" else one(draw, F32, BF16)
+    logits = numbers.normal(tokens, vocab, std=one(draw, 1.0, 3.0))
+    sure = numbers.share((tokens,), one(draw, 0.9, 0.5, 0.1))
+    logits[torch.arange(tokens), numbers.below(vocab, (tokens,))] += sure * one(draw, 8.0, 14.0)
+    targets = targets_of(draw, numbers, logits, draw(st.booleans()))
+    bias = None
+    if draw(st.booleans()):
+        bias = numbers.normal(vocab, dtype=F32)
+        bias[numbers.share((vocab,), 0.2) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
+    shape = (tokens,)
+    return keep(
+        HeadCase(
+            hidden=torch.eye(tokens, device=device).to(dtype), weight=logits.T.to(dtype).contiguous(), targets=targets,
+            mask=masks(draw, numbers, shape), bias=bias, low_rank=[], transform=transforms(draw), autocast=None,
+            compute_dtype=None, wants={"hidden": True, "weight": True, "bias": draw(st.booleans())},
+            options={"entropy": draw(st.booleans()), "grad_tolerance": one(draw, 1e-3, 1e-2, 0.1, 0.5)},
+            upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)),
+        )
+    )  # fmt: skip
+
+
+@dataclass(repr=False, kw_only=True)
+class LogitsCase(Shown):
+    logits: Tensor
+    targets: Tensor
+    mask: Tensor | None
+    transform: dict
+    options: dict
+    grad_buffer: Tensor | None
+    upstream: tuple[Tensor, Tensor]
+    spare_position: bool = False  # one more position than targets, which predicts nothing
+
+    live = HeadCase.live
+
+
+@st.composite
+def logits_cases(draw, device: str = DEVICE, lead=None, spare: bool = False, banned: bool = True) -> LogitsCase:
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    shape, _, vocab = shapes(draw, device)
+    shape = lead or shape
+    dtype = one(draw, F32, F32, BF16, F16)
+    spare = spare and len(shape) == 2 and draw(st.booleans())
+    full = (shape[0], shape[1] + 1) if spare else shape
+    logits = numbers.normal(*full, vocab, std=one(draw, 1.0, 4.0, 12.0))
+    if banned and rarely(draw):
+        logits[numbers.share(logits.shape, 0.3) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
+    logits = logits.to(dtype)
+    flat = (logits[:, :-1] if spare else logits).reshape(-1, vocab)
+    targets = targets_of(draw, numbers, flat, draw(st.booleans())).reshape(shape)
+    mask = masks(draw, numbers, shape)
+    where = one(draw, "new", "new", "in_place", "buffer")
+    buffer = numbers.normal(*logits.shape, dtype=one(draw, F32, BF16, F16)) if where == "buffer" else None
+    layout = draw(st.sampled_from(LAYOUTS)) if where != "in_place" else "contiguous"
+    if layout == "sliced" and len(full) == 2:  # [:, :-1] of something wider
+        logits = torch.cat([logits, logits[:, :1]], 1)[:, :-1]
+    elif layout == "transposed" and len(full) == 2:
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    case = LogitsCase(
+        logits=logits, targets=targets, mask=mask, transform=transforms(draw), grad_buffer=buffer,
+        options={"in_place": where == "in_place", "fixed_shape": rarely(draw)},
+        upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)), spare_position=spare,
+    )  # fmt: skip
+    if one(draw, False, True):
+        rows = logits[:, :-1] if spare else logits
+        rows[~case.live] = torch.nan
+    return keep(case)
+
+
+OBJECTIVES = {
+    "grpo": ("PPOClip", "SequenceMean"), "bnpo": ("PPOClip", "TokenMean"), "dapo": ("PPOClip", "GlobalTokenMean"),
+    "dr_grpo": ("PPOClip", "FixedLengthMean"), "luspo": ("PPOClip", "SequenceSum"),
+    "cispo": ("CISPO", "GlobalTokenMean"), "sapo": ("SAPO", "SequenceMean"), "vespo": ("VESPO", "GlobalTokenMean"),
+    "gspo": ("PPOClip", "SequenceMean"), "gspo_token": ("PPOClip", "SequenceMean"), "gmpo": ("GMPO", "SequenceMean"),
+    "gpg": ("Reinforce", "GlobalTokenMean"), "dppo": ("DPPO", "GlobalTokenMean"), "clip_cov": ("ClipCov", "TokenMean"),
+    "kl_cov": ("KLCov", "TokenMean"),
+}  # fmt: skip
+LEVELS = {"gspo": "sequence", "gspo_token": "sequence_token"}
+REDUCTIONS = ("SequenceMean", "SequenceSum", "TokenMean", "GlobalTokenMean", "FixedLengthMean", "TokenSum")
+
+
+@dataclass(repr=False, kw_only=True)
+class PolicyCase(Shown):
+    """Columns as given to the package, (B, T) or (N,), with whatever is at masked tokens; logps and entropy too."""
+
+    loss_type: str
+    objective: str
+    objective_options: dict
+    reduction: str | None
+    reduction_options: dict
+    beta: float
+    estimator: str
+    weighted: bool
+    entropy_coef: float
+    corrections: list[tuple[str, float]]
+    sampler: dict | None
+    metrics: str
+    mask: Tensor | None
+    advantages: Tensor
+    row: Tensor
+    rows: int
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    sampling: Tensor | None = None
+    importance: Tensor | None = None
+    num_sequences: float | None = None
+    items: float | None = None
+    head: HeadCase | None = None
+    logits: LogitsCase | None = None
+    live: Tensor = None
+    logps: Tensor | None = None
+    entropy: Tensor | None = None
+    passes: str = "auto"
+
+    def columns(self) -> oracle.Columns:
+        live = self.live.reshape(-1)
+
+        def clean(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            wide = x if x.shape == self.live.shape else x.reshape(-1, 1).expand(self.live.shape)
+            return wide.reshape(-1).double().masked_fill(~live, 0.0)
+
+        importance = clean(self.importance)
+        return oracle.Columns(
+            live, clean(self.advantages), clean(self.old), clean(self.ref), clean(self.sampling), importance,
+            self.row.reshape(-1), self.rows,
+            self.rows if self.num_sequences is None else self.num_sequences, self.items,
+        )  # fmt: skip
+
+    @property
+    def sequential(self) -> bool:
+        """Whether something needs to know sequences."""
+        return (
+            self.objective in ("GMPO", "VESPO") or self.reduction == "SequenceMean"
+            or self.objective_options.get("importance_sampling_level", "token") != "token"
+            or bool(self.objective_options.get("mean_advantages")) or self.metrics in ("basic", "with_entropy")
+            or any(name == "OffPolicySequenceMask" for name, _ in self.corrections)
+            or (self.sampler is not None and self.sampler["level"] == "sequence")
+        )  # fmt: skip
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.entropy_coef != 0 or self.metrics == "with_entropy" or any(n[0] == "T" for n, _ in self.corrections)
+
+
+def objective_options(draw, loss_type: str, objective: str) -> dict:
+    o = {"importance_sampling_level": LEVELS[loss_type]} if loss_type in LEVELS else {}
+    if objective in ("PPOClip", "ClipCov"):
+        o |= {"epsilon_low": one(draw, 0.2, 0.0, 0.05), "epsilon_high": one(draw, 0.2, 0.0, 0.4)}
+    if objective == "PPOClip":
+        if draw(st.booleans()):
+            o["delta"] = one(draw, 1.5, 1.0, 3.0)
+        if draw(st.booleans()):
+            o["dual_clip"] = one(draw, 1.2, 3.0)
+        o["mean_advantages"] = rarely(draw)
+    choices = {
+        "CISPO": {"epsilon_high": (0.2, 1.1, 5.0)},
+        "SAPO": {"sapo_temperature_pos": (1.0, 0.5, 3.0), "sapo_temperature_neg": (1.05, 2.0)},
+        "VESPO": {
+            "vespo_k_pos": (2.0, 0.5), "vespo_lambda_pos": (3.0, 1.0), "vespo_k_neg": (3.0, 1.0),
+            "vespo_lambda_neg": (2.0, 0.5),
+        },
+        "GMPO": {"epsilon_low": (0.4, 0.0, 0.1), "epsilon_high": (0.4, 0.2)},
+        "DPPO": {"divergence_low": (0.2, 0.01), "divergence_high": (0.2, 0.03), "ratio_cap": (20.0, 1.1)},
+        "ClipCov": {"clip_cov_ratio": (1.0,), "clip_cov_lb": (0.1, -1.0), "clip_cov_ub": (5.0, 0.5)},
+        "KLCov": {"kl_cov_ratio": (0.0002, 0.3, 1.0), "ppo_kl_coef": (1.0, 0.2)},
+    }  # fmt: skip
+    return o | {name: one(draw, *values) for name, values in choices.get(objective, {}).items()}
+
+
+def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
+    """live, logps (clean, float64): (B, T) or (N,)."""
+    shape, device = live.shape, live.device
+    loss_type = draw(st.sampled_from(sorted(OBJECTIVES)))
+    name, reduction = OBJECTIVES[loss_type]
+    if per_token:
+        reduction = None
+    elif draw(st.booleans()):
+        reduction = draw(st.sampled_from(REDUCTIONS))
+    o = {}
+    if reduction == "FixedLengthMean":
+        o["max_completion_length"] = one(draw, 13, 100.0)
+    if reduction == "GlobalTokenMean":
+        o["world_size"] = one(draw, 1, 1, 4)
+    if len(shape) == 2:
+        rows, row = shape[0], torch.arange(shape[0], device=device)[:, None].expand(shape)
+    else:
+        rows = draw(st.integers(1, 5))
+        row = numbers.below(rows, shape)
+        row = row.sort().values if draw(st.booleans()) else row
+    per_row = len(shape) == 2 and draw(st.booleans())
+    spread = one(draw, 0.3, 0.05, 1.5)
+
+    def near() -> Tensor:
+        return (logps + spread * numbers.normal(*shape)).float()
+
+    case = PolicyCase(
+        loss_type=loss_type, objective=name, objective_options=objective_options(draw, loss_type, name),
+        reduction=reduction, reduction_options=o, beta=one(draw, 0.0, 0.04, 1.0), mask=mask,
+        estimator=one(draw, "k3", "k1", "k2"), weighted=draw(st.booleans()), corrections=[], sampler=None,
+        entropy_coef=0.0 if per_token else one(draw, 0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
+        metrics="none" if per_token else one(draw, "loss", "none", "basic", "with_entropy"),
+        old=None if rarely(draw) else near(), advantages=numbers.normal(*(shape[:1] if per_row else shape)),
+        num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
+    )  # fmt: skip
+    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
+    if name == "GMPO":  # one advantage per sequence, for which alone it is defined
+        of_rows = numbers.normal(rows)
+        case.advantages = of_rows if per_row else of_rows[row]
+    if case.beta:
+        case.ref = near()
+    if per_token:
+        case.importance = numbers.normal(*shape).abs() + 0.1 if rarely(draw) else None
+    else:
+        extra = one(draw, "none", "ratio", "sampler", "off_policy", "top_entropy")
+        if extra == "ratio":
+            case.importance = numbers.normal(*shape).abs() + 0.1
+            if len(shape) == 2 and name != "VESPO" and draw(st.booleans()):
+                case.importance = case.importance[:, 0] if draw(st.booleans()) else case.importance[:, :1]
+        if extra == "sampler" and case.old is not None:
+            levels = ("token",) if name == "VESPO" else ("sequence", "token")
+            mode = one(draw, "mask", "truncate") if name != "VESPO" else "truncate"
+            low = 0.3 if name == "VESPO" else one(draw, None, 0.5)
+            case.sampler = {
+                "level": one(draw, *levels),
+                "mode": mode,
+                "ratio_min": low,
+                "ratio_max": one(draw, 3.0, 1.5),
+            }
+        if extra in ("sampler", "off_policy"):
+            case.sampling = near().masked_fill(numbers.share(shape, one(draw, 0.0, 0.2)), torch.nan)
+        if extra == "off_policy":
+            case.corrections.append(("OffPolicySequenceMask", one(draw, 0.02, 0.3)))
+            if draw(st.booleans()):
+                case.sampling = None
+        if extra == "top_entropy":
+            case.corrections.append(("TopEntropyMask", one(draw, 0.5, 1.0, 0.2317, 0.777)))
+    if one(draw, False, True):  # whatever stands at masked tokens
+        for column in (case.old, case.ref, case.sampling, case.importance, case.advantages):
+            if column is not None and column.shape == shape:
+                column[~live] = one(draw, torch.nan, torch.inf)
+    return case
+
+
+@st.composite
+def policy_cases(draw, device: str = DEVICE) -> PolicyCase:
+    """Log-probabilities are given."""
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    shape = draw(st.one_of(st.tuples(st.integers(1, 6), st.integers(1, 17)), st.tuples(st.integers(0, 70))))
+    mask = masks(draw, numbers, shape)
+    live = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
+    logps = -numbers.normal(*shape, std=one(draw, 1.0, 5.0)).abs()
+    case = policy_inputs(draw, numbers, live, logps.double(), mask, per_token=False)
+    if rarely(draw):
+        case.reduction, case.entropy_coef = None, 0.0
+    poison = one(draw, torch.nan, 0.0)
+    case.logps = logps.masked_fill(~live, poison)
+    case.entropy = (numbers.normal(*shape).abs() * 2).masked_fill(~live, poison)
+    return keep(case)
+
+
+@st.composite
+def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
+    """The whole way from hidden states."""
+    head = head_inputs(draw, device, banned=rarely(draw))
+    head = replace(head, compute_dtype=None)
+    if head.autocast is None and head.weight.dtype != head.hidden.dtype:
+        head.autocast = BF16
+    head.options = tiles(draw, {"entropy": True})
+    if head.low_rank and "batch_invariant" in head.options:
+        head.options = {"entropy": True}
+    found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
+    assume(found.isfinite().all())  # a banned target is no sample
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    case = policy_inputs(draw, numbers, head.live, found, head.mask, per_token=False)
+    case.head, case.passes = head, one(draw, "auto", "two", "one")
+    if head.wants["weight"] and rarely(draw):
+        head.weight_grad = numbers.normal(*head.weight.shape)
+    if case.passes == "one":
+        one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
+        assume(one_pass and not {"fixed_shape", "batch_invariant"} & head.options.keys())
+        head.options.pop("chunk_vocab", None)
+    return keep(case)
+
+
+@st.composite
+def given_logits_cases(draw, device: str = DEVICE) -> PolicyCase:
+    """grpo_loss_from_logits."""
+    logits = draw(logits_cases(device, spare=True, banned=False))
+    logits.transform = {"temperature": logits.transform["temperature"], "softcap": None, "scale": 1.0}
+    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    shape = logits.targets.shape
+    raw = logits.logits[:, :-1] if logits.spare_position else logits.logits
+    z = raw.double().masked_fill(~logits.live[..., None], 0.0) / logits.transform["temperature"]
+    found = z.log_softmax(-1).gather(-1, logits.targets.clamp(min=0)[..., None]).squeeze(-1)
+    case = policy_inputs(draw, numbers, logits.live, found, logits.mask, per_token=True)
+    case.logits = logits
+    assume(len(shape) == 2 or shape[0] > 0)
+    return keep(case)

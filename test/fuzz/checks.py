@@ -1,0 +1,98 @@
+"""How a test calls the head and compares with a budget."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from cases import HeadCase
+from liger_rl import LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
+
+
+def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:
+    """Finite entries are within the budget, the others are the same."""
+    found, expected = found.detach().double().reshape(expected.shape), expected.detach()
+    budget = torch.as_tensor(budget, dtype=torch.float64, device=found.device).expand(expected.shape).reshape(-1)
+    error = torch.where(found == expected, 0.0, (found - expected).abs()).reshape(-1)
+    bad = ~(error <= budget)
+    if bad.any():
+        worst = int(torch.where(bad, error / budget, 0.0).nan_to_num(torch.inf).argmax())
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.numel()} off; at {worst} got {found.reshape(-1)[worst]:.9g}, expected "
+            f"{expected.reshape(-1)[worst]:.9g}, error {error[worst]:.3g}, budget {budget[worst]:.3g}; {case!r}"
+        )
+
+
+def same(name: str, a: Tensor, b: Tensor, case) -> None:
+    assert torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)), f"{name} differ: {case!r}"
+
+
+class Call:
+    """One call of linear_logprobs: leaves, arguments."""
+
+    def __init__(self, case: HeadCase) -> None:
+        def leaf(x: Tensor | None, name: str) -> Tensor | None:
+            return None if x is None else x.detach().requires_grad_(case.wants.get(name, False))
+
+        self.case = case
+        self.hidden, self.weight = leaf(case.hidden, "hidden"), leaf(case.weight, "weight")
+        self.bias = leaf(case.bias, "bias")
+        self.low_rank = []
+        self.leaves = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        for i, term in enumerate(case.low_rank):
+            tensors = {k: leaf(term[k], f"{k}{i}") for k in ("a", "b", "hidden")}
+            self.low_rank.append(LowRank(**tensors, scaling=term["scaling"]))
+            self.leaves |= {f"{k}{i}": tensors[k] for k in tensors}
+        self.leaves = {k: x for k, x in self.leaves.items() if x is not None and x.requires_grad}
+        self.weight_grad = None if case.weight_grad is None else case.weight_grad.clone()
+        self.inputs = {k: x for k, x in self.leaves.items() if k != "weight" or self.weight_grad is None}
+        self.autocast = (
+            torch.autocast(self.hidden.device.type, case.autocast) if case.autocast is not None else nullcontext()
+        )
+
+    def options(self) -> dict:
+        options = dict(self.case.options)
+        spare = options.pop("spare_bytes", None)
+        if spare is not None:
+            options["max_extra_bytes"] = self.least_bytes() + spare
+        return options
+
+    def least_bytes(self, **more) -> int:
+        case, chosen = self.case, {k: v for k, v in self.case.options.items() if k not in ("spare_bytes",)}
+        return plan_linear_logprobs(
+            case.targets.numel(), *case.weight.shape, dtype=case.hidden.dtype, weight_dtype=case.weight.dtype,
+            compute_dtype=case.compute, device=case.hidden.device,
+            # A bias and b count as the weight does, a as the hidden states do.
+            needs=(any(k[0] in "ha" for k in self.leaves), any(k[0] in "wb" for k in self.leaves)),
+            bias=case.bias is not None, rank=sum(t["a"].shape[0] for t in case.low_rank),
+            weight_grad=case.weight_grad is not None, transform=LogitTransform(**case.transform), **(chosen | more),
+        ).least_bytes  # fmt: skip
+
+    def __call__(self, rows=slice(None), **more):
+        case = self.case
+        with self.autocast:
+            return linear_logprobs(
+                self.hidden[rows], self.weight, case.targets[rows], mask=None if case.mask is None else case.mask[rows],
+                bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
+                compute_dtype=case.compute_dtype, weight_grad=self.weight_grad, **(self.options() | more),
+            )  # fmt: skip
+
+    def gradients(self, outputs: list[Tensor], upstream: list[Tensor], retain_graph: bool = True) -> dict[str, Tensor]:
+        if not self.leaves or not outputs[0].requires_grad:
+            return {}
+        pairs = [(o, u) for o, u in zip(outputs, upstream, strict=False) if o.requires_grad]
+        inputs = list(self.inputs.values())
+        for x in inputs:
+            x.grad = None
+        torch.autograd.backward(
+            [o for o, _ in pairs], [u for _, u in pairs], retain_graph=retain_graph, inputs=inputs or None
+        )
+        found = {k: (torch.zeros_like(x) if x.grad is None else x.grad.clone()) for k, x in self.inputs.items()}
+        return found
+
+
+def check_gradients(found: dict, expected: dict, budgets: dict, case: HeadCase) -> None:
+    for name, grad in found.items():
+        within(f"gradient of {name}", grad, expected[name], budgets[name], case)
+    if "hidden" in found:
+        assert not found["hidden"][~case.live].any(), f"masked tokens have a gradient: {case!r}"

@@ -1,0 +1,88 @@
+# ruff: noqa: E501 - a mutant is a line
+"""Does the fuzzer find bugs? Each mutant is one bug, put into a copy of the package; the fuzzer must fail on it.
+
+    python test/fuzz/mutants.py [NAME ...]
+
+Each has the budget of `make test`, 500 cases, the same in every run, so that what is caught here is caught there.
+
+A mutant is (name, file of the package, text, text with the bug). The text must occur exactly once, else the mutant is
+an error, not a success: after a change of the package, find the line that does now what the name says, and put it here.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = (
+    ("entropy gradient lacks the entropy", "kernels/eager.py", "log_p.add_(tokens.entropy[:, None]).mul_(", "log_p.mul_("),
+    ("softcap's derivative dropped", "kernels/eager.py", "grad_z.mul_(tanh.square_().neg_().add_(1.0))", "pass"),
+    ("gradient lacks 1/T", "kernels/eager.py", "factor = transform.scale / transform.temperature", "factor = transform.scale"),
+    ("entropy without temperature", "kernels/eager.py", "(exp * shifted).sum(-1)", "(exp * shifted * transform.temperature).sum(-1)"),
+    ("target at a tile's first column is missed", "kernels/eager.py", "(column >= 0) & (column < width)", "(column > 0) & (column < width)"),
+    ("target past a tile's end is taken", "kernels/eager.py", "(column >= 0) & (column < width)", "(column >= 0) & (column <= width)"),
+    ("target logit off by 2e-5", "kernels/eager.py", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1),", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1) + 2e-5,"),
+    ("probabilities off by 5e-5", "kernels/eager.py", "grad_z = p.mul_(-tokens.grad_logps[:, None])", "grad_z = p.mul_(-1.00005 * tokens.grad_logps[:, None])"),
+    ("bias gradient lacks a tile's first token", "projection.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
+    ("first token of a tile dropped from the weight's gradient", "projection.py", "gemm.accumulate(self.total, tile.T, hidden)", "gemm.accumulate(self.total, tile[1:].T, hidden[1:])"),
+    ("one row lost between chunks", "projection.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
+    ("low-rank scaling without gradient", "low_rank.py", "self.a, index, dtype) * self.scaling", "self.a, index, dtype) * 1.0 + (self.scaling - 1.0) * (function or _Inputs.apply)(given.detach().reshape(-1, given.shape[-1]), self.a.detach(), index, dtype)"),
+    ("gradients of masked tokens kept", "kernels/rows.py", "wanted = wanted & _counted(logits, targets, mask)", "pass"),
+    ("grad_buffer overwritten", "kernels/rows.py", "(grad + out[rows] if add else grad)", "grad"),
+    ("weight_grad overwritten", "projection.py", "self.total = self.out if add else self.out.zero_()", "self.total = self.out.zero_()"),
+    ("mask is multiplied", "policy/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),
+    ("padding counted in a sequence's length", "policy/sequences.py", "sequence_sum(batch.mask.to(batch.advantages.dtype), batch)", "sequence_sum(batch.mask.to(batch.advantages.dtype) * 0 + 1, batch)"),
+    ("sign of k1", "policy/penalties.py", "return logps - ref_per_token_logps", "return ref_per_token_logps - logps"),
+    ("k3 without its -1", "policy/penalties.py", "torch.expm1(difference) - difference", "difference.exp() - difference"),
+    ("importance-weighted KL without the ratio's gradient", "policy/penalties.py", "kl = kl * ratio", "kl = kl * ratio.detach()"),
+    ("a tie on the clip's bound loses gradient", "policy/objectives.py", "-torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)", "-torch.minimum(unclipped * advantages, torch.where((ratio > low) & (ratio < high), ratio, ratio.detach().clamp(low, high)) * advantages)"),
+    ("dual clip on the wrong side", "policy/objectives.py", "torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)", "torch.where(advantages > 0, torch.minimum(loss, -self.dual_clip * advantages), loss)"),
+    ("GSPO-token without the token's gradient", "policy/ratios.py", "* torch.exp(logps - logps.detach())", "* torch.exp(logps.detach() - logps.detach())"),
+    ("CISPO's bound is taken from 1", "policy/objectives.py", "ratio.detach().clamp(max=self.epsilon_high)", "ratio.detach().clamp(max=1 + self.epsilon_high)"),
+    ("world size ignored", "policy/reductions.py", "(divisor(batch.num_items_in_batch) / self.world_size)", "divisor(batch.num_items_in_batch)"),
+    ("entropy bonus over every token", "policy/penalties.py", "torch.where(kept, entropy, 0.0).sum()", "entropy.sum()"),
+    ("sampler ratio not bounded below", "policy/corrections.py", "ratio.clamp(low, high)", "ratio.clamp(max=high)"),
+    ("merged metrics lose a count", "policy/metrics.py", "else a.count + b.count", "else a.count"),
+)  # fmt: skip
+
+
+def outcome(name: str, file: str | None, text: str, bug: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "liger_rl", Path(folder, "liger_rl"), ignore=shutil.ignore_patterns("__pycache__"))
+        if file is not None:
+            source = Path(folder, "liger_rl", file)
+            found = source.read_text()
+            if found.count(text) != 1:
+                return f"ERROR: the text occurs {found.count(text)} times in {file}"
+            source.write_text(found.replace(text, bug))
+        env = os.environ | {"PYTHONPATH": folder, "FUZZ_SHRINK": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "0"]
+        run = subprocess.run([*command, str(ROOT / "test" / "fuzz")], cwd=ROOT, env=env, capture_output=True, text=True)
+        if run.returncode == 0:
+            return "survived"
+        failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+        if run.returncode != 1 or not failed:
+            return f"ERROR: pytest ended with {run.returncode}: {(run.stdout + run.stderr)[-500:]}"
+        return f"caught by {failed[0].split('::')[-1][:90]}"
+
+
+def main() -> int:
+    chosen = [m for m in MUTANTS if not sys.argv[1:] or m[0] in sys.argv[1:]]
+    clean = outcome("none", None, "", "")
+    print(f"without a bug: {clean}", flush=True)
+    if clean != "survived":
+        return 1
+    results = []
+    for mutant in chosen:
+        results.append(outcome(*mutant))
+        print(f"{mutant[0]}: {results[-1]}", flush=True)
+    caught = sum(result.startswith("caught") for result in results)
+    print(f"{caught} of {len(results)} caught")
+    return int(caught != len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""linear_logprobs and logits_logprobs against full logits in float64, on random cases."""
+
+import torch
+from hypothesis import given
+
+import oracle
+from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, tolerance_cases
+from checks import Call, check_gradients, same, within
+from liger_rl import LogitTransform, logits_logprobs
+
+
+@fuzz(0.42)
+@given(case=head_cases())
+def test_linear_logprobs(case: HeadCase) -> None:
+    call = Call(case)
+    out = call()
+    wants_entropy = case.options["entropy"]
+    g, e = case.upstream[0], case.upstream[1] if wants_entropy else torch.zeros_like(case.upstream[1])
+    expected = oracle.head(case, g.reshape(-1), e.reshape(-1))
+    names = ["logps", *(["entropy"] if wants_entropy else []), *case.options.get("extras", ())]
+    for name in ("logps", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"):
+        value = getattr(out, name)
+        assert (value is not None) == (name in names), name
+        if value is not None:
+            assert value.shape == case.targets.shape
+            within(name, value, expected.values[name], expected.budgets[name], case)
+    outputs = [out.logps, out.entropy] if wants_entropy else [out.logps]
+    found = call.gradients(outputs, [g, e])
+    check_gradients(found, expected.grads, expected.grad_budgets, case)
+    if call.weight_grad is not None:
+        before = case.weight_grad.double()
+        budget = expected.grad_budgets["weight"] + oracle.ROUNDINGS * oracle.EPS * before.abs()
+        within("weight_grad", call.weight_grad, before + expected.grads["weight"], budget, case)
+    elif found:
+        for name, grad in call.gradients(outputs, [g, e]).items():
+            same(f"second backward's gradients of {name}", grad, found[name], case)
+        again = Call(case)
+        repeated = again()
+        outputs = [repeated.logps, repeated.entropy] if wants_entropy else [repeated.logps]
+        for name, grad in again.gradients(outputs, [g, e], retain_graph=False).items():
+            same(f"repeated gradients of {name}", grad, found[name], case)
+        same("repeated logps", out.logps, repeated.logps, case)
+    if case.options.get("batch_invariant") and case.targets.numel():
+        for rows in (slice(None, None, 2), slice(-1, None)):
+            part = call(rows)
+            for name in names:
+                same(f"{name} beside other neighbours", getattr(part, name), getattr(out, name)[rows], case)
+
+
+@fuzz(0.06)
+@given(case=tolerance_cases())
+def test_grad_tolerance(case: HeadCase) -> None:
+    call = Call(case)
+    out = call()
+    g, e = case.upstream[0], case.upstream[1] if case.options["entropy"] else torch.zeros_like(case.upstream[1])
+    expected = oracle.head(case, g, e)
+    within("logps", out.logps, expected.values["logps"], expected.budgets["logps"], case)
+    found = call.gradients([out.logps, out.entropy] if case.options["entropy"] else [out.logps], [g, e])
+    # Hidden states are one-hot: the weight's gradient is dL/dlogits.
+    error = found["weight"].double() - expected.grads["weight"]
+    allowed = case.options["grad_tolerance"] * expected.dlogits.norm() + expected.grad_budgets["weight"].norm()
+    assert error.norm() <= allowed, f"dL/dlogits is off by {error.norm():.4g}, may be by {allowed:.4g}: {case!r}"
+    for name, grad in found.items():
+        assert grad.isfinite().all() or name == "hidden", f"gradient of {name} is not finite: {case!r}"
+
+
+@fuzz(0.14)
+@given(case=logits_cases())
+def test_logits_logprobs(case: LogitsCase) -> None:
+    leaf = case.logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    buffer = None if case.grad_buffer is None else case.grad_buffer.clone()
+    out = logits_logprobs(
+        leaf * 1 if case.options["in_place"] else leaf, case.targets, mask=case.mask, grad_buffer=buffer,
+        transform=LogitTransform(**case.transform), entropy=True, **case.options,
+    )  # fmt: skip
+    g, e = case.upstream
+    clean = case.logits.reshape(-1, case.logits.shape[-1]).masked_fill(~case.live.reshape(-1, 1), 0.0).double()
+    rows = oracle.Logits(clean.requires_grad_(), clean.detach().abs(), case.targets.reshape(-1),
+                         case.live.reshape(-1), case.transform)  # fmt: skip
+    for name in ("logps", "entropy"):
+        within(name, getattr(out, name), rows.values[name], rows.budgets[name], case)
+    nothing = torch.zeros_like(rows.values["logps"])
+    grad, budget = rows.gradient(g.reshape(-1).double(), e.reshape(-1).double(), (nothing, nothing), F32)
+    torch.autograd.backward([out.logps, out.entropy], [g, e])
+    dtype = case.logits.dtype if buffer is None else buffer.dtype
+    start = torch.zeros_like(grad) if buffer is None else case.grad_buffer.reshape(grad.shape).double()
+    total = start + grad
+    slack = budget + 2 * oracle.unit(dtype) * (total.abs() + budget) + oracle._least(dtype)
+    within("gradient of logits", leaf.grad if buffer is None else buffer, total, slack, case)
+    if buffer is None:
+        assert leaf.grad.dtype == case.logits.dtype
+        assert not leaf.grad[~case.live].any(), f"masked tokens have a gradient: {case!r}"
+    else:
+        assert leaf.grad is None or not leaf.grad.any()
