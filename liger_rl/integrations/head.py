@@ -189,7 +189,7 @@ def listen(head: nn.Module) -> None:
     The answer needs what other pre-hooks make of the hidden states, and other hooks get the answer, so hooks that were
     put on the head in the meantime change places with ours. What shards logits is left out of an answer.
     """
-    pre_hooks, hooks = head._forward_pre_hooks, head._forward_hooks
+    pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
     if torch.compiler.is_compiling() and not pre_hooks and not hooks:
         # A graph can give a module other dicts, but not change those it has.
         head._forward_pre_hooks = OrderedDict([(LISTENER, _answer_request)])
@@ -204,7 +204,7 @@ def listen(head: nn.Module) -> None:
     for key, hook in list(hooks.items()):
         if _comes_from(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _ForLogits):
             hooks[key] = _ForLogits(head, hook)
-    forward = head.__dict__.get("forward")
+    forward: Any = head.__dict__.get("forward")
     if _comes_from(forward, SHARDING) and not isinstance(forward, _ForLogits):
         head.forward = _ForLogits(head, forward)
 
