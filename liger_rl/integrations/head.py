@@ -173,23 +173,23 @@ def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
 
 
 class _ForLogits:
-    """A forward hook that is left out where the head gives something other than logits."""
+    """A forward or a forward hook of `head` that is left out where the head gives something other than logits."""
 
-    def __init__(self, hook: Callable) -> None:
-        self.hook = hook
-        self.__module__ = hook.__module__
+    def __init__(self, head: nn.Module, own: Callable) -> None:
+        self.head, self.own = head, own
+        self.__module__ = own.__module__
 
-    def __call__(self, head: nn.Module, *args: Any) -> Any:
-        return self.hook(head, *args) if _request_to(head) is None else None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs) if _request_to(self.head) is None else None
 
 
 def listen(head: nn.Module) -> None:
     """Let `head` answer requests; nothing changes for who makes none. Harmless where it does already.
 
     The answer needs what other pre-hooks make of the hidden states, and other hooks get the answer, so hooks that were
-    put on the head in the meantime change places with ours.
+    put on the head in the meantime change places with ours. What shards logits is left out of an answer.
     """
-    pre_hooks, hooks = head._forward_pre_hooks, head._forward_hooks
+    pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
     if torch.compiler.is_compiling() and not pre_hooks and not hooks:
         # A graph can give a module other dicts, but not change those it has.
         head._forward_pre_hooks = OrderedDict([(LISTENER, _answer_request)])
@@ -203,7 +203,10 @@ def listen(head: nn.Module) -> None:
         hooks.move_to_end(LISTENER, last=False)
     for key, hook in list(hooks.items()):
         if _comes_from(hook, TENSOR_PARALLEL_OUTPUT) and not isinstance(hook, _ForLogits):
-            hooks[key] = _ForLogits(hook)
+            hooks[key] = _ForLogits(head, hook)
+    forward: Any = head.__dict__.get("forward")
+    if _comes_from(forward, SHARDING) and not isinstance(forward, _ForLogits):
+        head.forward = _ForLogits(head, forward)
 
 
 def stop_listening(model: nn.Module) -> None:
@@ -214,7 +217,10 @@ def stop_listening(model: nn.Module) -> None:
         del module._forward_hooks[LISTENER]
         for key, hook in list(module._forward_hooks.items()):
             if isinstance(hook, _ForLogits):
-                module._forward_hooks[key] = hook.hook
+                module._forward_hooks[key] = hook.own
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, _ForLogits):
+            module.forward = forward.own
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ def policy_step(
             num_items_in_batch, num_sequences, as in `PolicyBatch`; and what else the model's forward takes by name:
             attention_mask, position_ids, pixel_values, ... For a packed row, B = 1, with position_ids and `segments`.
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
-        model_inputs: further arguments for the model that its signature does not name.
+        model_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
 
     Raises:
         TypeError, ValueError: before the model runs, a column that is missing, unknown or does not fit, or a softcap

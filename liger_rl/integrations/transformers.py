@@ -222,10 +222,11 @@ class _FusedHead:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the plain model's, whose class has a name to be found by."""
-        function, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
         before = vars(type(self)).get("_class_before_swap")
         if before is None:
-            return (function, arguments, *rest)
+            return reduced
         arguments = tuple(before if argument is type(self) else argument for argument in arguments)
         return (_rebuilt, (before, function, arguments), *rest)
 

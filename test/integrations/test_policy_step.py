@@ -1,6 +1,7 @@
 """One call for a step against the same step spelt out with full logits."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -373,3 +374,20 @@ def test_inputs_are_left_alone():
     policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
     assert batch.keys() == before.keys()
     assert all(torch.equal(batch[name], value) for name, value in before.items())
+
+
+def test_an_input_that_the_model_does_not_take_is_refused():
+    model, batch, loss = gemma(), make_batch(), FusedLinearGRPOLoss("grpo")
+    assert policy_step(model, batch, loss, cu_seq_lens_q=None).loss.isfinite()
+    for call in (policy_step, completion_logps):
+        with pytest.raises(TypeError, match="Gemma2ForCausalLM takes no max_lenght_q with fused=True"):
+            call(model, batch, loss, max_lenght_q=3)
+
+
+def test_threads_take_steps_of_one_model_that_none_has_swapped_yet():
+    model, loss = gemma(), FusedLinearGRPOLoss("dapo")
+    batches = [make_batch(), {**make_batch(), "advantages": torch.tensor([0.5, 1.0, -2.0, 1.5])}]
+    expected = [policy_step(copy.deepcopy(model), batch, loss).loss for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda i: policy_step(model, batches[i % 2], loss).loss, range(20)))
+    assert all(torch.equal(value, expected[i % 2]) for i, value in enumerate(found))
