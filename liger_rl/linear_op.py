@@ -19,6 +19,7 @@ from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
 from liger_rl.low_rank import inputs_backward, inputs_forward
+from liger_rl.once import differentiable_once
 from liger_rl.projection import ProjectionOptions
 from liger_rl.tokens import live_tokens
 
@@ -198,10 +199,11 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output)
 
 
-def _differentiate(ctx, grads):
+@differentiable_once
+def _differentiate(ctx, saved, grads):
     needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 5, 6)]
     result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
-    saved, options = ctx.saved_tensors, OpOptions(*ctx.options)
+    options = OpOptions(*ctx.options)
     grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
     if grad_logps is not None or grad_entropy is not None:
         head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
@@ -242,9 +244,10 @@ def _keep_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_inputs(ctx, grad):
+@differentiable_once
+def _differentiate_inputs(ctx, saved, grad):
     needs = list(ctx.needs_input_grad[:2])
-    found = iter(_inputs_backward(grad, *ctx.saved_tensors, ctx.dtype, needs))
+    found = iter(_inputs_backward(grad, *saved, ctx.dtype, needs))
     return *(next(found) if needed else None for needed in needs), None, None
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRowsOptions, fold_rows, grad_rows
+from liger_rl.once import differentiable_once
 from liger_rl.tokens import ask_vocabulary
 
 
@@ -21,7 +22,7 @@ def _forward(
     fixed_shape: bool,
 ) -> list[Tensor]:
     raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
-    _, statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
+    statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
     raise_if_outside()
     return [part.clone() for part in statistics[:3] if part is not None]
 
@@ -50,7 +51,6 @@ def _backward(
     entropy: bool,
     fixed_shape: bool,
 ) -> Tensor:
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     known = TokenStatistics(logps, lse, entropies)
     options = _options(temperature, softcap, scale, entropy)
     grad = grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, options)
@@ -74,8 +74,9 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
 
 
-def _differentiate(ctx, grads):
-    logits, targets, mask, logps, lse, *entropies = ctx.saved_tensors
+@differentiable_once
+def _differentiate(ctx, saved, grads):
+    logits, targets, mask, logps, lse, *entropies = saved
     nothing = [None] * (2 + len(ctx.options))
     grad_logps, grad_entropy = grads[0], grads[2] if entropies else None
     if grad_logps is None and grad_entropy is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.block_sparse import Tolerance
@@ -135,6 +136,8 @@ def linear_logprobs(
     Raises:
         TypeError: an argument of a type or dtype that is not listed above.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
+        NotImplementedError: a tensor with a forward-mode tangent.
+        RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
     inputs = CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel)
     options = LinearOptions(
@@ -453,6 +456,11 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    # The level is asked first because it costs nothing. Tensors that torch.compile traces show no tangents.
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling() or forward_ad.unpack_dual(tensor).tangent is not None
+    ):
+        raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
 
 
 def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance: float) -> None:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scaled_for, scatter_for
 from liger_rl.kernels.kept import Kept
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
+from liger_rl.once import differentiable_once
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, scales_rows, tile_vocab, tile_words
 from liger_rl.projection import ProjectionOptions, fold_projection, spans
 
@@ -205,18 +205,22 @@ class _Totals:
 
 
 class WithGradients(torch.autograd.Function):
-    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above."""
+    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above.
+
+    The second result is nothing but what `differentiable_once` connects gradients to.
+    """
 
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
-        ctx.save_for_backward(*gradients)
-        return value.clone()
+        anchor = value.new_empty(0)
+        ctx.save_for_backward(*gradients, anchor)
+        return value.clone(), anchor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, factor):
-        gradients = Gradients(*ctx.saved_tensors)
+    @differentiable_once
+    def backward(ctx, saved, factor, _):
+        gradients = Gradients(*saved[:-1])
         factor = factor.float()
         if gradients.logits is not None and gradients.rows is not None:
             rows = (gradients.rows * factor).contiguous()

@@ -168,7 +168,8 @@ def loss_in_one_pass(
         whole if len(chunks) == 1 else parts, options, plan, head.needs, select=counted.selected,
     )  # fmt: skip
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
-    loss = WithGradients.apply(loss.detach(), head.hidden, head.weight, head.bias, found.gradients, options.weight_grad)
+    inputs = head.hidden, head.weight, head.bias
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, options.weight_grad)
     return PolicyLoss(loss, metrics)
 
 
