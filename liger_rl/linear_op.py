@@ -8,7 +8,8 @@ torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinst
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, w
 from liger_rl.low_rank import inputs_backward, inputs_forward
 from liger_rl.once import differentiable_once
 from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import live_tokens
+from liger_rl.tokens import WAITING_OPERATOR, live_tokens
 
 
 class OpOptions(NamedTuple):
@@ -118,7 +119,6 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
-@torch.library.custom_op("liger_rl::linear_logprobs", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]")
 def _forward(*args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     index = None
@@ -150,18 +150,11 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
         whole.zero_().index_copy_(-1, index, part)
 
 
-@_forward.register_fake
-def _(*args) -> list[Tensor]:
+def _fake_forward(*args) -> list[Tensor]:
     hidden, weight = args[:2]
     return Outputs.empty(hidden, weight, OpOptions(*args[TENSOR_COUNT:])).flat()
 
 
-@torch.library.custom_op(
-    "liger_rl::linear_logprobs_backward",
-    mutates_args=(),
-    schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
-    " -> Tensor[]",
-)
 def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     out = Outputs.named(outputs, options)
@@ -178,8 +171,7 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     return [part.contiguous() for part in gradients if part is not None]
 
 
-@_backward.register_fake
-def _(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
+def _fake_backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     head = HeadInputs(*args[:TENSOR_COUNT])
     inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
     return _contiguous_like(inputs, needs)
@@ -199,21 +191,41 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output)
 
 
-@differentiable_once
-def _differentiate(ctx, saved, grads):
+def _differentiate(backward, ctx, saved, grads):
     needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 5, 6)]
     result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
     options = OpOptions(*ctx.options)
     grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
     if grad_logps is not None or grad_entropy is not None:
         head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
-        found = iter(_backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
+        found = iter(backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
         for place, needed in zip((0, 1, 2, 5, 6), needs, strict=True):
             result[place] = next(found) if needed else None
     return tuple(result)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
+    """The operator, whose gradient is another one."""
+    forward = torch.library.custom_op(
+        f"liger_rl::{name}", _forward, mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]", **options
+    )
+    backward = torch.library.custom_op(
+        f"liger_rl::{name}_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
+        " -> Tensor[]",
+        **options,
+    )
+    forward.register_fake(_fake_forward)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(differentiable_once(partial(_differentiate, backward)), setup_context=_keep)
+    return forward
+
+
+# Two operators that compute the same, because an operator either has a tag or has it not.
+waiting = _registered("linear_logprobs", **WAITING_OPERATOR)
+never_waiting = _registered("linear_logprobs_fixed_shape")
 
 
 @torch.library.custom_op("liger_rl::low_rank_inputs", mutates_args=())
@@ -286,7 +298,8 @@ def linear_op(
         options.kernels_fit,
         bounded=grad_tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None,
     )
-    statistics = Outputs.named(_forward(*head, *flat), flat).statistics
+    operator = never_waiting if fixed_shape else waiting
+    statistics = Outputs.named(operator(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
     return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
 

@@ -1,5 +1,8 @@
 """Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.linear_op`."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,10 +10,9 @@ from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRowsOptions, fold_rows, grad_rows
 from liger_rl.once import differentiable_once
-from liger_rl.tokens import ask_vocabulary
+from liger_rl.tokens import WAITING_OPERATOR, ask_vocabulary
 
 
-@torch.library.custom_op("liger_rl::logits_logprobs", mutates_args=())
 def _forward(
     logits: Tensor,  # (B, P, V) or (N, V)
     targets: Tensor,  # (B, T) or (N,)
@@ -27,8 +29,7 @@ def _forward(
     return [part.clone() for part in statistics[:3] if part is not None]
 
 
-@_forward.register_fake
-def _(logits, targets, mask, temperature, softcap, scale, entropy, fixed_shape):
+def _fake_forward(logits, targets, mask, temperature, softcap, scale, entropy, fixed_shape):
     def values() -> Tensor:
         return torch.empty(targets.numel(), dtype=torch.float32, device=logits.device)
 
@@ -85,7 +86,16 @@ def _differentiate(ctx, saved, grads):
     return _backward(grad_logps, grad_entropy, *kept, logits, targets, mask, *ctx.options), *nothing
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
+    forward = torch.library.custom_op(f"liger_rl::{name}", _forward, mutates_args=(), **options)
+    forward.register_fake(_fake_forward)
+    forward.register_autograd(_differentiate, setup_context=_keep)
+    return forward
+
+
+# Two operators that compute the same, because an operator either has a tag or has it not.
+waiting = _registered("logits_logprobs", **WAITING_OPERATOR)
+never_waiting = _registered("logits_logprobs_fixed_shape")
 
 
 def logits_op(
@@ -103,5 +113,6 @@ def logits_op(
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     constants = (transform.temperature, transform.softcap, transform.scale)
-    logps, _, *entropies = _forward(logits, targets, mask, *constants, entropy, fixed_shape)
+    operator = never_waiting if fixed_shape else waiting
+    logps, _, *entropies = operator(logits, targets, mask, *constants, entropy, fixed_shape)
     return logps, entropies[0] if entropies else None

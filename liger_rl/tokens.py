@@ -1,13 +1,19 @@
 """Which tokens count: neither masked nor negative, and inside the vocabulary."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.host_answer import HostAnswer
 from liger_rl.kernels import selection_for
+
+# Options of a custom operator that waits for the device. No CUDA graph can capture it, and by this tag torch.compile
+# leaves it out of those it makes. Torch 2.8 has no such tag.
+WAITING_OPERATOR: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+)
 
 
 class LiveTokens(NamedTuple):
