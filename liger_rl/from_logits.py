@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.checks import check_flag
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
 from liger_rl.logit_rows import LogitRowsOptions
-from liger_rl.logprobs import check_fixed_shape, check_logits, row_logprobs
+from liger_rl.logprobs import check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.objectives import TokenLoss
@@ -98,7 +99,8 @@ def grpo_loss_from_logits(
         logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,
         targets_name="selected_token_ids", spare_position=True,
     )  # fmt: skip
-    check_fixed_shape(fixed_shape)
+    for name, flag in (("fixed_shape", fixed_shape), ("compiled", compiled)):
+        check_flag(name, flag)
     where = LogitRowsOptions(
         transform=LogitTransform(temperature=temperature), in_place=in_place, grad_buffer=grad_buffer
     )
@@ -114,7 +116,9 @@ def grpo_loss_from_logits(
     if compiled and generates(logits.device, terms):
         columns = _columns(selected_token_ids, batch, terms)
         vocab = logits.shape[-1]
-        raise_if_outside = ask_vocabulary(columns.ids, columns.mask, vocab, "logits", fixed_shape=fixed_shape)
+        raise_if_outside = ask_vocabulary(
+            columns.ids, mask, vocab, "logits", fixed_shape=fixed_shape, targets_name="selected_token_ids"
+        )
         found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where, raise_if_outside))
         if not found.loss.requires_grad:
             raise_if_outside()
@@ -127,7 +131,9 @@ def grpo_loss_from_logits(
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)
     given = terms.check(batch, counted.shape, counted.device)
-    logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
+    logps = row_logprobs(
+        logits, selected_token_ids, mask, where, fixed_shape=fixed_shape, targets_name="selected_token_ids"
+    ).logps
     return per_token_loss(terms.prepared(given, torch.float32), logps, indicator)
 
 

@@ -42,6 +42,7 @@ class OpOptions(NamedTuple):
     batch_invariant: bool
     kernels_fit: bool
     bounded: bool  # keep what a backward with a tolerance needs
+    targets_name: str  # the caller's
 
     def projection(self, seed: Tensor | None = None) -> ProjectionOptions:
         tolerance = None
@@ -67,7 +68,7 @@ TENSORS = (
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
     "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool unbiased, bool fixed_shape, "
-    "bool batch_invariant, bool kernels_fit, bool bounded"
+    "bool batch_invariant, bool kernels_fit, bool bounded, str targets_name"
 )
 TENSOR_COUNT = len(HeadInputs._fields)
 
@@ -123,7 +124,8 @@ def _forward(*args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     index = None
     if not options.fixed_shape:
-        index = live_tokens(head.targets, head.live, head.weight.shape[0], "weight")().selection
+        vocab, name = head.weight.shape[0], options.targets_name
+        index = live_tokens(head.targets, head.live, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=index)
     statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
     out = Outputs.empty(head.hidden, head.weight, options)
@@ -273,6 +275,7 @@ def linear_op(
     grad_tolerance: float,
     unbiased: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
 
@@ -297,6 +300,7 @@ def linear_op(
         options.batch_invariant,
         options.kernels_fit,
         bounded=grad_tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None,
+        targets_name=targets_name,
     )
     operator = never_waiting if fixed_shape else waiting
     statistics = Outputs.named(operator(*head, *flat), flat).statistics

@@ -22,14 +22,17 @@ def _forward(
     scale: float,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> list[Tensor]:
-    raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
+    raise_if_outside = ask_vocabulary(
+        targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=targets_name
+    )
     statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
     raise_if_outside()
     return [part.clone() for part in statistics[:3] if part is not None]
 
 
-def _fake_forward(logits, targets, mask, temperature, softcap, scale, entropy, fixed_shape):
+def _fake_forward(logits, targets, mask, temperature, softcap, scale, entropy, *_):
     def values() -> Tensor:
         return torch.empty(targets.numel(), dtype=torch.float32, device=logits.device)
 
@@ -51,6 +54,7 @@ def _backward(
     scale: float,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> Tensor:
     known = TokenStatistics(logps, lse, entropies)
     options = _options(temperature, softcap, scale, entropy)
@@ -106,6 +110,7 @@ def logits_op(
     *,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> tuple[Tensor, Tensor | None]:
     """(tokens,) logps and entropy, differentiable; 0 for tokens that do not count.
 
@@ -114,5 +119,5 @@ def logits_op(
     """
     constants = (transform.temperature, transform.softcap, transform.scale)
     operator = never_waiting if fixed_shape else waiting
-    logps, _, *entropies = operator(logits, targets, mask, *constants, entropy, fixed_shape)
+    logps, _, *entropies = operator(logits, targets, mask, *constants, entropy, fixed_shape, targets_name)
     return logps, entropies[0] if entropies else None

@@ -341,6 +341,7 @@ def test_operators_keep_torchs_rules(fixed):
         batch_invariant=False,
         kernels_fit=False,
         bounded=not fixed,
+        targets_name="targets",
     )
     head = (hidden.requires_grad_(), x["weight"], x["bias"], targets, live, None, None)
     # A sampled seed differs from run to run, which the check of the schema alone would not mind.
@@ -349,7 +350,7 @@ def test_operators_keep_torchs_rules(fixed):
     torch.library.opcheck(operator, (*head, *options), test_utils=checks)
     rows = (x["logits"], x["targets"], x["mask"])
     operator = logit_op.never_waiting if fixed else logit_op.waiting
-    torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed), test_utils=CHECKED)
+    torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed, "targets"), test_utils=CHECKED)
     low_rank = (hidden, x["a"], live, torch.float32)
     torch.library.opcheck(linear_op.low_rank_inputs_op, low_rank, test_utils=CHECKED)
 
