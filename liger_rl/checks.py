@@ -56,11 +56,12 @@ def check_invariant(
         raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
+    return tensor
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:

@@ -602,13 +602,13 @@ def _check_tokens(
     targets_name: str = "targets",
 ) -> None:
     expected = "(B, T)" if len(shape) == 2 else "(N,)"
-    for name, tensor, dtypes in (
+    for name, given, dtypes in (
         (targets_name, targets, INTEGER_DTYPES),
         ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
     ):
-        if name == "mask" and tensor is None:
+        if name == "mask" and given is None:
             continue
-        check_dense(name, tensor)
+        tensor = check_dense(name, given)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")

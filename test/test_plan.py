@@ -274,6 +274,18 @@ def test_a_budget_is_kept_with_any_strides(of_hidden, of_weight, passes, masked,
     assert second.bytes - results <= budget
 
 
+@pytest.mark.parametrize("of_hidden", LAYOUTS)
+def test_a_budget_of_a_forward_alone_is_kept_with_any_strides(of_hidden):
+    tokens, vocab, size = 1200, 16, 512
+    hidden, weight = LAYOUTS[of_hidden](torch.randn(tokens, size)), torch.randn(vocab, size)
+    given = {"dtype": torch.float32, "device": "cpu", "needs": (False, False), "contiguous": (False, True)}
+    budget = plan_linear_logprobs(tokens, vocab, size, **given).least_bytes
+    targets = torch.randint(vocab, hidden.shape[:-1])
+    with tensor_peak(torch.device("cpu")) as peak:
+        linear_logprobs(hidden, weight, targets, mask=torch.rand(targets.shape) < 0.95, max_extra_bytes=budget)
+    assert peak.bytes <= budget
+
+
 @pytest.mark.parametrize(
     ("name", "error", "options"),
     [
