@@ -45,6 +45,8 @@ class VocabParallel:
             raise TypeError(f"vocab_parallel.group must be a ProcessGroup, got {type(self.group).__name__}")
         if isinstance(self.vocab_start, bool) or not isinstance(self.vocab_start, int) or self.vocab_start < 0:
             raise ValueError(f"vocab_parallel.vocab_start must be an int of at least 0, got {self.vocab_start!r}")
+        if not isinstance(self.sum_hidden_grad, bool):
+            raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
     def shard_of(self, weight: Tensor, facts: Callable[[], Facts], *, known_by: Tensor) -> "VocabShard":
         """The shard that `weight` is, its fit with the others checked at the first call with this weight: a collective.

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.checks import check_flag
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
 from liger_rl.logit_rows import LogitRowsOptions
-from liger_rl.logprobs import check_fixed_shape, check_logits, row_logprobs
+from liger_rl.logprobs import check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.objectives import TokenLoss
-from liger_rl.policy.options import flag, one_of
+from liger_rl.policy.options import one_of
 from liger_rl.policy.presets import build_per_token
 from liger_rl.policy.segments import Segments
 from liger_rl.tokens import ask_vocabulary
@@ -93,14 +94,14 @@ def grpo_loss_from_logits(
             gradient of the others by then.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
-    flag("compiled", compiled)
     objective, kl = build_per_token(loss_type, **options)
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
     check_logits(
         logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,
         targets_name="selected_token_ids", spare_position=True,
     )  # fmt: skip
-    check_fixed_shape(fixed_shape)
+    for name, value in (("fixed_shape", fixed_shape), ("compiled", compiled)):
+        check_flag(name, value)
     where = LogitRowsOptions(
         transform=LogitTransform(temperature=temperature), in_place=in_place, grad_buffer=grad_buffer
     )
@@ -116,7 +117,9 @@ def grpo_loss_from_logits(
     if compiled and generates(logits.device, terms):
         columns = _columns(selected_token_ids, batch, terms)
         vocab = logits.shape[-1]
-        raise_if_outside = ask_vocabulary(columns.ids, columns.mask, vocab, "logits", fixed_shape=fixed_shape)
+        raise_if_outside = ask_vocabulary(
+            columns.ids, mask, vocab, "logits", fixed_shape=fixed_shape, targets_name="selected_token_ids"
+        )
         found = PerTokenLoss(*LogitLoss.apply(logits, columns, terms, indicator, where, raise_if_outside))
         if not found.loss.requires_grad:
             raise_if_outside()
@@ -129,7 +132,9 @@ def grpo_loss_from_logits(
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)
     given = terms.check(batch, counted.shape, counted.device)
-    logps = row_logprobs(logits, selected_token_ids, counted, where, fixed_shape=fixed_shape).logps
+    logps = row_logprobs(
+        logits, selected_token_ids, mask, where, fixed_shape=fixed_shape, targets_name="selected_token_ids"
+    ).logps
     return per_token_loss(terms.prepared(given, torch.float32), logps, indicator)
 
 

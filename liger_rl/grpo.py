@@ -176,7 +176,7 @@ class FusedLinearGRPOLoss(nn.Module):
             compute_dtype = check_linear(
                 hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
             )
-            check_weight_grad(weight_grad, weight, self.grad_tolerance)
+            check_weight_grad(weight_grad, weight, self.grad_tolerance, hidden=hidden, bias=bias)
             # A narrow dtype would wrap the vocabulary's size in comparisons.
             ids = selected_token_ids.long().contiguous()
             batch = PolicyBatch(
@@ -295,7 +295,7 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=self.batch_invariant,
             weight_grad=weight_grad,
         )
-        return wanted_logprobs(inputs, options, compute_dtype, live)
+        return wanted_logprobs(inputs, options, compute_dtype, live, targets_name="selected_token_ids")
 
     def extra_repr(self) -> str:
         return f"{self.terms}, {self.transform}"

@@ -32,6 +32,7 @@ class HeadShape:
     in_place: bool  # the weight's gradient is added to a float32 tensor of the caller's
     options: ProjectionOptions
     bounded: bool = False  # the forward also makes bounds of the blocks
+    contiguous: tuple[bool, bool] = (True, True)  # the hidden states, and the weight
     budgeted: bool = False  # tiles, and the memory of blocks with them, come from a budget
     aligned: bool = True  # the weight's rows start where the product of our own can read them
 
@@ -48,8 +49,9 @@ class HeadShape:
         return self.dtype != self.options.compute_dtype
 
     @property
-    def converts_weight(self) -> bool:
-        return self.weight_dtype != self.options.compute_dtype
+    def copies_weight(self) -> bool:
+        """Tile by tile, into another dtype or into strides that products take."""
+        return self.weight_dtype != self.options.compute_dtype or not self.contiguous[1]
 
     @property
     def widens(self) -> bool:
@@ -92,7 +94,14 @@ class HeadShape:
 
     @property
     def vectors(self) -> int:
-        return BYTES_PER_TOKEN * self.tokens + LIBRARY_BYTES[kind_of(self.device)]
+        """Of the tokens' numbers, of contiguous hidden states where the call's are not, and of libraries."""
+        rows = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
+        return BYTES_PER_TOKEN * self.tokens + rows + LIBRARY_BYTES[kind_of(self.device)]
+
+    @property
+    def relaid_bytes(self) -> int:
+        """Of the weight's gradient, which autograd copies to the strides of a leaf."""
+        return 0 if self.contiguous[1] or not self.needs[1] or self.in_place else self.weight_bytes
 
     @property
     def statistics_bytes(self) -> int:
@@ -199,7 +208,7 @@ class HeadShape:
 
     def _factor_bytes(self, tiles: Tiles) -> int:
         """Copies of a tile's two factors."""
-        per_column = self.itemsize * (self.converts_weight + (self.rank > 0)) + 4 * self.widens
+        per_column = self.itemsize * (self.copies_weight + (self.rank > 0)) + 4 * self.widens
         return self.columns * (tiles.vocab * per_column + tiles.tokens * 4 * self.widens)
 
     @property
@@ -234,7 +243,7 @@ class HeadShape:
             tile = max(few, tiles.tokens * tiles.vocab * self.itemsize)
         bias = 4 * tiles.vocab * (4 + tiles.tokens // gemm.SUMMED_ROWS) if self.bias else 0
         dense = tile + self._factor_bytes(tiles) + self._sums_of_weight(tiles) + bias
-        return self.fixed_bytes + max(dense, self._blocks_bytes(tiles))
+        return max(self.fixed_bytes + max(dense, self._blocks_bytes(tiles)), self.vectors + self.relaid_bytes)
 
     def _blocks_bytes(self, tiles: Tiles) -> int:
         """Of the kept blocks of a gradient at a time, one tile of the vocabulary at least."""

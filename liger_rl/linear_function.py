@@ -4,7 +4,6 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.block_sparse import choose_blocks, plan_blocks
 from liger_rl.invariant import fold_invariant
@@ -12,6 +11,7 @@ from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
 from liger_rl.kernels.limits import realigned
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.low_rank import LowRankRows
+from liger_rl.once import differentiable_once
 from liger_rl.projection import (
     ProjectionGradients,
     ProjectionOptions,
@@ -52,9 +52,8 @@ class LinearLogProbs(torch.autograd.Function):
         return logps.clone(), None if entropy is None else entropy.clone(), *extras
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logps, grad_entropy, *_):
-        saved = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad_logps, grad_entropy, *_):
         head, kept = HeadInputs(*saved[:7]), saved[7:]
         statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
         needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:]

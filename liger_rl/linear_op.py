@@ -8,7 +8,8 @@ torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinst
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
 from liger_rl.low_rank import inputs_backward, inputs_forward
+from liger_rl.once import differentiable_once
 from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import live_tokens
+from liger_rl.tokens import WAITING_OPERATOR, live_tokens
 
 
 class OpOptions(NamedTuple):
@@ -38,6 +40,7 @@ class OpOptions(NamedTuple):
     batch_invariant: bool
     kernels_fit: bool
     bounded: bool  # keep what a backward with a tolerance needs
+    targets_name: str  # the caller's
 
     def projection(self) -> ProjectionOptions:
         return ProjectionOptions(
@@ -60,7 +63,7 @@ TENSORS = (
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
     "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool fixed_shape, bool batch_invariant, "
-    "bool kernels_fit, bool bounded"
+    "bool kernels_fit, bool bounded, str targets_name"
 )
 TENSOR_COUNT = len(HeadInputs._fields)
 
@@ -110,12 +113,12 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
-@torch.library.custom_op("liger_rl::linear_logprobs", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]")
 def _forward(*args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     index = None
     if not options.fixed_shape:
-        index = live_tokens(head.targets, head.live, head.weight.shape[0], "weight")().selection
+        vocab, name = head.weight.shape[0], options.targets_name
+        index = live_tokens(head.targets, head.live, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=index)
     statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
     out = Outputs.empty(head.hidden, head.weight, options)
@@ -140,18 +143,11 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
         whole.zero_().index_copy_(-1, index, part)
 
 
-@_forward.register_fake
-def _(*args) -> list[Tensor]:
+def _fake_forward(*args) -> list[Tensor]:
     hidden, weight = args[:2]
     return Outputs.empty(hidden, weight, OpOptions(*args[TENSOR_COUNT:])).flat()
 
 
-@torch.library.custom_op(
-    "liger_rl::linear_logprobs_backward",
-    mutates_args=(),
-    schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
-    " -> Tensor[]",
-)
 def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     out = Outputs.named(outputs, options)
@@ -168,8 +164,7 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     return [part.contiguous() for part in gradients if part is not None]
 
 
-@_backward.register_fake
-def _(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
+def _fake_backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
     head = HeadInputs(*args[:TENSOR_COUNT])
     inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
     return _contiguous_like(inputs, needs)
@@ -189,20 +184,41 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output)
 
 
-def _differentiate(ctx, grads):
+def _differentiate(backward, ctx, saved, grads):
     needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 5, 6)]
     result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
-    saved, options = ctx.saved_tensors, OpOptions(*ctx.options)
+    options = OpOptions(*ctx.options)
     grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
     if grad_logps is not None or grad_entropy is not None:
         head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
-        found = iter(_backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
+        found = iter(backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
         for place, needed in zip((0, 1, 2, 5, 6), needs, strict=True):
             result[place] = next(found) if needed else None
     return tuple(result)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
+    """The operator, whose gradient is another one."""
+    forward = torch.library.custom_op(
+        f"liger_rl::{name}", _forward, mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]", **options
+    )
+    backward = torch.library.custom_op(
+        f"liger_rl::{name}_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
+        " -> Tensor[]",
+        **options,
+    )
+    forward.register_fake(_fake_forward)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(differentiable_once(partial(_differentiate, backward)), setup_context=_keep)
+    return forward
+
+
+# Two operators that compute the same, because an operator either has a tag or has it not.
+waiting = _registered("linear_logprobs", **WAITING_OPERATOR)
+never_waiting = _registered("linear_logprobs_fixed_shape")
 
 
 @torch.library.custom_op("liger_rl::low_rank_inputs", mutates_args=())
@@ -233,9 +249,10 @@ def _keep_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_inputs(ctx, grad):
+@differentiable_once
+def _differentiate_inputs(ctx, saved, grad):
     needs = list(ctx.needs_input_grad[:2])
-    found = iter(_inputs_backward(grad, *ctx.saved_tensors, ctx.dtype, needs))
+    found = iter(_inputs_backward(grad, *saved, ctx.dtype, needs))
     return *(next(found) if needed else None for needed in needs), None, None
 
 
@@ -247,6 +264,7 @@ def linear_op(
     options: ProjectionOptions,
     *,
     fixed_shape: bool,
+    targets_name: str,
 ) -> tuple[Any, ...]:
     """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
 
@@ -271,8 +289,10 @@ def linear_op(
         options.batch_invariant,
         options.kernels_fit,
         bounded=bounded,
+        targets_name=targets_name,
     )
-    statistics = Outputs.named(_forward(*head, *flat), flat).statistics
+    operator = never_waiting if fixed_shape else waiting
+    statistics = Outputs.named(operator(*head, *flat), flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
     return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
 

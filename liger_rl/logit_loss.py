@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels.limits import compiles
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.logit_rows import fold_rows, grad_rows
+from liger_rl.once import differentiable_once
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 from liger_rl.policy.objectives import TokenLoss
@@ -72,7 +72,7 @@ class LogitLoss(torch.autograd.Function):
     def forward(ctx, logits, columns, terms, indicator, options, raise_if_outside):
         ctx.set_materialize_grads(False)
         ctx.raise_if_outside = raise_if_outside
-        logits, statistics = fold_rows(logits, columns.ids, columns.mask, options)
+        statistics = fold_rows(logits, columns.ids, columns.mask, options)
         found, slope = generated(terms, indicator)(statistics.logps, columns, logits.shape[-1])
         ctx.options = options
         ctx.save_for_backward(logits, columns.ids, columns.mask, statistics.logps, statistics.lse, slope)
@@ -80,12 +80,12 @@ class LogitLoss(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, *_):
+    @differentiable_once
+    def backward(ctx, saved, grad_loss, *_):
         nothing = (None, None, None, None, None)
         if grad_loss is None:
             return None, *nothing
-        logits, ids, mask, logps, lse, slope = ctx.saved_tensors
+        logits, ids, mask, logps, lse, slope = saved
         known = TokenStatistics(logps, lse, None)
         grad_logps = (grad_loss * slope).flatten()
         grad = grad_rows(logits, ids, mask, known, grad_logps, None, ctx.options)

@@ -1,15 +1,18 @@
 """Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.linear_op`."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logit_rows import LogitRowsOptions, fold_rows, grad_rows
-from liger_rl.tokens import ask_vocabulary
+from liger_rl.once import differentiable_once
+from liger_rl.tokens import WAITING_OPERATOR, ask_vocabulary
 
 
-@torch.library.custom_op("liger_rl::logits_logprobs", mutates_args=())
 def _forward(
     logits: Tensor,  # (B, P, V) or (N, V)
     targets: Tensor,  # (B, T) or (N,)
@@ -19,15 +22,17 @@ def _forward(
     scale: float,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> list[Tensor]:
-    raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
-    _, statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
+    raise_if_outside = ask_vocabulary(
+        targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=targets_name
+    )
+    statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
     raise_if_outside()
     return [part.clone() for part in statistics[:3] if part is not None]
 
 
-@_forward.register_fake
-def _(logits, targets, mask, temperature, softcap, scale, entropy, fixed_shape):
+def _fake_forward(logits, targets, mask, temperature, softcap, scale, entropy, *_):
     def values() -> Tensor:
         return torch.empty(targets.numel(), dtype=torch.float32, device=logits.device)
 
@@ -49,8 +54,8 @@ def _backward(
     scale: float,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> Tensor:
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     known = TokenStatistics(logps, lse, entropies)
     options = _options(temperature, softcap, scale, entropy)
     grad = grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, options)
@@ -74,8 +79,9 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
 
 
-def _differentiate(ctx, grads):
-    logits, targets, mask, logps, lse, *entropies = ctx.saved_tensors
+@differentiable_once
+def _differentiate(ctx, saved, grads):
+    logits, targets, mask, logps, lse, *entropies = saved
     nothing = [None] * (2 + len(ctx.options))
     grad_logps, grad_entropy = grads[0], grads[2] if entropies else None
     if grad_logps is None and grad_entropy is None:
@@ -84,7 +90,16 @@ def _differentiate(ctx, grads):
     return _backward(grad_logps, grad_entropy, *kept, logits, targets, mask, *ctx.options), *nothing
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
+    forward = torch.library.custom_op(f"liger_rl::{name}", _forward, mutates_args=(), **options)
+    forward.register_fake(_fake_forward)
+    forward.register_autograd(_differentiate, setup_context=_keep)
+    return forward
+
+
+# Two operators that compute the same, because an operator either has a tag or has it not.
+waiting = _registered("logits_logprobs", **WAITING_OPERATOR)
+never_waiting = _registered("logits_logprobs_fixed_shape")
 
 
 def logits_op(
@@ -95,6 +110,7 @@ def logits_op(
     *,
     entropy: bool,
     fixed_shape: bool,
+    targets_name: str,
 ) -> tuple[Tensor, Tensor | None]:
     """(tokens,) logps and entropy, differentiable; 0 for tokens that do not count.
 
@@ -102,5 +118,6 @@ def logits_op(
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     constants = (transform.temperature, transform.softcap, transform.scale)
-    logps, _, *entropies = _forward(logits, targets, mask, *constants, entropy, fixed_shape)
+    operator = never_waiting if fixed_shape else waiting
+    logps, _, *entropies = operator(logits, targets, mask, *constants, entropy, fixed_shape, targets_name)
     return logps, entropies[0] if entropies else None

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import rows_for
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.once import differentiable_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,29 +28,31 @@ class LogitRows(torch.autograd.Function):
     def forward(ctx, logits, targets, mask, options):
         # See `liger_rl.kernels.rows` for the shapes, and for which tokens count.
         ctx.set_materialize_grads(False)
-        logits, statistics = fold_rows(logits, targets, mask, options)
+        statistics = fold_rows(logits, targets, mask, options)
         ctx.options = options
         # By name: torch.compile of torch 2.8 traces no slice of a NamedTuple.
         ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
         return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logps, grad_entropy):
-        logits, targets, mask, *statistics = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad_logps, grad_entropy):
+        logits, targets, mask, *statistics = saved
         if grad_logps is None and grad_entropy is None:
             return None, None, None, None
         known = TokenStatistics(*statistics)
         return grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), None, None, None
 
 
-def fold_rows(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions
-) -> tuple[Tensor, TokenStatistics]:
-    """-> the logits with contiguous rows, and their statistics, (tokens,) each."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
+    """Statistics of the logits, (tokens,) each."""
     kernels = rows_for(logits.device)
-    return logits, kernels.fold_rows(logits, targets, mask, options.transform, entropy=options.entropy)
+    return kernels.fold_rows(_with_rows(logits), targets, mask, options.transform, entropy=options.entropy)
+
+
+def _with_rows(logits: Tensor) -> Tensor:
+    """The logits with a contiguous last dimension."""
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 def grad_rows(
@@ -75,7 +77,7 @@ def grad_rows(
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels = rows_for(logits.device)
     kernels.grad_rows(
-        logits, targets, mask, options.transform, statistics, grad_logps.float(), grad_entropy, out, add=add
+        _with_rows(logits), targets, mask, options.transform, statistics, grad_logps.float(), grad_entropy, out, add=add
     )
     if options.in_place:
         # Counted as a write, so that a second backward, or anyone else who saved the logits, is told.

@@ -1,19 +1,29 @@
 """Per-token log-probabilities from an lm_head or from logits: checks, mask compaction, scatter back."""
 
-import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_rl.checks import (
+    FLOAT_DTYPES,
+    check_apart,
+    check_chunk,
+    check_dense,
+    check_extras,
+    check_flag,
+    check_invariant,
+    overlaps_itself,
+)
 from liger_rl.distributed import VocabParallel
 from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
+from liger_rl.kernels import gemm
 from liger_rl.kernels.limits import aligned
-from liger_rl.kernels.statistics import EXTRAS
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitTransform, fits_float32
 from liger_rl.linear_function import HeadInputs, Values, keeps_shape, linear_values
 from liger_rl.linear_op import linear_op, low_rank_inputs_op
 from liger_rl.logit_op import logits_op
@@ -23,7 +33,6 @@ from liger_rl.plan import check_budget, plan_linear_logprobs
 from liger_rl.projection import Gather, ProjectionOptions, whole_head
 from liger_rl.tokens import LiveTokens, ask_vocabulary, counted_tokens, live_tokens
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IDENTITY = LogitTransform()
 
@@ -83,7 +92,8 @@ def linear_logprobs(
         weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
             compute_dtype).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token.
-        mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing.
+        mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
+            raise, but count as 1 with fixed_shape and under torch.compile, where nothing reads them.
         bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
         low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
             once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
@@ -113,12 +123,12 @@ def linear_logprobs(
             version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
             product of our own applies and of 128 elsewhere, where it rests on the library treating all rows
             of a product alike (see `liger_rl.invariant`). For gradients nothing is promised.
-        weight_grad: (V, H) float32, contiguous, on the weight's device: `weight.grad` of a float32 weight, or the
-            `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's rows. Each backward adds the
-            weight's gradient to it, in float32 and without a (V, H) tensor of its own, and the weight itself gets none
-            from this call. Not with a grad_tolerance, nor with a DTensor weight. Its reduction over data-parallel ranks
-            is yours, but for `weight.grad` under DistributedDataParallel; within that one's forward, unless in
-            `no_sync()`, any other tensor is refused.
+        weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
+            of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
+            rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
+            the weight itself gets none from this call. Not with a grad_tolerance, nor with a DTensor weight. Its
+            reduction over data-parallel ranks is yours, but for `weight.grad` under DistributedDataParallel; within
+            that one's forward, unless in `no_sync()`, any other tensor is refused.
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
             group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
@@ -132,6 +142,8 @@ def linear_logprobs(
     Raises:
         TypeError: an argument of a type or dtype that is not listed above.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
+        NotImplementedError: a tensor with a forward-mode tangent.
+        RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
     inputs = CallInputs(hidden, weight, targets, mask, bias, low_rank, vocab_parallel)
     options = LinearOptions(
@@ -169,12 +181,17 @@ class LinearOptions(NamedTuple):
 
 
 def wanted_logprobs(
-    given: CallInputs, options: LinearOptions, dtype: torch.dtype | None = None, counted: LiveTokens | None = None
+    given: CallInputs,
+    options: LinearOptions,
+    dtype: torch.dtype | None = None,
+    counted: LiveTokens | None = None,
+    *,
+    targets_name: str = "targets",
 ) -> LogProbs:
     """`linear_logprobs` of the wanted tokens alone: the others get 0 as masked ones do, but their ids are looked at.
 
     `dtype` is what `check_linear` said of these inputs, where they have been checked before, and `counted` what
-    `live_tokens` said, where it has been asked.
+    `live_tokens` said, where it has been asked. `targets_name` is what the caller's argument is called.
     """
     check_eager(given.vocab_parallel, *given, *low_rank_tensors(given.low_rank))
     original = given.weight
@@ -188,7 +205,8 @@ def wanted_logprobs(
             raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
         for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
             check_chunk(name, value)
-        extras = _check_extras(options.extras)
+        check_flag("entropy", entropy)
+        extras = check_extras(options.extras)
         if options.gather is not None and not callable(options.gather):
             raise TypeError(f"gather must be callable or None, got {type(options.gather).__name__}")
         check_tolerance(grad_tolerance, fixed_shape)
@@ -199,10 +217,13 @@ def wanted_logprobs(
         if vocab_parallel is not None:
             _check_sharded(grad_tolerance, batch_invariant, options.max_extra_bytes)
 
+    def check_written() -> None:
+        check_weight_grad(weight_grad, original, grad_tolerance, hidden=hidden, bias=bias)
+
     def facts() -> dict[str, object]:
-        check_weight_grad(weight_grad, original, grad_tolerance)
+        check_written()
         shared = {"transform": transform, "entropy": entropy, "extras": sorted(extras), "fixed_shape": fixed_shape}
-        return shared | _facts(inputs, compute_dtype=options.compute_dtype)
+        return shared | _facts(inputs, compute_dtype=options.compute_dtype, targets_name=targets_name)
 
     compiled = torch.compiler.is_compiling()
     if compiled and options.gather is not None:
@@ -212,8 +233,11 @@ def wanted_logprobs(
     with whole_head(options.gather, weight, bias):
         shard = None if vocab_parallel is None else vocab_parallel.shard_of(weight, facts, known_by=original)
         if dtype is None or inputs is not given:
-            dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=options.compute_dtype)
-        check_weight_grad(weight_grad, original, grad_tolerance)
+            dtype = check_linear(
+                hidden, weight, targets, mask, bias, low_rank,
+                targets_name=targets_name, compute_dtype=options.compute_dtype,
+            )  # fmt: skip
+        check_written()
         kernels_fit = False
         if options.max_extra_bytes is not None:
             plan = plan_linear_logprobs(
@@ -224,6 +248,7 @@ def wanted_logprobs(
                 compute_dtype=dtype,
                 device=hidden.device,
                 needs=_needs(hidden, weight, bias, low_rank),
+                contiguous=(hidden.is_contiguous(), weight.is_contiguous()),
                 bias=bias is not None,
                 rank=sum(term.a.shape[0] for term in low_rank),
                 weight_grad=weight_grad is not None,
@@ -242,7 +267,7 @@ def wanted_logprobs(
         known_shape = fixed_shape or compiled
         selected = None
         if not known_shape and counted is None:
-            selected = live_tokens(ids, mask, vocab, "weight", wanted=wanted)
+            selected = live_tokens(ids, mask, vocab, "weight", wanted=wanted, targets_name=targets_name)
         flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), ids.view(-1)
         if shard is not None:
             flat_targets = shard.local(flat_targets)
@@ -276,11 +301,13 @@ def wanted_logprobs(
         low_inputs = low_weight = None
         if low_rank:
             product = low_rank_inputs_op if compiled else None
-            low_inputs = torch.cat([term.inputs(hidden, live, function=product) for term in low_rank], dim=1)
-            low_weight = torch.cat([term.b for term in low_rank], dim=1)
+            inputs_of = [term.inputs(hidden, live, function=product) for term in low_rank]
+            # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
+            with gemm.without_autocast(hidden.device):
+                low_inputs, low_weight = (_joined(parts) for parts in (inputs_of, [term.b for term in low_rank]))
         head = HeadInputs(flat_hidden, weight, bias, flat_targets, live, low_inputs, low_weight)
         if compiled:
-            outputs = linear_op(head, projection, fixed_shape=fixed_shape)
+            outputs = linear_op(head, projection, fixed_shape=fixed_shape, targets_name=targets_name)
             return _spread(outputs, live if fixed_shape else None, targets.shape)
         outputs = linear_values(head, projection)
     return _spread(outputs, live, targets.shape)
@@ -305,12 +332,12 @@ def logits_logprobs(
         logits: (B, T, V) or (N, V), float32, bfloat16 or float16; leading dimensions may have any strides, so a
             slice such as `logits[:, :-1]` is not copied.
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one masks its token.
-        mask: shaped like targets, bool or 0/1.
+        mask: shaped like targets, bool or 0/1. Other values raise, but count as 1 with fixed_shape.
         transform, entropy: as in `linear_logprobs`.
         in_place: write the gradient over the logits, which saves a tensor of their size; nothing may need them after
             the backward, which then runs only once.
-        grad_buffer: shaped like logits, any of the dtypes above: the gradient is added to it, in float32 arithmetic,
-            and the logits themselves get none.
+        grad_buffer: shaped like logits, of memory apart from theirs, any of the dtypes above: the gradient is added to
+            it, in float32 arithmetic, and the logits themselves get none.
         fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
@@ -318,26 +345,40 @@ def logits_logprobs(
     check_logits(logits, targets, mask, in_place=in_place, grad_buffer=grad_buffer)
     if not isinstance(transform, LogitTransform):
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
-    check_fixed_shape(fixed_shape)
+    for name, flag in (("entropy", entropy), ("fixed_shape", fixed_shape)):
+        check_flag(name, flag)
     options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
     return row_logprobs(logits, targets, mask, options, fixed_shape=fixed_shape)
 
 
 def row_logprobs(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions, *, fixed_shape: bool
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    options: LogitRowsOptions,
+    *,
+    fixed_shape: bool,
+    targets_name: str = "targets",
 ) -> LogProbs:
     """`logits_logprobs` of what is already checked; logits may be (B, P, V) with P > T, further positions unused."""
     if torch.compiler.is_compiling():
         if options.in_place or options.grad_buffer is not None:
             raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
         logps, entropies = logits_op(
-            logits, targets, mask, options.transform, entropy=options.entropy, fixed_shape=fixed_shape
-        )
+            logits, targets, mask, options.transform, entropy=options.entropy, fixed_shape=fixed_shape,
+            targets_name=targets_name,
+        )  # fmt: skip
     else:
-        raise_if_outside = ask_vocabulary(targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape)
+        raise_if_outside = ask_vocabulary(
+            targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=targets_name
+        )
         logps, entropies = LogitRows.apply(logits, targets, mask, options)
         raise_if_outside()
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _needs(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Sequence[LowRank]) -> tuple[bool, bool]:
@@ -378,10 +419,13 @@ def check_linear(
     """Raise as `linear_logprobs` says for what can be seen without reading values; -> dtype of the products."""
     _check_floating("hidden", hidden)
     _check_floating("weight", weight)
-    if hidden.dim() not in (2, 3):
-        raise ValueError(f"hidden must be (B, T, H) or (N, H), got {tuple(hidden.shape)}")
+    if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight must be (V, H) with H = {hidden.shape[-1]} from hidden, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must be (V, H) with H = {hidden.shape[-1]} from hidden and V of at least 1, "
+            f"got {tuple(weight.shape)}"
+        )
     _check_device("weight", weight, hidden, "hidden")
     if bias is not None:
         _check_floating("bias", bias)
@@ -397,10 +441,12 @@ def check_linear(
     return compute_dtype
 
 
-def _facts(inputs: CallInputs, *, compute_dtype: torch.dtype | None) -> dict[str, object]:
+def _facts(inputs: CallInputs, *, compute_dtype: torch.dtype | None, targets_name: str) -> dict[str, object]:
     """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check_linear`."""
     hidden, weight, targets, mask, bias, low_rank, _, wanted = inputs
-    dtype = check_linear(hidden, weight, targets, mask, bias, low_rank, compute_dtype=compute_dtype)
+    dtype = check_linear(
+        hidden, weight, targets, mask, bias, low_rank, targets_name=targets_name, compute_dtype=compute_dtype
+    )
     live = counted_tokens(targets, mask, wanted)
     return {
         "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
@@ -423,8 +469,8 @@ def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor)
             raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
         if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
             raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
-        if not math.isfinite(term.scaling):
-            raise ValueError(f"{name}.scaling must be finite, got {term.scaling}")
+        if not fits_float32(term.scaling):
+            raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
         for part in ("a", "b", "hidden"):
             tensor = getattr(term, part)
             if part == "hidden" and tensor is None:
@@ -444,17 +490,23 @@ def _check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    # The level is asked first because it costs nothing. Tensors that torch.compile traces show no tangents.
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling() or forward_ad.unpack_dual(tensor).tangent is not None
+    ):
+        raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
 
 
-def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance: float) -> None:
+def check_weight_grad(
+    weight_grad: Tensor | None, weight: Tensor, grad_tolerance: float, **others: Tensor | None
+) -> None:
+    """`others` are the call's further tensors by name, whose memory has to be another."""
     if weight_grad is None:
         return
-    if not isinstance(weight_grad, Tensor):
-        raise TypeError(f"weight_grad must be a tensor or None, got {type(weight_grad).__name__}")
+    check_dense("weight_grad", weight_grad)
     if is_dtensor(weight) or is_dtensor(weight_grad):
         raise ValueError(
             "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
@@ -478,6 +530,8 @@ def check_weight_grad(weight_grad: Tensor | None, weight: Tensor, grad_tolerance
             f"grad_tolerance must be 0.0 with weight_grad, got {grad_tolerance}: the block-sparse backward makes a "
             "(V, H) gradient of its own"
         )
+    plain = {name: tensor for name, tensor in others.items() if not is_dtensor(tensor)}
+    check_apart("weight_grad", weight_grad, weight=weight, **plain)
     _check_reduced(weight_grad, weight)
 
 
@@ -509,6 +563,7 @@ def check_logits(
     spare_position: bool = False,
 ) -> None:
     """Raise for what can be seen without reading values; `spare_position` allows (B, T + 1, V) beside (B, T)."""
+    check_flag("in_place", in_place)
     _check_floating("logits", logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
         raise ValueError(f"logits must be (B, T, V) or (N, V), got {tuple(logits.shape)}")
@@ -523,11 +578,9 @@ def check_logits(
         _check_device("grad_buffer", grad_buffer, logits, "logits")
         if in_place:
             raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
+        check_apart("grad_buffer", grad_buffer, logits=logits)
     for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
-        if place is None:
-            continue
-        overlapping = any(step == 0 and size > 1 for size, step in zip(place.shape, place.stride(), strict=True))
-        if place.stride(-1) != 1 or overlapping:
+        if place is not None and (place.stride(-1) != 1 or overlaps_itself(place)):
             raise ValueError(
                 f"{name} must have rows of its own and a contiguous last dimension for the gradient, "
                 f"got strides {place.stride()}"
@@ -543,38 +596,19 @@ def _check_tokens(
     targets_name: str = "targets",
 ) -> None:
     expected = "(B, T)" if len(shape) == 2 else "(N,)"
-    for name, tensor, dtypes in (
+    for name, given, dtypes in (
         (targets_name, targets, INTEGER_DTYPES),
         ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
     ):
-        if name == "mask" and tensor is None:
+        if name == "mask" and given is None:
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        tensor = check_dense(name, given)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
         _check_device(name, tensor, like, source)
-
-
-def _check_extras(extras: Collection[str]) -> frozenset[str]:
-    if isinstance(extras, str):
-        raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
-    unknown = set(extras) - set(EXTRAS)
-    if unknown:
-        raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
-    return frozenset(extras)
-
-
-def check_chunk(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def check_eager(vocab_parallel: VocabParallel | None, *tensors: object) -> None:
@@ -607,31 +641,12 @@ def _check_sharded(grad_tolerance: float, batch_invariant: bool, max_extra_bytes
         )
 
 
-def check_fixed_shape(fixed_shape: bool) -> None:
-    if not isinstance(fixed_shape, bool):
-        raise TypeError(f"fixed_shape must be a bool, got {type(fixed_shape).__name__}")
-
-
-def check_invariant(
-    batch_invariant: bool, chunk_tokens: int | None, chunk_vocab: int | None, grad_tolerance: float
-) -> None:
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
-    if not batch_invariant:
-        return
-    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
-        if value is not None:
-            raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
-    if grad_tolerance != 0.0:
-        raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
-
-
 def check_tolerance(grad_tolerance: float, fixed_shape: bool = False) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
     if not 0.0 <= grad_tolerance < 1.0:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
-    check_fixed_shape(fixed_shape)
+    check_flag("fixed_shape", fixed_shape)
     if fixed_shape and grad_tolerance != 0.0:
         raise ValueError(
             f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm
+from liger_rl.once import differentiable_once
 
 JOINED_COLUMNS = 8  # rows of two 16-bit factors side by side start at multiples of the 16 bytes that TMA asks for
 ROWS_AT_ONCE = 4096  # of the hidden states, in another dtype or gathered
@@ -57,9 +57,9 @@ class _Inputs(torch.autograd.Function):
         return inputs_forward(hidden, a, index, dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        hidden, a, index = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad):
+        hidden, a, index = saved
         return *inputs_backward(grad, hidden, a, index, ctx.dtype, ctx.needs_input_grad), None, None
 
 

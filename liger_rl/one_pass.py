@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.kept import Kept, grad_at_targets
 from liger_rl.kernels.limits import compiles, realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.linear_function import select_rows
+from liger_rl.once import differentiable_once
 from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
 from liger_rl.projection import ProjectionOptions, fold_projection, spans
 
@@ -199,20 +199,24 @@ class _Totals:
 
 
 class WithGradients(torch.autograd.Function):
-    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above."""
+    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above.
+
+    The second result is nothing but what `differentiable_once` connects gradients to.
+    """
 
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
         # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
         ctx.gradients = gradients[:3]
-        ctx.save_for_backward(gradients.logits, gradients.rows)
-        return value.clone()
+        anchor = value.new_empty(0)
+        ctx.save_for_backward(gradients.logits, gradients.rows, anchor)
+        return value.clone(), anchor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, factor):
-        logits, rows = ctx.saved_tensors  # raises where an earlier backward did not keep the graph
+    @differentiable_once
+    def backward(ctx, saved, factor, _):
+        logits, rows, _anchor = saved
         factor = factor.float()
         if logits is not None and rows is not None:
             rows = (rows * factor).contiguous()

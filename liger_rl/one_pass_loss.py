@@ -58,6 +58,7 @@ class Head:
             bias=self.bias is not None,
             rank=sum(term.a.shape[0] for term in low_rank),
             in_place=options.weight_grad is not None,
+            contiguous=(self.hidden.is_contiguous(), self.weight.is_contiguous()),
             options=options,
             aligned=aligned(self.weight),
         )
@@ -120,7 +121,10 @@ def count_tokens(head: Head, terms: PolicyTerms, given: AlignedBatch) -> Counted
         counts.append(counted_tokens(head.targets, head.mask).sum(1))
     if hopeful is not None:
         counts.append(counted_tokens(head.targets, head.mask, hopeful).sum()[None])
-    live = live_tokens(head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts)()
+    live = live_tokens(
+        head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts,
+        targets_name="selected_token_ids",
+    )()  # fmt: skip
     n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
     selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, head.together(terms.locality))
@@ -170,7 +174,8 @@ def loss_in_one_pass(
         whole if len(chunks) == 1 else parts, options, plan, head.needs, select=counted.selected,
     )  # fmt: skip
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
-    loss = WithGradients.apply(loss.detach(), head.hidden, head.weight, head.bias, found.gradients, options.weight_grad)
+    inputs = head.hidden, head.weight, head.bias
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, options.weight_grad)
     return PolicyLoss(loss, metrics)
 
 

@@ -259,11 +259,11 @@ class _Memory(NamedTuple):
         selected = itemsize * shape.masked
         # Copies of the weight's tile, and products that are not added where they belong.
         rounded = shape.needs[1] and not shape.in_place and shape.weight_dtype != torch.float32
-        per_column = itemsize * shape.converts_weight + 4 * shape.widens
-        per_column += 8 if rounded and (not shape.cuda or shape.converts_weight) else 0
+        per_column = itemsize * shape.copies_weight + 4 * shape.widens
+        per_column += 8 if rounded and (not shape.cuda or shape.copies_weight) else 0
         if shape.cuda and not gemm.ADDS_TO_FLOAT32:
             per_column, rows = per_column + 4, rows + 4 * size
-        fixed = shape.vectors + width * size * per_column
+        fixed = shape.vectors + shape.relaid_bytes + width * size * per_column
         if shape.bias:
             fixed, kept = fixed + 16 * shape.vocab, kept + 4 * shape.vocab // gemm.SUMMED_ROWS
         if shape.cuda and options.chunk_vocab is None and shape.epilogue_applies:

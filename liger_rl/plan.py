@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from liger_rl.checks import (
+    FLOAT_DTYPES,
+    check_chunk,
+    check_count,
+    check_extras,
+    check_flag,
+    check_invariant,
+)
 from liger_rl.head_memory import HeadShape
 from liger_rl.kernels.limits import MIN_TOKENS
 from liger_rl.kernels.transform import LogitTransform
@@ -96,6 +104,7 @@ def plan_linear_logprobs(
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     needs: tuple[bool, bool] = (True, True),
+    contiguous: tuple[bool, bool] = (True, True),
     masked: bool = True,
     bias: bool = False,
     rank: int = 0,
@@ -171,6 +180,7 @@ def plan_linear_logprobs(
         dtype, weight_dtype, compute_dtype: of hidden, weight (None: the same) and products (None: that of hidden).
         device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
         needs: gradients wanted of hidden and of weight.
+        contiguous: whether hidden and weight are; otherwise copies of them are counted.
         masked: whether some tokens may be masked, or have no gradient.
         bias, rank: whether there is a bias; columns of low-rank terms together.
         weight_grad: whether the weight's gradient is added to a tensor of the caller's.
@@ -185,17 +195,51 @@ def plan_linear_logprobs(
         max_extra_bytes: bound of the extra memory; None takes the default workspace.
 
     Raises:
-        TypeError, ValueError: a budget beside named chunks, or too small for any plan: it says what would be needed;
-            passes="one" where one pass is not possible: it says what is missing.
+        TypeError, ValueError: an argument of a type or value that is not listed; a budget beside named chunks, or too
+            small for any plan: it says what would be needed; passes="one" where one pass is not possible: it says what
+            is missing.
     """
+    for name, count, least in (
+        ("tokens", tokens, 0),
+        ("vocab", vocab, 1),
+        ("hidden_size", hidden_size, 1),
+        ("rank", rank, 0),
+        ("together", together, 1),
+    ):
+        check_count(name, count, least=least)
+    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype), ("compute_dtype", compute_dtype)):
+        if given not in FLOAT_DTYPES and (given is not None or name == "dtype"):
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {given!r}")
+    for name, pair in (("needs", needs), ("contiguous", contiguous)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
+    for name, flag in (
+        ("needs[0]", needs[0]),
+        ("needs[1]", needs[1]),
+        ("contiguous[0]", contiguous[0]),
+        ("contiguous[1]", contiguous[1]),
+        ("masked", masked),
+        ("bias", bias),
+        ("weight_grad", weight_grad),
+        ("entropy", entropy),
+        ("fixed_shape", fixed_shape),
+    ):
+        check_flag(name, flag)
+    if not isinstance(transform, LogitTransform):
+        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
+        raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
+    if not 0.0 <= grad_tolerance < 1.0:
+        raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
+    for name, chunk in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        check_chunk(name, chunk)
+    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
     check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
     check_passes(passes)
-    if together < 1:
-        raise ValueError(f"together must be at least 1, got {together}")
     options = ProjectionOptions(
         transform=transform,
         entropy=entropy,
-        extras=frozenset(extras),
+        extras=check_extras(extras),
         compute_dtype=dtype if compute_dtype is None else compute_dtype,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
@@ -207,8 +251,9 @@ def plan_linear_logprobs(
         hidden_size=hidden_size,
         dtype=dtype,
         weight_dtype=dtype if weight_dtype is None else weight_dtype,
-        device=torch.device(device),
-        needs=needs,
+        device=_device(device),
+        needs=(needs[0], needs[1]),
+        contiguous=(contiguous[0], contiguous[1]),
         masked=masked or fixed_shape,
         bias=bias,
         rank=rank,
@@ -236,6 +281,15 @@ def plan_linear_logprobs(
     return replace(plan, one_pass_bytes=least if possible else None)
 
 
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device must be a torch.device or the name of one, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
+
+
 def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
     if max_extra_bytes is None:
         return
@@ -246,7 +300,7 @@ def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vo
 
 
 def check_passes(passes: str) -> None:
-    if passes not in PASSES:
+    if not isinstance(passes, str) or passes not in PASSES:
         raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels.limits import compiles
+from liger_rl.once import differentiable_once
 from liger_rl.policy.loss import PolicyLoss, PreparedLoss
 from liger_rl.policy.metrics import Metric
 
@@ -58,25 +59,10 @@ class _WithSlopes(torch.autograd.Function):
         return sums[0].clone(), sums
 
     @staticmethod
-    def backward(ctx, grad, _):
-        logps, slopes = ctx.saved_tensors
-        scaled = _Scaled.apply(grad, logps, slopes) if torch.is_grad_enabled() else grad * slopes
-        return scaled, None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """grad (), log-probabilities, slopes -> grad * slopes, which depends on the log-probabilities, nobody knows how.
-
-    A gradient of it has to fail. It would not if there were no such step: the head would take it for a constant.
-    """
-
-    @staticmethod
-    def forward(ctx, grad, logps, slopes):
-        return grad * slopes
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("this loss can be differentiated once: a kernel made its derivative")
+    @differentiable_once
+    def backward(ctx, saved, grad, _):
+        _, slopes = saved
+        return grad * slopes, None, None
 
 
 def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
+from devices import NEEDS_GPU
 from liger_rl import (
     PRESETS,
     FusedLinearGRPOLoss,
@@ -336,13 +339,88 @@ def test_operators_keep_torchs_rules(fixed):
         batch_invariant=False,
         kernels_fit=False,
         bounded=not fixed,
+        targets_name="targets",
     )
     head = (hidden.requires_grad_(), x["weight"], x["bias"], targets, live, None, None)
-    torch.library.opcheck(linear_op._forward, (*head, *options), test_utils=CHECKED)
+    operator = linear_op.never_waiting if fixed else linear_op.waiting
+    torch.library.opcheck(operator, (*head, *options), test_utils=CHECKED)
     rows = (x["logits"], x["targets"], x["mask"])
-    torch.library.opcheck(logit_op._forward, (*rows, 1.0, None, 1.0, True, fixed), test_utils=CHECKED)
+    operator = logit_op.never_waiting if fixed else logit_op.waiting
+    torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed, "targets"), test_utils=CHECKED)
     low_rank = (hidden, x["a"], live, torch.float32)
     torch.library.opcheck(linear_op.low_rank_inputs_op, low_rank, test_utils=CHECKED)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+def test_operators_that_wait_for_the_device_say_so(fixed):
+    """And no other, which CUDA graphs are to hold."""
+    x = tensors(torch.device("cpu"))
+    operators: dict[str, Any] = {}
+
+    def recorded(graph: torch.fx.GraphModule, inputs) -> Callable:
+        for node in graph.graph.nodes:
+            if getattr(node.target, "namespace", None) == "liger_rl":
+                operators[node.target._schema.name] = node.target
+        return make_boxed_func(graph.forward)
+
+    def both(hidden, weight, a, b, logits):
+        given = {"mask": x["mask"], "fixed_shape": fixed}
+        terms = [LowRank(a=a, b=b)]
+        return (
+            linear_logprobs(hidden, weight, x["targets"], low_rank=terms, **given).logps.sum()
+            + logits_logprobs(logits, x["targets"], **given).logps.sum()
+        )
+
+    leaves = [x[name] for name in ("hidden", "weight", "a", "b", "logits")]
+    torch.compile(both, fullgraph=True, backend=aot_autograd(fw_compiler=recorded))(*leaves).backward()
+    suffix = "_fixed_shape" if fixed else ""
+    waiting = {f"liger_rl::{name}" for name in ("linear_logprobs", "linear_logprobs_backward", "logits_logprobs")}
+    marked = {name for name, operator in operators.items() if torch.Tag.cudagraph_unsafe in operator.tags}
+    assert marked == (set() if fixed else waiting)
+    names = {f"linear_logprobs{suffix}", f"linear_logprobs{suffix}_backward", f"logits_logprobs{suffix}"}
+    names |= {"logits_logprobs_backward", "low_rank_inputs", "low_rank_inputs_backward"}
+    assert set(operators) == {f"liger_rl::{name}" for name in names}
+
+
+@NEEDS_GPU
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
+@pytest.mark.parametrize("tokens", [700, 64], ids=["epilogue", "tiles"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+@pytest.mark.parametrize("kind", ["linear", "low rank", "logits"])
+def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
+    """What waits for the device stays outside of them, and the rest is captured with the numbers of eager mode."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+
+    hidden, weight, a, b = made(tokens, 64), made(512, 64), made(4, 64), made(512, 4)
+    targets = torch.randint(512, (tokens,), generator=generator).cuda()
+    mask = (torch.rand(tokens, generator=generator) < 0.6).cuda()
+
+    def step(hidden, weight, a, b):
+        given = {"mask": mask, "entropy": True, "fixed_shape": fixed}
+        if kind == "logits":
+            found = logits_logprobs((hidden * 2) @ weight.T, targets, **given)
+        else:
+            terms = [LowRank(a=a, b=b)] if kind == "low rank" else []
+            found = linear_logprobs(hidden * 2, weight, targets, low_rank=terms, **given)
+        return (found.logps * 3).sum() + found.entropy.square().sum()
+
+    def solved(function) -> list[Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        value = function(hidden, weight, a, b)
+        found = torch.autograd.grad(value, (hidden, weight, a, b), allow_unused=True)
+        return [value.detach().clone(), *(grad.clone() for grad in found if grad is not None)]
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    expected = solved(step)
+    for _ in range(4):  # one to warm up, one to capture, two of replays
+        found = solved(compiled)
+        assert len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
 def qwen(**options):

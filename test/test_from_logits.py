@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_rl import (
+    FusedLinearGRPOLoss,
     PolicyBatch,
     PPOClip,
     SequenceMean,
@@ -283,3 +284,31 @@ def test_losses_do_not_share_a_limit_of_compilations(device, generated_here):
         found = solve(logits, ids, columns, **options)[0].loss
         torch.testing.assert_close(found, solve(logits, ids, columns, compiled=False, **options)[0].loss)
     assert logit_loss.generated.cache_info().misses == 3
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_errors_speak_of_the_callers_arguments(compiled, device, generated_here):
+    logits, ids = torch.randn(3, 5, 40, device=device), torch.zeros(3, 5, dtype=torch.long, device=device)
+    advantages = torch.ones(3, device=device)
+    with pytest.raises(ValueError, match="selected_token_ids must be token ids"):
+        grpo_loss_from_logits(logits, ids + 40, advantages, compiled=compiled)
+    with pytest.raises(ValueError, match="mask must be 0 or 1"):
+        grpo_loss_from_logits(logits, ids, advantages, torch.full((3, 5), 0.5, device=device), compiled=compiled)
+    for name in ("in_place", "fixed_shape", "compiled"):
+        with pytest.raises(TypeError, match=name):
+            grpo_loss_from_logits(logits, ids, advantages, **{"compiled": compiled, name: 1})
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_errors_of_the_fused_loss_speak_of_its_arguments(passes, device):
+    loss = FusedLinearGRPOLoss("grpo", passes=passes)
+    hidden, weight = torch.randn(3, 5, 8, device=device, requires_grad=True), torch.randn(40, 8, device=device)
+    ids, advantages = torch.zeros(3, 5, dtype=torch.long, device=device), torch.ones(3, device=device)
+    with pytest.raises(ValueError, match="selected_token_ids must be token ids"):
+        loss(hidden, weight, ids + 40, advantages)
+    with pytest.raises(ValueError, match="mask must be 0 or 1"):
+        loss(hidden, weight, ids, advantages, torch.full((3, 5), 0.5, device=device))
+    with pytest.raises(ValueError, match="selected_token_ids must be token ids"):
+        loss.reference_logps(hidden, weight, ids + 40)
+    with pytest.raises(ValueError, match=r"selected_token_ids must be \(B, T\)"):
+        loss.reference_logps(hidden, weight, ids[:, 1:])

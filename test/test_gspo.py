@@ -452,6 +452,7 @@ def test_gradcheck_of_the_loss():
         return ppo_loss_fn(logps, batch_of(p), wide, SequenceMean()).loss
 
     assert torch.autograd.gradcheck(loss, logps)
+    assert torch.autograd.gradgradcheck(loss, logps)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -163,6 +163,9 @@ def test_banned_words_and_large_logits(temperature):
     states = [folded(k, logits, targets, spans, None, transform, entropy=True) for k in (triton, eager)]
     finished = [state.finish() for state in states]
     for name, mine, other in zip(TokenStatistics._fields, *finished, strict=True):
+        if mine is None:
+            assert other is None
+            continue
         # A mean of logits among which there is -inf is -inf.
         banned = torch.tensor([True, False, True, True], device=DEVICE) & (name == "sum_logits")
         assert torch.equal(mine.isfinite(), ~banned)
@@ -330,7 +333,7 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
     transform = LogitTransform(softcap=softcap, temperature=temperature)
     found, _ = epilogue.gemm_fold(hidden, weight, None, targets, transform, entropy=True, extras=EXTRAS)
     for values in found:
-        assert not values.isnan().any()
+        assert values is None or not values.isnan().any()
     assert (found.logps <= 0).all()
     if softcap / temperature < 1e5:
         logps, _ = oracles.logprobs(hidden.double(), weight.double(), targets, softcap=softcap, temperature=temperature)

@@ -638,6 +638,11 @@ BAD_ARGUMENTS = [
     ("hidden", TypeError, {"hidden": torch.zeros(3, 5, 16, dtype=torch.float64)}),
     ("hidden", TypeError, {"hidden": torch.zeros(3, 5, 16, dtype=torch.int64)}),
     ("hidden", TypeError, {"hidden": [[0.0]]}),
+    ("hidden", ValueError, {"hidden": torch.zeros(3, 5, 0), "weight": torch.zeros(129, 0)}),
+    ("hidden", TypeError, {"hidden": torch.zeros(15, 16).to_sparse(), "targets": torch.zeros(15, dtype=torch.int64)}),
+    ("weight", TypeError, {"weight": torch.zeros(129, 16).to_sparse()}),
+    ("targets", TypeError, {"targets": torch.zeros(3, 5, dtype=torch.int64).to_sparse()}),
+    ("mask", TypeError, {"mask": torch.ones(3, 5).to_sparse()}),
     ("weight", ValueError, {"weight": torch.zeros(129)}),
     ("weight", ValueError, {"weight": torch.zeros(129, 17)}),
     ("weight", ValueError, {"weight": torch.zeros(0, 16)}),
@@ -660,8 +665,16 @@ BAD_ARGUMENTS = [
     ("mask", ValueError, {"mask": torch.ones(3, 4)}),
     ("mask", ValueError, {"mask": torch.ones(3)}),
     ("mask", TypeError, {"mask": [1]}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), 0.5)}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), NAN)}),
+    ("mask", ValueError, {"mask": torch.full((3, 5), -1)}),
     ("mask", ValueError, {"mask": torch.ones(3, 5, device="meta")}),
     ("transform", TypeError, {"transform": 0.5}),
+    ("transform", TypeError, {"transform": LogitTransform}),
+    ("entropy", TypeError, {"entropy": 1}),
+    ("fixed_shape", TypeError, {"fixed_shape": "no"}),
+    ("batch_invariant", TypeError, {"batch_invariant": 0}),
+    ("extras", TypeError, {"extras": 5}),
     ("chunk_tokens", ValueError, {"chunk_tokens": 0}),
     ("chunk_tokens", TypeError, {"chunk_tokens": 4.0}),
     ("chunk_vocab", ValueError, {"chunk_vocab": -1}),
@@ -694,14 +707,14 @@ def test_dtypes_may_not_mix_without_autocast():
         linear_logprobs(good.hidden.bfloat16(), good.weight, good.targets)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 10**400, 1e300, 1e-60])
 @pytest.mark.parametrize("option", ["temperature", "softcap", "scale"])
 def test_transform_values(option, value):
     with pytest.raises(ValueError, match=option):
         LogitTransform(**{option: value})
 
 
-@pytest.mark.parametrize("value", ["1.0", [1.0]])
+@pytest.mark.parametrize("value", ["1.0", [1.0], True])
 @pytest.mark.parametrize("option", ["temperature", "softcap", "scale"])
 def test_transform_types(option, value):
     with pytest.raises(TypeError, match=option):

@@ -250,12 +250,12 @@ def test_two_runs_are_bitwise_equal(device):
 def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
     """The joined tiles are what TMA can address, whatever the rank; on CPU in Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import epilogue, triton
+    from liger_rl.kernels import epilogue, limits, triton
 
     seen = []
 
     def gemm_grad(hidden, weight, *rest):
-        assert epilogue._addressable(hidden)
+        assert limits.aligned(hidden)
         assert epilogue._addressable(weight)
         seen.append(weight.shape)
         return epilogue.gemm_grad(hidden, weight, *rest)
@@ -401,6 +401,31 @@ def test_the_policy_loss_of_an_adapted_head():
     torch.testing.assert_close(reference, module.reference_logps(merged.hidden, weight, merged.targets))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float16,), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)])
+def test_factors_of_another_16_bit_dtype_under_autocast(dtypes, device):
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype).requires_grad_()
+
+    hidden, weight = made(12, 16), made(129, 16)
+    low_rank = [LowRank(a=made(3, 16, dtype=dtype), b=made(129, 3, dtype=dtype)) for dtype in dtypes]
+    targets = torch.arange(12, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = linear_logprobs(hidden, weight, targets, low_rank=low_rank).logps
+    logits = hidden.double() @ weight.double().T
+    for term in low_rank:
+        logits = logits + (hidden.double() @ term.a.double().T) @ term.b.double().T
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.1)
+    leaves = [hidden, weight, *(factor for term in low_rank for factor in (term.a, term.b))]
+    for mine, other in zip(
+        torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
+    ):
+        assert mine.dtype == other.dtype
+        assert (mine - other).norm() <= 0.02 * other.norm()
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +449,9 @@ def term(**changed) -> LowRank:
         ([term(hidden=torch.zeros(3, 4, 16))], ValueError, r"low_rank\[0\].hidden must be \(3, 5, 16\)"),
         ([term(scaling="1")], TypeError, r"low_rank\[0\].scaling must be a number"),
         ([term(scaling=math.nan)], ValueError, r"low_rank\[0\].scaling must be finite"),
+        ([term(scaling=10**400)], ValueError, r"low_rank\[0\].scaling must be finite"),
+        ([LowRank], TypeError, r"low_rank\[0\] must be a LowRank"),
+        ([term(a=torch.zeros(3, 16).to_sparse())], TypeError, r"low_rank\[0\].a must be a dense tensor"),
     ],
 )
 def test_bad_terms_are_named_before_any_product(low_rank, error, message):

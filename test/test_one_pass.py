@@ -399,6 +399,8 @@ def test_autocast(device):
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     """The whole path with its Triton kernels; on CPU by the interpreter."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
     for module in (projection, one_pass):
         monkeypatch.setattr(module, "kept_for", lambda device: kept_triton)
     monkeypatch.setattr(projection, "for_device", lambda device: triton)
@@ -512,7 +514,7 @@ def test_saved_tensors_are_never_written_to(in_place, device):
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = module(leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns, **more).loss
         (3 * loss).backward()
-    assert seen
+    assert seen or not in_place
     assert all(torch.equal(tensor, before) for tensor, before in seen)
     with torch.autograd.graph.save_on_cpu():
         others = leaves_of(data)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from devices import NEEDS_GPU
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    Reinforce,
+    TokenSum,
+    linear_logprobs,
+    plan_linear_logprobs,
+)
 from liger_rl import logprobs as room
 from liger_rl.head_memory import LIBRARY_BYTES
 from liger_rl.kernels import gemm
@@ -224,6 +232,102 @@ def test_too_small_a_budget_says_what_is_needed():
     loss = FusedLinearGRPOLoss(max_extra_bytes=1000)
     with pytest.raises(ValueError, match="max_extra_bytes must be at least"):
         loss(hidden[None], weight, targets[None], torch.ones(1))
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.T.contiguous().T,
+    "every other column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "every other row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "batch second": lambda t: t.view(6, -1, t.shape[1]).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("passes", ["two", "one"])
+@pytest.mark.parametrize(
+    ("of_hidden", "of_weight"),
+    [(name, None) for name in LAYOUTS] + [(None, name) for name in LAYOUTS if name != "batch second"],
+)
+def test_a_budget_is_kept_with_any_strides(of_hidden, of_weight, passes, masked, dtype):
+    """Few words for large hidden states, or many words for few tokens, so that copies are what a budget is short of."""
+    tokens, vocab, size = (600, 300, 512) if of_hidden else (30, 4000, 128)
+    hidden, weight = torch.randn(tokens, size).to(dtype), torch.randn(vocab, size).to(dtype)
+    hidden = LAYOUTS[of_hidden](hidden) if of_hidden else hidden
+    weight = LAYOUTS[of_weight](weight) if of_weight else weight
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    contiguous = hidden.is_contiguous(), weight.is_contiguous()
+    assert contiguous == (of_hidden is None, of_weight is None)
+    given = {"dtype": dtype, "device": "cpu", "passes": passes, "contiguous": contiguous}
+    plan = plan_linear_logprobs(tokens, vocab, size, **given)
+    budget = plan.least_bytes if passes == "two" else plan.one_pass_bytes
+    targets = torch.randint(vocab, hidden.shape[:-1])
+    mask = torch.rand(targets.shape) < 0.9 if masked else None
+    loss = FusedLinearGRPOLoss(Reinforce(), reduction=TokenSum(), passes=passes, max_extra_bytes=budget)
+    with tensor_peak(torch.device("cpu")) as first:
+        value = loss(hidden, weight, targets, torch.ones(targets.shape), mask).loss
+    kept_results = hidden.nbytes + weight.nbytes if passes == "one" else 0
+    with tensor_peak(torch.device("cpu")) as second:
+        value.backward()
+    results = 0 if passes == "one" else hidden.grad.nbytes + weight.grad.nbytes
+    assert first.bytes - kept_results <= budget
+    assert second.bytes - results <= budget
+
+
+@pytest.mark.parametrize("of_hidden", LAYOUTS)
+def test_a_budget_of_a_forward_alone_is_kept_with_any_strides(of_hidden):
+    tokens, vocab, size = 1200, 16, 512
+    hidden, weight = LAYOUTS[of_hidden](torch.randn(tokens, size)), torch.randn(vocab, size)
+    given = {"dtype": torch.float32, "device": "cpu", "needs": (False, False), "contiguous": (False, True)}
+    budget = plan_linear_logprobs(tokens, vocab, size, **given).least_bytes
+    targets = torch.randint(vocab, hidden.shape[:-1])
+    with tensor_peak(torch.device("cpu")) as peak:
+        linear_logprobs(hidden, weight, targets, mask=torch.rand(targets.shape) < 0.95, max_extra_bytes=budget)
+    assert peak.bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "options"),
+    [
+        ("tokens", ValueError, {"tokens": -1}),
+        ("tokens", TypeError, {"tokens": 8.0}),
+        ("vocab", ValueError, {"vocab": 0}),
+        ("hidden_size", ValueError, {"hidden_size": 0}),
+        ("hidden_size", TypeError, {"hidden_size": True}),
+        ("dtype", TypeError, {"dtype": torch.int64}),
+        ("dtype", TypeError, {"dtype": "bfloat16"}),
+        ("dtype", TypeError, {"dtype": None}),
+        ("weight_dtype", TypeError, {"weight_dtype": torch.float64}),
+        ("compute_dtype", TypeError, {"compute_dtype": 16}),
+        ("device", ValueError, {"device": "gpu"}),
+        ("device", TypeError, {"device": 1.5}),
+        ("needs", TypeError, {"needs": True}),
+        ("needs", TypeError, {"needs": (True, True, True)}),
+        ("needs", TypeError, {"needs": (1, 0)}),
+        ("contiguous", TypeError, {"contiguous": False}),
+        ("masked", TypeError, {"masked": 1}),
+        ("bias", TypeError, {"bias": torch.zeros(3)}),
+        ("rank", ValueError, {"rank": -1}),
+        ("rank", TypeError, {"rank": None}),
+        ("weight_grad", TypeError, {"weight_grad": torch.zeros(3)}),
+        ("transform", TypeError, {"transform": LogitTransform}),
+        ("entropy", TypeError, {"entropy": "yes"}),
+        ("extras", TypeError, {"extras": "is_top1"}),
+        ("extras", ValueError, {"extras": ("perplexity",)}),
+        ("grad_tolerance", ValueError, {"grad_tolerance": -1.0}),
+        ("grad_tolerance", TypeError, {"grad_tolerance": None}),
+        ("chunk_tokens", ValueError, {"chunk_tokens": 0}),
+        ("chunk_vocab", TypeError, {"chunk_vocab": 1.0}),
+        ("fixed_shape", TypeError, {"fixed_shape": 1}),
+        ("batch_invariant", TypeError, {"batch_invariant": 1}),
+        ("passes", ValueError, {"passes": ["two"]}),
+        ("together", ValueError, {"together": 0}),
+        ("together", TypeError, {"together": 1.5}),
+    ],
+)
+def test_nonsense_is_named(name, error, options):
+    with pytest.raises(error, match=rf"^{name}\b"):
+        plan_linear_logprobs(**{"tokens": 8, "vocab": 40, "hidden_size": 16, "device": "cpu", **options})
 
 
 def test_bad_budgets():

@@ -278,17 +278,6 @@ def test_what_is_added_in_place_is_added_in_the_backward():
     assert plan.forward.flops == 2 * plan.backward.flops
 
 
-def test_no_gradient_of_the_logits_is_written_for_hidden_alone():
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("the plan is of another GPU")
-    options = {"tokens": 8192, "vocab": 128256, "hidden_size": 4096, "passes": "one"} | H200 | {"needs": (True, False)}
-    scaled, written = (plan_linear_logprobs(**options, entropy=entropy).forward.bytes for entropy in (False, True))
-    assert written - scaled == 4 * 8192 * 128256  # bfloat16, read and written
-    tiles = [plan_linear_logprobs(**options | {"tokens": 300}, entropy=entropy).forward for entropy in (False, True)]
-    assert {step.kernel for step in tiles} == {"tiles"}
-    assert tiles[0].bytes == tiles[1].bytes
-
-
 def test_no_token_takes_no_chunk():
     def planned(**options):
         return plan_linear_logprobs(0, 1000, 64, device="cpu", masked=False, passes="one", **options)

@@ -25,7 +25,7 @@ def test_select(kernels, tokens, mask, outside, monkeypatch):
     beyond = [ids[place] for place in expected if ids[place] >= VOCAB]
     assert found.dtype == numbers.dtype == torch.int64
     assert found[: len(expected)].tolist() == expected
-    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1)]
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1), 0]
 
 
 @pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
@@ -51,7 +51,7 @@ def test_only_wanted_tokens_are_listed_and_all_that_count_are_looked_at(
     beyond = [ids[place] for place in counted if ids[place] >= VOCAB]
     assert found.shape == (targets.numel(),)
     assert found[: len(expected)].tolist() == expected
-    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1)]
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1), 0]
 
 
 @pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
@@ -60,7 +60,7 @@ def test_other_integers_and_strides(kernels, dtype):
     targets = torch.arange(40, device=DEVICE).to(dtype)[::2]
     mask = torch.arange(60, device=DEVICE)[::3] % 2
     found, numbers = kernels.select(targets, mask, 20)
-    assert numbers.tolist() == [10, 5, 38]
+    assert numbers.tolist() == [10, 5, 38, 0]
     assert found[:10].tolist() == list(range(1, 20, 2))
 
 
@@ -69,5 +69,19 @@ def test_other_integers_and_strides(kernels, dtype):
 def test_a_vocabulary_beyond_the_dtype_of_the_targets(kernels, dtype):
     targets = torch.tensor([1, 100, 50], device=DEVICE).to(dtype)
     found, numbers = kernels.select(targets, None, 2**17)
-    assert numbers.tolist() == [3, 0, -1]
+    assert numbers.tolist() == [3, 0, -1, 0]
     assert found.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_values_of_a_mask_other_than_0_and_1_are_counted(kernels, dtype, monkeypatch):
+    monkeypatch.setattr(selection_triton, "BLOCK", 64)
+    wrong = (
+        [0.5, -1.0, 2.0, math.nan, math.inf] if dtype.is_floating_point else [2, 255 if dtype == torch.uint8 else -1]
+    )
+    mask = torch.ones(150, device=DEVICE, dtype=dtype)
+    mask[::3] = 0
+    mask[20 : 20 + 20 * len(wrong) : 20] = torch.tensor(wrong, device=DEVICE, dtype=dtype)
+    targets = torch.full((150,), -1, device=DEVICE)
+    assert kernels.select(targets, mask, VOCAB)[1].tolist() == [0, 0, -1, len(wrong)]

@@ -1,6 +1,8 @@
 """The weight's gradient added to a float32 tensor in place: the same sum, without a (V, H) tensor on the way."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from test_logprobs import CPU, Problem, Products, functional, problem, solve
 from torch import Tensor
 
 import oracles
-from liger_rl import LowRank, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
 
 SHAPE = (129, 16)
 
@@ -162,3 +164,22 @@ def test_what_it_does_not_go_with_is_named():
         linear_logprobs(inputs.hidden, inputs.weight.detach(), inputs.targets, weight_grad=total)
     with pytest.raises(ValueError, match=r"grad_tolerance must be 0.0 with weight_grad, got 0.001"):
         linear_logprobs(inputs.hidden, inputs.weight, inputs.targets, weight_grad=total, grad_tolerance=1e-3)
+
+
+@pytest.mark.parametrize("of", ["weight", "hidden", "bias"])
+@pytest.mark.parametrize("through", ["log-probabilities", "loss"])
+def test_memory_of_an_input_is_refused(of, through):
+    memory = torch.randn(200, 16)
+    parts = {"weight": memory[:129], "hidden": memory[:15], "bias": memory.flatten()[:129]}
+    inputs = {"weight": torch.randn(SHAPE), "hidden": torch.randn(15, 16), "bias": torch.randn(129), of: parts[of]}
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    before, targets = memory.clone(), torch.arange(15)
+    call: Callable = linear_logprobs
+    if through == "loss":
+        call = partial(FusedLinearGRPOLoss("gpg"), advantages=torch.ones(3))
+        inputs["hidden"] = inputs["hidden"].view(3, 5, 16)
+        targets = targets.view(3, 5)
+    ids = {"targets" if through == "log-probabilities" else "selected_token_ids": targets}
+    with pytest.raises(ValueError, match=rf"weight_grad must have memory of its own.*overlaps {of}"):
+        call(**inputs, **ids, weight_grad=memory[:129])
+    assert torch.equal(memory, before)

@@ -43,10 +43,10 @@ def choose(energies: Tensor, budget: Tensor) -> Tensor:
     return torch.empty_like(kept).scatter_(0, place, kept).view_as(energies)
 
 
-def count(kept: Tensor, key: Tensor) -> Tensor:
+def count(keep: Tensor, key: Tensor) -> Tensor:
     """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile."""
     wanted = (key != NOT_WANTED).sum(0, keepdim=True)
-    return torch.cat([wanted, kept.sum(0)])
+    return torch.cat([wanted, keep.sum(0)])
 
 
 def left_out_sums(
@@ -55,7 +55,7 @@ def left_out_sums(
     tokens: TokenGradients,  # (n,) each
     targets: Tensor,  # (n,)
     order: Tensor,  # (n,) permutation of the tokens
-    kept: Tensor,  # (row blocks, tiles) bool, of blocks of BLOCK_TOKENS of these
+    keep: Tensor,  # (row blocks, tiles) bool, of blocks of BLOCK_TOKENS of these
     transform: LogitTransform,
     vocab: int,
     dtype: torch.dtype,
@@ -70,7 +70,7 @@ def left_out_sums(
     sums = sums_beside_target(known, tokens)[:, order]
     target_tile = (targets[order] // BLOCK_VOCAB)[None]
     sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
-    kept_rows = kept.T.repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
+    kept_rows = keep.T.repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
     sums.mul_(transform.scale / transform.temperature).masked_fill_(kept_rows, 0.0)
     return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
 

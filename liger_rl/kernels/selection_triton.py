@@ -16,6 +16,7 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
     # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
+    improper = tl.zeros((), tl.int64)
     largest = tl.full((), -1, tl.int64)
     for first in range(0, tokens, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -23,7 +24,10 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
         target = tl.load(targets + token, mask=inside, other=0).to(tl.int64)
         counted = inside & (target >= 0)
         if mask is not None:
-            counted = counted & (tl.load(mask + token, mask=inside, other=0) != 0)
+            value = tl.load(mask + token, mask=inside, other=0)
+            counted = counted & (value != 0)
+            if mask.dtype.element_ty != tl.int1:
+                improper += tl.sum(((value != 0) & (value != 1)).to(tl.int32))
         live = counted
         if wanted is not None:
             live = live & (tl.load(wanted + token // each, mask=inside, other=0) != 0)
@@ -36,13 +40,14 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
     tl.store(numbers, count)
     tl.store(numbers + 1, outside_count)
     tl.store(numbers + 2, largest)
+    tl.store(numbers + 3, improper)
 
 
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `selection.select`."""
     tokens = targets.numel()
     positions = torch.empty(tokens, dtype=torch.int64, device=targets.device)
-    numbers = torch.empty(3, dtype=torch.int64, device=targets.device)
+    numbers = torch.empty(4, dtype=torch.int64, device=targets.device)
     with on(targets.device):
         _select_kernel[(1,)](
             targets.contiguous(),

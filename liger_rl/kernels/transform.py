@@ -1,7 +1,8 @@
 """What a model does to its lm_head's output before the softmax."""
 
-import math
 from dataclasses import dataclass
+
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's, without subnormal numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class LogitTransform:
 
     Raises:
         TypeError: an option is not a number.
-        ValueError: an option is not positive and finite.
+        ValueError: an option is not positive and finite in float32, in which kernels take it.
     """
 
     temperature: float = 1.0
@@ -29,5 +30,10 @@ class LogitTransform:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
+            if not (fits_float32(value) and value >= SMALLEST):
+                raise ValueError(f"{name} must be positive and finite in float32, got {value}")
+
+
+def fits_float32(value: float) -> bool:
+    """Whether a number, an int of any length included, is one in float32 too, and not NaN."""
+    return -LARGEST <= value <= LARGEST

@@ -116,8 +116,8 @@ class PolicyTerms:
         if self.sampler_correction is not None:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
         weights = None if self.reduction is None else self.reduction(aligned)
-        if self.reduction is not None and not isinstance(weights, Tensor):
-            raise TypeError(f"reduction must return a tensor of weights, got {type(weights).__name__}")
+        if self.reduction is not None and not isinstance(weights, (Tensor, int, float)):
+            raise TypeError(f"reduction must return a tensor of weights, or one number, got {type(weights).__name__}")
         return PreparedLoss(self, aligned, weights)
 
     def tokens_with_a_say(self, given: AlignedBatch) -> Tensor | None:

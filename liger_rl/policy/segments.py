@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_rl.policy.options import callable_instance
 
@@ -83,9 +82,8 @@ class _SegmentSum(torch.autograd.Function):
         return _sums(values, segments)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sums(grad, ctx.segments), None
+        return segment_sum(grad, ctx.segments), None
 
 
 def _sums(values: Tensor, segments: Segments) -> Tensor:

@@ -4,6 +4,7 @@ Small random float32 models; the fused call against the full logits of the same 
 """
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -478,8 +479,12 @@ def test_ligers_layers_are_applied_without_its_loss(swapped, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="liger-kernel's layers need a CUDA GPU")
-def test_ligers_layers_on_a_gpu():
+def test_ligers_layers_on_a_gpu(monkeypatch):
     pytest.importorskip("liger_kernel", reason="the layers are liger-kernel's")
+    modeling = import_module("transformers.models.qwen3.modeling_qwen3")
+    for name, value in list(vars(modeling).items()):
+        # liger-kernel replaces layers in the module itself, for every model that is made later.
+        monkeypatch.setattr(modeling, name, value)
     batch = {name: value.cuda() for name, value in make_batch().items()}
     expected = swap_lm_head(text_model("Qwen3").cuda())(**batch, fused=True).per_token_logps
     model = swap_lm_head(text_model("Qwen3").cuda(), liger_layers=True)

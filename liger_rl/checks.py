@@ -1,0 +1,102 @@
+"""Checks of arguments that several public functions share. Errors name the argument, the expected and the given."""
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels.statistics import EXTRAS
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def check_count(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_chunk(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_extras(extras: Collection[str]) -> frozenset[str]:
+    if isinstance(extras, str):
+        raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
+    if not isinstance(extras, Collection):
+        raise TypeError(f"extras must be a collection of names, got {type(extras).__name__}")
+    unknown = [name for name in extras if name not in EXTRAS]
+    if unknown:
+        raise ValueError(f"extras must be among {', '.join(EXTRAS)}; got {', '.join(sorted(map(str, unknown)))}")
+    return frozenset(extras)
+
+
+def check_invariant(
+    batch_invariant: bool, chunk_tokens: int | None, chunk_vocab: int | None, grad_tolerance: float
+) -> None:
+    check_flag("batch_invariant", batch_invariant)
+    if not batch_invariant:
+        return
+    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        if value is not None:
+            raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
+    if grad_tolerance != 0.0:
+        raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
+
+
+def check_dense(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
+    return tensor
+
+
+def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
+    """ValueError where a tensor that is written to shares memory with another."""
+    for other_name, other in others.items():
+        if other is not None and share_memory(written, other):
+            raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {other_name}")
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether some bytes belong to elements of both, each being rows of its own; True where that is hard to tell."""
+    if not (first.numel() and second.numel()) or first.device != second.device:
+        return False
+    away = second.data_ptr() - first.data_ptr()
+    if not (first.data_ptr() and second.data_ptr()) or not -_extent(second) < away < _extent(first):
+        return False
+    # Columns of one larger tensor lie side by side in each of its rows.
+    steps = [step * t.element_size() for t in (first, second) for step in t.stride()[:-1]]
+    period = math.gcd(*steps)
+    rows = [_extent(tensor[(0,) * (tensor.dim() - 1)]) for tensor in (first, second)]
+    return not (period and rows[0] <= away % period <= period - rows[1])
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may share memory with each other."""
+    reach = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step < reach:
+                return True
+            reach += (size - 1) * step
+    return False
