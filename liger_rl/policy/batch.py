@@ -166,8 +166,6 @@ class PolicyBatch:
 
     def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
         column = check_dense(name, getattr(self, name))
-        if column.is_complex():
-            raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
         if column.device != device:
             raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
         if column.shape == shape:
@@ -181,11 +179,13 @@ class PolicyBatch:
 
 
 def check_dense(name: str, column: Any) -> Tensor:
-    """-> the column. Raises TypeError where it is not a dense tensor."""
+    """-> the column. Raises TypeError where it is not a dense tensor of real numbers."""
     if not isinstance(column, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(column).__name__}")
+        raise TypeError(f"{name} must be a real tensor, got {type(column).__name__}")
     if column.layout != torch.strided or column.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
+    if column.is_complex():
+        raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
     return column
 
 
@@ -212,7 +212,7 @@ def _count(name: str, value: Any, device: torch.device) -> Any:
     check_dense(name, value)
     if value.numel() != 1:
         raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
-    if value.is_complex() or value.dtype == torch.bool:
+    if value.dtype == torch.bool:
         raise TypeError(f"{name} must be a number or a 0-dim real tensor, got a tensor of {value.dtype}")
     if value.device not in (device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {device} as the log-probabilities, or on the CPU, got {value.device}")

@@ -115,10 +115,7 @@ class PolicyTerms:
         aligned = given.cleaned(dtype)
         if self.sampler_correction is not None:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
-        weights = None if self.reduction is None else self.reduction(aligned)
-        if self.reduction is not None and not isinstance(weights, (Tensor, int, float)):
-            raise TypeError(f"reduction must return a tensor of weights, or one number, got {type(weights).__name__}")
-        return PreparedLoss(self, aligned, weights)
+        return PreparedLoss(self, aligned, None if self.reduction is None else _weights(self.reduction, aligned))
 
     def tokens_with_a_say(self, given: AlignedBatch) -> Tensor | None:
         """Other than 0 at those of the tokens that count whose log-probabilities the result depends on; shaped like
@@ -140,6 +137,14 @@ class PolicyTerms:
         say, where that are not all."""
         penalised = self.entropy_bonus.entropy_coef != 0.0 or self.kl.beta != 0.0
         return None if penalised else _unexpanded(given.advantages)
+
+
+def _weights(reduction: Reduction, batch: AlignedBatch) -> Tensor:
+    weights: Any = reduction(batch)
+    if isinstance(weights, (int, float)):  # one number for all tokens
+        return batch.advantages.new_full((), weights)
+    instance_of("the result of reduction", weights, Tensor)
+    return weights
 
 
 def _unexpanded(column: Tensor) -> Tensor:
