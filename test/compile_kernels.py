@@ -209,6 +209,13 @@ WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 
+def check_fence(name: str, ptx: str) -> None:
+    """NVIDIA asks for a fence between the making of the barriers and the first copy that arrives at one."""
+    made = ptx.rindex("mbarrier.init")
+    if "fence.proxy.async" not in ptx[made : ptx.index("barrier.sync", made)]:
+        raise SystemExit(f"{name} lets other threads go on without a fence after its barriers are made")
+
+
 class Compiler:
     """Takes the place of Triton's launches."""
 
@@ -228,6 +235,8 @@ class Compiler:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         self.compiled[self.driver.name, name] += 1
+        if ".overlapped." in name:
+            check_fence(name, kernel.asm["ptx"])
         shared, most = kernel.metadata.shared, TARGETS[self.driver.name].shared_bytes
         if shared > most:
             self.too_large.add(

@@ -182,6 +182,8 @@ def _buffers(hidden, weight, out):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     mbarrier.init(begun, count=1)
+    # The copies that arrive at the barriers are another proxy's, which sees what was written to them from here on.
+    hopper.fence_async_shared()
     return upper, lower, words, upper_out, lower_out, (ready, free, begun)
 
 
