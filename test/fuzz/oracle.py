@@ -5,6 +5,7 @@ a few units of rounding times the size of the terms that the value is the sum of
 changes by when the log-probabilities move within their own budget.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -263,14 +264,14 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         log_w = c.total(torch.where(c.mask, d.detach().clamp(-20, 20), 0.0))
         if c.importance is not None:
             log_w = log_w + c.total(torch.where(c.mask, c.importance.log(), 0.0))
-        log_w = log_w.clamp(-8 * torch.log(torch.tensor(10.0, dtype=torch.float64)), 20)
+        log_w = log_w.clamp(math.log(1e-8), 20)
         k = torch.where(A >= 0, o.get("vespo_k_pos", 2.0), o.get("vespo_k_neg", 3.0))
         rate = torch.where(A >= 0, o.get("vespo_lambda_pos", 3.0), o.get("vespo_lambda_neg", 2.0))
         return -(rate + k * log_w - rate * log_w.exp()).exp() * A * logp, r, None, None, None
     if name == "GMPO":
         low, high = o.get("epsilon_low", 0.4), o.get("epsilon_high", 0.4)
         clipped = torch.where(A < 0, d.clamp(min=-low), torch.where(A > 0, d.clamp(max=high), d))
-        bounds = (torch.tensor([-low, high], dtype=torch.float64)).exp().tolist()
+        bounds = math.exp(-low), math.exp(high)
         return _clipped(-c.mean(clipped).exp() * A, r, A, *bounds)
     if name == "DPPO":
         change = logp.detach().exp() - old.exp()
@@ -435,7 +436,7 @@ def policy_result(case, logps: Tensor, entropy: Tensor, moves: tuple[Tensor, Ten
 
     found, size = at(logps, entropy)
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, logps.shape, generator=generator).double() * 2 - 1
+    signs = (torch.randint(0, 2, logps.shape, generator=generator).double() * 2 - 1).to(logps.device)
     moved = [at(logps + s * moves[0], entropy + s * moves[1])[0] for s in (1.0, -1.0, signs, -signs)]
     budgets = {}
     for name, value in found.items():
