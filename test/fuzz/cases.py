@@ -25,12 +25,18 @@ KNOWN = {
     "empty grad_buffer of strides (1, 0) is refused": lambda case: (
         isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
     ),
-    "one pass, softcap, a target whose kept exponential underflows": lambda case: (
+    "autocast refuses to join low-rank terms of which one is of another 16-bit dtype": lambda case: (
+        (head := case if isinstance(case, HeadCase) else getattr(case, "head", None)) is not None
+        and len(head.low_rank) > 1
+        and head.autocast is not None
+        and any(term["b"].dtype not in (F32, head.autocast) for term in head.low_rank)
+    ),
+    "one pass: a softcap's slope out of kept exponentials, rounded to 16 bits or underflowing": lambda case: (
         isinstance(case, PolicyCase)
         and case.head is not None
         and case.passes != "two"
         and case.head.transform["softcap"] is not None
-        and bool((oracle.Head(case.head).logits.values["logps"] < -80).any())
+        and (case.head.compute != F32 or bool((oracle.Head(case.head).logits.values["logps"] < -80).any()))
     ),
     "grad_tolerance, entropy's gradient, banned target: NaN": lambda case: (
         isinstance(case, HeadCase)
@@ -276,7 +282,7 @@ def tolerance_cases(draw, device: str = DEVICE) -> HeadCase:
     dtype = BF16 if device == "cuda" else one(draw, F32, BF16)
     logits = numbers.normal(tokens, vocab, std=one(draw, 1.0, 3.0))
     sure = numbers.share((tokens,), one(draw, 0.9, 0.5, 0.1))
-    logits[torch.arange(tokens), numbers.below(vocab, (tokens,))] += sure * one(draw, 8.0, 14.0)
+    logits[torch.arange(tokens, device=device), numbers.below(vocab, (tokens,))] += sure * one(draw, 8.0, 14.0)
     targets = targets_of(draw, numbers, logits, draw(st.booleans()))
     bias = None
     if draw(st.booleans()):
@@ -403,17 +409,6 @@ class PolicyCase(Shown):
         )  # fmt: skip
 
     @property
-    def sequential(self) -> bool:
-        """Whether something needs to know sequences."""
-        return (
-            self.objective in ("GMPO", "VESPO") or self.reduction == "SequenceMean"
-            or self.objective_options.get("importance_sampling_level", "token") != "token"
-            or bool(self.objective_options.get("mean_advantages")) or self.metrics in ("basic", "with_entropy")
-            or any(name == "OffPolicySequenceMask" for name, _ in self.corrections)
-            or (self.sampler is not None and self.sampler["level"] == "sequence")
-        )  # fmt: skip
-
-    @property
     def wants_entropy(self) -> bool:
         return self.entropy_coef != 0 or self.metrics == "with_entropy" or any(n[0] == "T" for n, _ in self.corrections)
 
@@ -514,6 +509,7 @@ def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Ten
         for column in (case.old, case.ref, case.sampling, case.importance, case.advantages):
             if column is not None and column.shape == shape:
                 column[~live] = one(draw, torch.nan, torch.inf)
+    assume(not oracle.undecided(case, logps))
     return case
 
 
@@ -555,6 +551,11 @@ def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
         one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
         assume(one_pass and not {"fixed_shape", "batch_invariant"} & head.options.keys())
         head.options.pop("chunk_vocab", None)
+        sequential = case.objective_options.get("importance_sampling_level", "token") != "token"
+        if case.objective not in ("PPOClip", "CISPO", "SAPO", "DPPO", "Reinforce") or sequential or case.corrections:
+            head.options.pop("chunk_tokens", None)
+        if case.objective_options.get("mean_advantages"):
+            head.options.pop("chunk_tokens", None)
     return keep(case)
 
 

@@ -5,6 +5,7 @@ a few units of rounding times the size of the terms that the value is the sum of
 changes by when the log-probabilities move within their own budget.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,9 @@ class Logits:
             dg, de = (d.masked_fill(~live, 0.0)[:, None] for d in upstream)
             g, e = g.abs()[:, None], e.abs()[:, None]
             size = inverse * (g * (onehot + self.p) + e * around)
-            budget = ROUNDINGS * EPS * self.amp[:, None] * size + _least(torch.float32)
+            # No entry is exacter than the largest of its row: what is rounded may be their sum, or their difference.
+            budget = ROUNDINGS * EPS * self.amp[:, None] * size + EPS * size.amax(-1, keepdim=True)
+            budget = budget + _least(torch.float32)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
             if compute != torch.float32:
                 moved = inverse * self.slope * (g * (onehot - self.p).abs() + e * around)
@@ -171,7 +174,7 @@ class Head:
         grads = {n: torch.zeros_like(self.inputs[n]) if g is None else g for n, g in zip(names, found, strict=True)}
         budgets = {"hidden": budget @ self.w.abs(), "weight": budget.T @ self.h.abs()}
         if "bias" in grads:
-            budgets["bias"] = budget.sum(0) + EPS * dlogits.abs().amax(-1).sum()
+            budgets["bias"] = budget.sum(0)
         for i, (x, a, inner, b, lost) in enumerate(self.inner):
             scaling = abs(self.case.low_rank[i]["scaling"])
             through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()
@@ -261,14 +264,14 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         log_w = c.total(torch.where(c.mask, d.detach().clamp(-20, 20), 0.0))
         if c.importance is not None:
             log_w = log_w + c.total(torch.where(c.mask, c.importance.log(), 0.0))
-        log_w = log_w.clamp(-8 * torch.log(torch.tensor(10.0, dtype=torch.float64)), 20)
+        log_w = log_w.clamp(math.log(1e-8), 20)
         k = torch.where(A >= 0, o.get("vespo_k_pos", 2.0), o.get("vespo_k_neg", 3.0))
         rate = torch.where(A >= 0, o.get("vespo_lambda_pos", 3.0), o.get("vespo_lambda_neg", 2.0))
         return -(rate + k * log_w - rate * log_w.exp()).exp() * A * logp, r, None, None, None
     if name == "GMPO":
         low, high = o.get("epsilon_low", 0.4), o.get("epsilon_high", 0.4)
         clipped = torch.where(A < 0, d.clamp(min=-low), torch.where(A > 0, d.clamp(max=high), d))
-        bounds = (torch.tensor([-low, high], dtype=torch.float64)).exp().tolist()
+        bounds = math.exp(-low), math.exp(high)
         return _clipped(-c.mean(clipped).exp() * A, r, A, *bounds)
     if name == "DPPO":
         change = logp.detach().exp() - old.exp()
@@ -278,9 +281,8 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
         return torch.where(dropped, 0.0, loss), r, low & (A < 0), high & (A > 0), low | high
     if name == "KLCov":
         cov = covariance(logp, c).masked_fill(~c.mask, -torch.inf)
-        count = max(1, int(o.get("kl_cov_ratio", 0.0002) * int(c.mask.sum())))
         held = torch.zeros_like(c.mask)
-        held[cov.argsort(descending=True)[:count]] = True
+        held[cov.argsort(descending=True)[: held_back(o, int(c.mask.sum()))]] = True
         return -r * A + torch.where(held & c.mask, o.get("ppo_kl_coef", 1.0) * d.abs(), 0.0), r, None, None, None
     assert name == "Reinforce"
     return -A * logp, r, None, None, None
@@ -289,6 +291,20 @@ def objective(name: str, o: dict, logp: Tensor, c: Columns) -> tuple:
 def covariance(logp: Tensor, c: Columns) -> Tensor:
     x = logp.detach()
     return (c.advantages - c.batch_mean(c.advantages)) * (x - c.batch_mean(x))
+
+
+def undecided(case, logps: Tensor) -> bool:
+    """Whether rounding decides which tokens have the highest covariance."""
+    if case.objective != "KLCov":
+        return False
+    c = case.columns()
+    cov = covariance(logps.reshape(-1).masked_fill(~c.mask, 0.0), c)[c.mask].sort(descending=True).values
+    count = held_back(case.objective_options, cov.numel())
+    return count < cov.numel() and bool(cov[count - 1] - cov[count] < 1e-4)
+
+
+def held_back(o: dict, tokens: int) -> int:
+    return max(1, int(o.get("kl_cov_ratio", 0.0002) * tokens))
 
 
 def weights(name: str | None, o: dict, c: Columns) -> Tensor:
@@ -349,6 +365,10 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
     bonus = torch.where(counted, entropy, 0.0) * (-case.entropy_coef / max(int(counted.sum()), 1))
     found = {"per_token": of_policy + of_kl, "loss": (of_policy + of_kl + bonus).sum()}
     found |= metrics(case, c, logp, entropy, kl, ratio, low, high, outside)
+    size = c.advantages.abs() * ratio * (1.0 if c.importance is None else c.importance.abs())
+    if kl is not None:
+        size = size + case.beta * (1 + (c.ref - logp).exp()) * (ratio if case.weighted else 1.0)
+    found["size dlogps"] = torch.where(c.mask, size * w, 0.0)
     if kl is not None:
         found["kl"] = kl
     return found, (of_policy, of_kl, bonus)
@@ -406,18 +426,21 @@ def policy_result(case, logps: Tensor, entropy: Tensor, moves: tuple[Tensor, Ten
             )
         ]
         found["dlogps"], found["dentropy"] = (sum(p[i] for p in parts) for i in range(2))
-        size = {"dlogps": sum(p[0].abs() for p in parts), "dentropy": found["dentropy"].abs()}
+        size = {
+            "dlogps": sum(p[0].abs() for p in parts) + found["size dlogps"] * upper.abs(),
+            "dentropy": found["dentropy"].abs(),
+        }
         size["per_token"] = sum(t.abs() for t in terms[:2])
         size["loss"] = sum(t.abs().sum() for t in terms)
         return {k: v.detach() for k, v in found.items()}, {k: v.detach() for k, v in size.items()}
 
     found, size = at(logps, entropy)
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, logps.shape, generator=generator).double() * 2 - 1
+    signs = (torch.randint(0, 2, logps.shape, generator=generator).double() * 2 - 1).to(logps.device)
     moved = [at(logps + s * moves[0], entropy + s * moves[1])[0] for s in (1.0, -1.0, signs, -signs)]
     budgets = {}
     for name, value in found.items():
         change = torch.stack([(other[name] - value).nan_to_num(0.0).abs() for other in moved]).amax(0)
         largest = size.get(name, found.get(f"size {name}", value.abs())).nan_to_num(0.0, posinf=0.0)
-        budgets[name] = 2 * change + 2 * ROUNDINGS * EPS * largest
+        budgets[name] = 2 * change + 2 * ROUNDINGS * EPS * largest + _least(torch.float32)
     return PolicyResult(found, budgets)
