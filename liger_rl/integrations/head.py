@@ -111,12 +111,13 @@ class Request:
         self.output: Tensor | None = None
 
 
-class _Thread(threading.local):
-    # Not a ContextVar, which torch.compile cannot trace. A forward never awaits, so a thread runs one at a time.
-    request: Request | None = None
+# Not a ContextVar, which torch.compile cannot trace, nor a class with a default, which torch 2.11 takes for the value
+# of every thread. A forward never awaits, so a thread runs one at a time.
+_thread = threading.local()
 
 
-_thread = _Thread()
+def _latest_request() -> Request | None:
+    return getattr(_thread, "request", None)
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Requ
 
     The head's hooks run around `answer`: FSDP's gather the weight for it, and for the gradient of what it gives.
     """
-    request = Request(head, answer, _thread.request)
+    request = Request(head, answer, _latest_request())
     _thread.request = request
     try:
         yield request
@@ -134,7 +135,7 @@ def asking(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[Requ
 
 
 def _request_to(head: nn.Module) -> Request | None:
-    request = _thread.request
+    request = _latest_request()
     while request is not None and request.head is not head:
         request = request.outer
     return request
@@ -147,7 +148,9 @@ class _NoTokens(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is nn.functional.linear:
             return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
+        # What others make of it is no such tensor: a collective's result cannot be one.
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
 
 def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
