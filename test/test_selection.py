@@ -25,7 +25,7 @@ def test_select(kernels, tokens, mask, outside, monkeypatch):
     beyond = [ids[place] for place in expected if ids[place] >= VOCAB]
     assert found.dtype == numbers.dtype == torch.int64
     assert found[: len(expected)].tolist() == expected
-    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1), 0]
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=0), 0]
 
 
 @pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
@@ -51,7 +51,7 @@ def test_only_wanted_tokens_are_listed_and_all_that_count_are_looked_at(
     beyond = [ids[place] for place in counted if ids[place] >= VOCAB]
     assert found.shape == (targets.numel(),)
     assert found[: len(expected)].tolist() == expected
-    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=-1), 0]
+    assert numbers.tolist() == [len(expected), len(beyond), max(beyond, default=0), 0]
 
 
 @pytest.mark.parametrize("kernels", [selection, selection_triton], ids=["eager", "triton"])
@@ -69,7 +69,7 @@ def test_other_integers_and_strides(kernels, dtype):
 def test_a_vocabulary_beyond_the_dtype_of_the_targets(kernels, dtype):
     targets = torch.tensor([1, 100, 50], device=DEVICE).to(dtype)
     found, numbers = kernels.select(targets, None, 2**17)
-    assert numbers.tolist() == [3, 0, -1, 0]
+    assert numbers.tolist() == [3, 0, 0, 0]
     assert found.tolist() == [0, 1, 2]
 
 
@@ -84,4 +84,4 @@ def test_values_of_a_mask_other_than_0_and_1_are_counted(kernels, dtype, monkeyp
     mask[::3] = 0
     mask[20 : 20 + 20 * len(wrong) : 20] = torch.tensor(wrong, device=DEVICE, dtype=dtype)
     targets = torch.full((150,), -1, device=DEVICE)
-    assert kernels.select(targets, mask, VOCAB)[1].tolist() == [0, 0, -1, len(wrong)]
+    assert kernels.select(targets, mask, VOCAB)[1].tolist() == [0, 0, 0, len(wrong)]

@@ -16,16 +16,16 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
 
     Returns:
         (N,) int64 whose first n entries are the flat positions, ascending, and (4,) int64: n, how many targets of
-        tokens that count, wanted or not, are outside the vocabulary, the largest of these, -1 for none, and how many
+        tokens that count, wanted or not, are outside the vocabulary, the largest of these, 0 for none, and how many
         values of the mask are neither 0 nor 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)
     live = counted if wanted is None else torch.logical_and(counted, wanted)
     outside = counted & (targets >= vocab)
-    largest = torch.where(outside, targets, -1)
     n = live.sum()
     improper = n - n if mask is None or mask.dtype == torch.bool else ((mask != 0) & (mask != 1)).sum()
-    numbers = torch.stack([n, outside.sum(), largest.max() if largest.numel() else n - 1, improper])
+    largest = (targets * outside).max() if targets.numel() else n
+    numbers = torch.stack([n, outside.sum(), largest, improper])
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number.
     return torch.argsort(live.reshape(-1), descending=True, stable=True), numbers

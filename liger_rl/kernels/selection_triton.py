@@ -17,7 +17,7 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
     improper = tl.zeros((), tl.int64)
-    largest = tl.full((), -1, tl.int64)
+    largest = tl.zeros((), tl.int64)
     for first in range(0, tokens, BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < tokens
@@ -36,7 +36,7 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
         tl.store(positions + count + tl.cumsum(here, 0) - 1, token.to(tl.int64), mask=live)
         count += tl.sum(here)
         outside_count += tl.sum(outside.to(tl.int32))
-        largest = tl.maximum(largest, tl.max(tl.where(outside, target, -1)))
+        largest = tl.maximum(largest, tl.max(tl.where(outside, target, 0)))
     tl.store(numbers, count)
     tl.store(numbers + 1, outside_count)
     tl.store(numbers + 2, largest)
