@@ -110,7 +110,8 @@ def applies(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
     if not hidden.is_cuda or gpu_lacks(gpu_of(hidden.device)) is not None:
         return False
-    return call_lacks(*hidden.shape, hidden.dtype, weight.dtype) is None and aligned(hidden) and aligned(weight)
+    lacks = call_lacks(hidden.shape[0], hidden.shape[1], hidden.dtype, weight.dtype)
+    return lacks is None and aligned(hidden) and aligned(weight)
 
 
 def realigned(rows: Tensor) -> Tensor:
