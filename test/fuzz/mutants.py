@@ -59,8 +59,13 @@ def outcome(name: str, file: str | None, text: str, bug: str) -> str:
                 return f"ERROR: the text occurs {found.count(text)} times in {file}"
             source.write_text(found.replace(text, bug))
         env = os.environ | {"PYTHONPATH": folder, "FUZZ_SHRINK": "0", "OMP_NUM_THREADS": "1"}
+        # Beside the copy, because python -m looks there first.
+        where = [sys.executable, "-c", "import liger_rl; print(liger_rl.__file__)"]
+        if not subprocess.run(where, cwd=folder, env=env, capture_output=True, text=True).stdout.startswith(folder):
+            return "ERROR: the copy of the package is not the one that Python imports"
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "0"]
-        run = subprocess.run([*command, str(ROOT / "test" / "fuzz")], cwd=ROOT, env=env, capture_output=True, text=True)
+        command += ["-c", str(ROOT / "pyproject.toml"), str(ROOT / "test" / "fuzz")]
+        run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         if run.returncode == 0:
             return "survived"
         failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
