@@ -148,9 +148,10 @@ class _NoTokens(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is nn.functional.linear:
             return args[0]
-        # What others make of it is no such tensor: a collective's result cannot be one.
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+        # The result of a collective cannot be one of these.
+        return result.as_subclass(cls) if type(result) is Tensor else result
 
 
 def _answer_request(head: nn.Module, args: tuple[Tensor]) -> Tensor | None:

@@ -327,7 +327,7 @@ def test_a_few_steps_make_good_tokens_likelier():
         ({"completion_mask": None}, TypeError, "completion_mask must be a tensor in the batch, got NoneType"),
         ({"completion_mask": torch.ones(BATCH, LENGTH - 1)}, ValueError, r"completion_mask must be .* = \(4, 13\)"),
         ({"input_ids": torch.ones(LENGTH, dtype=torch.long)}, ValueError, r"input_ids must be \(B, T\) integers"),
-        ({"advantages": None}, TypeError, "advantages must be a tensor, got NoneType"),
+        ({"advantages": None}, TypeError, "advantages must be a real tensor, got NoneType"),
         ({"advantages": torch.ones(BATCH + 1)}, ValueError, r"advantages must be .*got \(5,\)"),
         ({"old_per_token_logps": torch.ones(BATCH, 3)}, ValueError, "old_per_token_logps must be"),
         ({"old_per_token_logp": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'old_per_token_logp'"),
