@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.checks import check_flag
+from liger_rl.given_logits.loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
+from liger_rl.given_logits.rows import LogitRowsOptions
+from liger_rl.head.checks import check_flag
+from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logit_loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
-from liger_rl.logit_rows import LogitRowsOptions
 from liger_rl.logprobs import check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
@@ -17,7 +18,6 @@ from liger_rl.policy.objectives import TokenLoss
 from liger_rl.policy.options import one_of
 from liger_rl.policy.presets import build_per_token
 from liger_rl.policy.segments import Segments
-from liger_rl.tokens import ask_vocabulary
 
 
 def _active(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:

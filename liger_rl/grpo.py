@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.dtensors import CallInputs, low_rank_tensors, place_of
+from liger_rl.head.dtensors import CallInputs, low_rank_tensors, place_of
+from liger_rl.head.engines.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
+from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.low_rank import LowRank
+from liger_rl.head.plan import check_budget, check_passes
+from liger_rl.head.tokens import LiveTokens, counted_tokens
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LinearOptions,
@@ -22,12 +27,10 @@ from liger_rl.logprobs import (
     check_weight_grad,
     wanted_logprobs,
 )
-from liger_rl.low_rank import LowRank
 from liger_rl.one_pass_loss import Head, OnePassCall, count_tokens, loss_in_one_pass, loss_obstacle
-from liger_rl.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
-from liger_rl.plan import check_budget, check_passes
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
+from liger_rl.policy.fused import evaluate
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.metrics import MetricsLevel
 from liger_rl.policy.objectives import Objective
@@ -36,9 +39,6 @@ from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
 from liger_rl.policy.segments import Segments
-from liger_rl.policy_terms import evaluate
-from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import LiveTokens, counted_tokens
 
 
 class FusedLinearGRPOLoss(nn.Module):

@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_rl.checks import (
+from liger_rl.distributed import VocabParallel
+from liger_rl.given_logits.operator import logits_op
+from liger_rl.given_logits.rows import LogitRows, LogitRowsOptions
+from liger_rl.head.checks import (
     FLOAT_DTYPES,
     check_apart,
     check_chunk,
@@ -19,19 +22,16 @@ from liger_rl.checks import (
     check_invariant,
     overlaps_itself,
 )
-from liger_rl.distributed import VocabParallel
-from liger_rl.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
+from liger_rl.head.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
+from liger_rl.head.engines.two_pass import Gather, ProjectionOptions, whole_head
+from liger_rl.head.function import HeadInputs, Values, keeps_shape, linear_values
+from liger_rl.head.low_rank import LowRank
+from liger_rl.head.operator import linear_op, low_rank_inputs_op
+from liger_rl.head.plan import check_budget, plan_linear_logprobs
+from liger_rl.head.tokens import LiveTokens, ask_vocabulary, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.limits import aligned
+from liger_rl.kernels.devices import aligned
 from liger_rl.kernels.transform import LogitTransform, fits_float32
-from liger_rl.linear_function import HeadInputs, Values, keeps_shape, linear_values
-from liger_rl.linear_op import linear_op, low_rank_inputs_op
-from liger_rl.logit_op import logits_op
-from liger_rl.logit_rows import LogitRows, LogitRowsOptions
-from liger_rl.low_rank import LowRank
-from liger_rl.plan import check_budget, plan_linear_logprobs
-from liger_rl.projection import Gather, ProjectionOptions, whole_head
-from liger_rl.tokens import LiveTokens, ask_vocabulary, counted_tokens, live_tokens
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IDENTITY = LogitTransform()
@@ -123,7 +123,7 @@ def linear_logprobs(
             head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
             version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
             product of our own applies and of 128 elsewhere, where it rests on the library treating all rows
-            of a product alike (see `liger_rl.invariant`). For gradients nothing is promised.
+            of a product alike (see `liger_rl.head.engines.invariant`). For gradients nothing is promised.
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
@@ -135,7 +135,7 @@ def linear_logprobs(
             group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
             Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
             with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
-            mesh of a DTensor says all this by itself: `liger_rl.dtensors` has the rules.
+            mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.

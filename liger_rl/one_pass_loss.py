@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.dtensors import is_dtensor
-from liger_rl.head_memory import HeadShape
-from liger_rl.kernels.limits import aligned
+from liger_rl.head.dtensors import is_dtensor
+from liger_rl.head.engines.one_pass import WithGradients, one_pass
+from liger_rl.head.engines.one_pass_plan import OnePassPlan, drawback, plan_one_pass
+from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.low_rank import LowRank
+from liger_rl.head.memory import HeadShape
+from liger_rl.head.tokens import LiveTokens, counted_tokens, live_tokens
+from liger_rl.kernels.devices import aligned
 from liger_rl.logprobs import spread
-from liger_rl.low_rank import LowRank
-from liger_rl.one_pass import WithGradients, one_pass
-from liger_rl.one_pass_plan import OnePassPlan, drawback, plan_one_pass
 from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.fused import evaluate, evaluate_with_slopes, slopes
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.segments import Segments
-from liger_rl.policy_terms import evaluate, evaluate_with_slopes, slopes
-from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import LiveTokens, counted_tokens, live_tokens
 
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05

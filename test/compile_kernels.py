@@ -1,7 +1,7 @@
 """Compile the Triton kernels for GPUs that need not be there: `python test/compile_kernels.py --all`, or with targets.
 
 Without --all, one variant of most kernels for each target but Hopper. What is compiled for a target is what
-`liger_rl.kernels.limits` lets its GPUs run, and has to fit their shared memory. The interpreter accepts what the
+`liger_rl.kernels.devices` lets its GPUs run, and has to fit their shared memory. The interpreter accepts what the
 compiler refuses (a variable that changes its type in a loop, say). So the functions that launch kernels are called as
 they are, on CPU tensors, with a driver that only knows its target and launches that compile and run nothing. What the
 kernels would have written stays as it was, which matters to none of these calls.
@@ -19,21 +19,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum, policy_terms_triton
-from liger_rl.kernels import (
-    blocks_triton,
-    choice_triton,
-    epilogue,
-    kept_triton,
-    limits,
-    rows_triton,
-    scatter_triton,
-    selection_triton,
-    tiles,
-)
-from liger_rl.kernels import triton as tile_kernels
+from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
+from liger_rl.kernels import blocks_triton, epilogue, scatter_triton, selection_triton
+from liger_rl.kernels import bounds_triton as tiles
+from liger_rl.kernels import devices as limits
+from liger_rl.kernels import given_logits_triton as rows_triton
+from liger_rl.kernels import left_out_blocks_triton as choice_triton
+from liger_rl.kernels import saved_exponentials_triton as kept_triton
+from liger_rl.kernels import tile_triton as tile_kernels
 from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -44,6 +39,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.policy import fused_triton as policy_terms_triton
 from liger_rl.policy.loss import PolicyTerms
 
 CPU = torch.device("cpu")
@@ -235,7 +231,7 @@ class Compiler:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         self.compiled[self.driver.name, name] += 1
-        if ".overlapped." in name:
+        if ".hopper_gluon." in name:
             check_fence(name, kernel.asm["ptx"])
         shared, most = kernel.metadata.shared, TARGETS[self.driver.name].shared_bytes
         if shared > most:
@@ -259,14 +255,14 @@ class Compiler:
             self.check_refusal(name)
 
     def compile_overlapped(self) -> None:
-        from liger_rl.kernels import overlapped
+        from liger_rl.kernels import hopper_gluon as overlapped
 
-        known = epilogue.overlapped_for
-        epilogue.overlapped_for = lambda device: overlapped
+        known = epilogue.gluon_for
+        epilogue.gluon_for = lambda device: overlapped
         # All off or all on: they take twice as long to compile as the others.
         for case in OFF_AND_ON:
             in_the_epilogue(*case)
-        epilogue.overlapped_for = known
+        epilogue.gluon_for = known
 
     def check_refusal(self, name: str) -> None:
         """What is kept from this target for its shared memory alone does not fit."""

@@ -8,9 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from devices import skip_where_misread
-from liger_rl import LogitTransform, linear_function, linear_logprobs, projection
-from liger_rl.block_sparse import choose_blocks, plan_blocks
-from liger_rl.kernels import blocks, blocks_for, bounds, choice, choice_for, eager
+from liger_rl import LogitTransform, linear_logprobs
+from liger_rl.head import function as linear_function
+from liger_rl.head.engines import two_pass as projection
+from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
+from liger_rl.kernels import blocks, blocks_for, bounds, choice_for, eager
+from liger_rl.kernels import left_out_blocks as choice
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -584,7 +587,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
 def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     """Triton's against plain PyTorch's: a code apart at most, and so are the sums."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import tiles
+    from liger_rl.kernels import bounds_triton as tiles
 
     shape = math.ceil(vocab / BLOCK_VOCAB), tokens
     peaks, sums = 3 * torch.randn(shape), 1 + torch.rand(shape)
@@ -635,7 +638,7 @@ def test_bounds_of_a_banned_target(banned, kernels):
     room = bounds
     if kernels == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
-        from liger_rl.kernels import tiles as room
+        from liger_rl.kernels import bounds_triton as room
 
     logits, targets = logits_like("random", 5, 1100)
     exact = logits.clone()
@@ -670,7 +673,7 @@ def test_bounds_of_a_banned_target(banned, kernels):
 def test_targets_past_the_last_of_a_key():
     """They stay in the class of their token: those with more large tiles come first, whatever the target."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import tiles
+    from liger_rl.kernels import bounds_triton as tiles
 
     vocab = bounds.TARGETS + 1000
     known = TileBounds.empty(3, vocab, DEVICE, entropy=False)
@@ -692,7 +695,7 @@ def test_targets_past_the_last_of_a_key():
 def test_choices_as_kernels(shape, room):
     """Triton's blocks are plain PyTorch's, and so are their numbers."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
+    from liger_rl.kernels import left_out_blocks_triton as choice_triton
 
     energies = torch.rand(shape) ** 8
     energies.flatten()[:: energies.numel() // 5 + 1] = torch.nan
@@ -711,7 +714,7 @@ def test_choices_as_kernels(shape, room):
 def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
     """Triton's sums of what is left out are plain PyTorch's, and 0 in the columns that fill up."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
+    from liger_rl.kernels import left_out_blocks_triton as choice_triton
 
     tiles = math.ceil(vocab / BLOCK_VOCAB)
     statistics = TokenStatistics(-5 * torch.rand(tokens), 2 + torch.rand(tokens), 3 * torch.rand(tokens))
@@ -818,7 +821,7 @@ def shares_by(kernels, hidden, known, weight) -> TileShares:
 
 def both_kernels():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import choice_triton
+    from liger_rl.kernels import left_out_blocks_triton as choice_triton
 
     return choice, choice_triton
 

@@ -140,7 +140,7 @@ def test_low_rank_terms(fixed, device):
 @pytest.mark.parametrize("why", ["a named chunk", "a low-rank term", "no epilogue"])
 def test_a_backward_without_bounds_is_exact(why, device, monkeypatch):
     """As in eager mode: where blocks cannot be told apart, none is left out, however little it matters."""
-    from liger_rl import linear_op
+    from liger_rl.head import operator as linear_op
 
     x = tensors(device, shape=(600,))
     weights = torch.where(torch.arange(600, device=device) % 10 == 0, 1.0, 1e-6)
@@ -320,7 +320,8 @@ CHECKED = ("test_schema", "test_autograd_registration", "test_faketensor", "test
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
 def test_operators_keep_torchs_rules(fixed):
-    from liger_rl import linear_op, logit_op
+    from liger_rl.given_logits import operator as logit_op
+    from liger_rl.head import operator as linear_op
 
     x = tensors(torch.device("cpu"))
     hidden, targets, live = x["hidden"].detach().flatten(0, 1), x["targets"].flatten(), x["mask"].flatten()

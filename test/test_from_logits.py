@@ -10,10 +10,10 @@ from liger_rl import (
     SequenceMean,
     TokenMean,
     grpo_loss_from_logits,
-    logit_loss,
     logits_logprobs,
     ppo_loss_fn,
 )
+from liger_rl.given_logits import loss as logit_loss
 from liger_rl.policy.presets import build_preset
 
 B, T, V = 4, 9, 131

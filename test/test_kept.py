@@ -8,8 +8,10 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform
-from liger_rl.kernels import eager, gemm, kept, kept_triton
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels import eager, gemm
+from liger_rl.kernels import saved_exponentials as kept
+from liger_rl.kernels import saved_exponentials_triton as kept_triton
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

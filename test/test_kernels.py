@@ -8,13 +8,15 @@ import torch
 
 import oracles
 from devices import skip_where_misread
-from liger_rl import LogitTransform, linear_logprobs, logits_logprobs, projection
+from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl import kernels as rooms
+from liger_rl.head.engines import two_pass as projection
 from liger_rl.kernels import eager
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import scatter, scatter_triton, triton
+from liger_rl.kernels import scatter, scatter_triton
+from liger_rl.kernels import tile_triton as triton
 
 # Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -389,7 +391,8 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 def test_which_fold_is_taken():
-    from liger_rl.kernels import gemm_fold_for, limits
+    from liger_rl.kernels import devices as limits
+    from liger_rl.kernels import gemm_fold_for
 
     hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
     assert (gemm_fold_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
@@ -422,16 +425,16 @@ def test_which_gluon_is_known(version, known, monkeypatch):
 def test_where_halves_take_turns(interpreted, gpu, known, expected, monkeypatch):
     """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
     from liger_rl.kernels import epilogue
-    from liger_rl.kernels.limits import HOPPER
+    from liger_rl.kernels.devices import HOPPER
 
     if not epilogue.gluon_is_known():
         pytest.skip("this Triton's Gluon is not known")
     monkeypatch.setattr(epilogue, "gpu_of", lambda device: HOPPER._replace(**gpu))
     monkeypatch.setattr(epilogue, "gluon_is_known", lambda: known)
     monkeypatch.setattr(epilogue.INTERPRETED, "value", interpreted)
-    found = epilogue.overlapped_for.__wrapped__(torch.device("cuda", 0))
+    found = epilogue.gluon_for.__wrapped__(torch.device("cuda", 0))
     assert (found is not None) == expected
-    assert epilogue.overlapped_for.__wrapped__(torch.device("cpu")) is None
+    assert epilogue.gluon_for.__wrapped__(torch.device("cpu")) is None
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from devices import NEEDS_GPU
-from liger_rl import FusedLinearGRPOLoss, linear_logprobs, logit_loss, logits_logprobs, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs, logits_logprobs, plan_linear_logprobs
 from liger_rl import kernels as rooms
-from liger_rl.kernels import blocks, bounds, choice, eager, kept, limits, rows, scatter, selection
-from liger_rl.kernels.limits import HOPPER, Gpu, gpu_lacks
+from liger_rl.given_logits import loss as logit_loss
+from liger_rl.kernels import blocks, bounds, eager, scatter, selection
+from liger_rl.kernels import devices as limits
+from liger_rl.kernels import given_logits as rows
+from liger_rl.kernels import left_out_blocks as choice
+from liger_rl.kernels import saved_exponentials as kept
+from liger_rl.kernels.devices import HOPPER, Gpu, gpu_lacks
 
 CUDA = torch.device("cuda", 0)
 ROOMS = {
@@ -207,7 +212,10 @@ def test_hidden_states_that_start_between():
 def test_no_instruction_of_nvidia_for_amd():
     """AMD's compiler ends the process at one; PyTorch's builds for AMD have a `torch.version.hip`."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import torch; torch.version.hip = {!r}; from liger_rl.kernels.triton import PORTABLE; print(PORTABLE.value)"
+    code = (
+        "import torch; torch.version.hip = {!r}; from liger_rl.kernels.tile_triton import PORTABLE; "
+        "print(PORTABLE.value)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for version, portable in (("6.4", "True"), (None, "False")):
         done = subprocess.run(

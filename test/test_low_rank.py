@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import oracles
 from devices import skip_where_misread
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, projection
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs
+from liger_rl.head.engines import two_pass as projection
 
 CPU = torch.device("cpu")
 HALF_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
@@ -178,7 +179,7 @@ def test_any_number_of_rows_at_once(rows, masked, monkeypatch):
     inputs = problem(dtype=torch.bfloat16, adapter_dtype=torch.float32)
     mask = torch.arange(15).reshape(3, 5) % 4 > 0 if masked else None
     expected = ours(inputs, mask=mask)
-    monkeypatch.setattr("liger_rl.low_rank.ROWS_AT_ONCE", rows)
+    monkeypatch.setattr("liger_rl.head.low_rank.ROWS_AT_ONCE", rows)
     found = ours(inputs, mask=mask)
     for mine, other in zip(tree_leaves(tuple(found)), tree_leaves(tuple(expected)), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
@@ -250,7 +251,9 @@ def test_two_runs_are_bitwise_equal(device):
 def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
     """The joined tiles are what TMA can address, whatever the rank; on CPU in Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import epilogue, limits, triton
+    from liger_rl.kernels import devices as limits
+    from liger_rl.kernels import epilogue
+    from liger_rl.kernels import tile_triton as triton
 
     seen = []
 

@@ -23,15 +23,15 @@ from liger_rl import (
     TopEntropyMask,
     grpo,
     linear_logprobs,
-    one_pass,
     one_pass_loss,
-    one_pass_plan,
     plan_linear_logprobs,
-    projection,
 )
-from liger_rl.head_memory import HeadShape
-from liger_rl.kernels import kept_triton, triton
-from liger_rl.kernels.kept import Kept
+from liger_rl.head.engines import one_pass, one_pass_plan
+from liger_rl.head.engines import two_pass as projection
+from liger_rl.head.memory import HeadShape
+from liger_rl.kernels import saved_exponentials_triton as kept_triton
+from liger_rl.kernels import tile_triton as triton
+from liger_rl.kernels.saved_exponentials import Kept
 
 VOCAB, HIDDEN = 129, 16
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import EXTRAS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -42,10 +42,10 @@ def both(epilogue, monkeypatch):
     """-> (call's result with the halves in turns, and as Triton's own product has it)."""
 
     def run(call):
-        assert epilogue.overlapped_for(torch.device("cuda:0")) is not None
+        assert epilogue.gluon_for(torch.device("cuda:0")) is not None
         found = call()
         with monkeypatch.context() as context:
-            context.setattr(epilogue, "overlapped_for", lambda device: None)
+            context.setattr(epilogue, "gluon_for", lambda device: None)
             return found, call()
 
     return run

@@ -20,12 +20,12 @@ from liger_rl import (
     plan_linear_logprobs,
 )
 from liger_rl import logprobs as room
-from liger_rl.head_memory import LIBRARY_BYTES
+from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.memory import LIBRARY_BYTES
 from liger_rl.kernels import gemm
 from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.limits import BLOCKS_BYTES
+from liger_rl.kernels.devices import BLOCKS_BYTES
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.projection import ProjectionOptions
 
 TOKENS, HIDDEN, VOCAB = 600, 160, 1899  # with masked ones left out, enough for the epilogue
 CASES = {

@@ -6,7 +6,8 @@ from test_logprobs import Products
 from test_plan import tensor_peak
 
 from devices import NEEDS_GPU
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, logprobs, one_pass, one_pass_loss, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, logprobs, one_pass_loss, plan_linear_logprobs
+from liger_rl.head.engines import one_pass
 
 CASES = {
     "plain": {},

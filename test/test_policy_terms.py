@@ -27,9 +27,9 @@ from liger_rl import (
     SequenceMean,
     TokenMean,
     TokenSum,
-    policy_terms,
-    policy_terms_triton,
 )
+from liger_rl.policy import fused as policy_terms
+from liger_rl.policy import fused_triton as policy_terms_triton
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -7,7 +7,8 @@ import torch
 
 import oracles
 from liger_rl import LogitTransform
-from liger_rl.kernels import rows, rows_triton
+from liger_rl.kernels import given_logits as rows
+from liger_rl.kernels import given_logits_triton as rows_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = pytest.mark.parametrize("kernels", [rows, rows_triton], ids=["eager", "triton"])

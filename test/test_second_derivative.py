@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_rl import FusedLinearGRPOLoss, LowRank, grpo_loss_from_logits, linear_logprobs, logit_loss, logits_logprobs
+from liger_rl import FusedLinearGRPOLoss, LowRank, grpo_loss_from_logits, linear_logprobs, logits_logprobs
+from liger_rl.given_logits import loss as logit_loss
 
 TOKENS, VOCAB, HIDDEN = 12, 40, 8
 ADVANTAGES = torch.linspace(-1.0, 1.0, TOKENS)

@@ -14,91 +14,35 @@ import liger_rl
 
 PACKAGE = Path(liger_rl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
-# Room -> what of the package it may import, as prefixes of module names.
+# Room -> what of the package it may import, as prefixes of module names. The one direction is integrations -> grpo,
+# from_logits -> logprobs, policy -> head, given_logits -> kernels.
 ALLOWED = {
-    "__init__": [
-        "grpo",
-        "from_logits",
-        "kernels.transform",
-        "logprobs",
-        "low_rank",
-        "one_pass",
-        "plan",
-        "policy",
-        "distributed",
-    ],
-    "distributed": [],
-    "dtensors": ["distributed", "low_rank"],
-    "kernels": ["kernels"],
-    "host_answer": [],
-    "once": [],
-    "checks": ["kernels"],
-    "block_sparse": ["host_answer", "kernels"],
-    "projection": ["block_sparse", "low_rank", "kernels", "distributed"],
-    "head_memory": ["invariant", "projection", "kernels"],
-    "one_pass_plan": ["head_memory", "projection", "kernels"],
-    "plan": ["checks", "head_memory", "one_pass_plan", "projection", "kernels"],
-    "invariant": ["projection", "kernels"],
-    "linear_function": ["invariant", "projection", "block_sparse", "low_rank", "kernels", "distributed", "once"],
-    "tokens": ["host_answer", "kernels"],
-    "linear_op": ["linear_function", "projection", "block_sparse", "low_rank", "tokens", "kernels", "once"],
-    "logit_op": ["logit_rows", "tokens", "kernels", "once"],
-    "logit_loss": ["logit_rows", "policy", "kernels", "once"],
-    "policy": ["policy", "distributed"],
-    "policy_terms": ["once", "policy", "policy_terms_triton", "kernels.limits"],
-    "policy_terms_triton": ["policy", "kernels.triton"],
-    "one_pass": ["one_pass_plan", "linear_function", "projection", "kernels", "distributed", "once"],
-    "one_pass_loss": [
-        "one_pass",
-        "one_pass_plan",
-        "head_memory",
-        "logprobs",
-        "low_rank",
-        "projection",
-        "tokens",
-        "policy",
-        "policy_terms",
-        "distributed",
-        "dtensors",
-        "kernels.limits",
-    ],
-    "logit_rows": ["kernels", "once"],
-    "low_rank": ["kernels", "once"],
-    "logprobs": [
-        "checks",
-        "linear_function",
-        "linear_op",
-        "plan",
-        "logit_op",
-        "logit_rows",
-        "projection",
-        "block_sparse",
-        "low_rank",
-        "tokens",
-        "kernels",
-        "distributed",
-        "dtensors",
-    ],
-    "grpo": [
-        "one_pass_loss",
-        "dtensors",
-        "one_pass_plan",
-        "projection",
-        "plan",
-        "logprobs",
-        "low_rank",
-        "tokens",
-        "policy",
-        "policy_terms",
-        "kernels.transform",
-        "distributed",
-    ],
-    "from_logits": ["checks", "logit_loss", "logit_rows", "logprobs", "policy", "tokens", "kernels.transform"],
+    "__init__": ["grpo", "from_logits", "logprobs", "head", "policy", "distributed", "kernels.transform"],
     "integrations": [""],
+    "grpo": ["one_pass_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
+    "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
+    "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
+    "logprobs": ["head", "given_logits", "distributed", "kernels"],
+    "given_logits": ["given_logits", "head.tokens", "policy", "kernels", "once"],
+    "head": ["head", "distributed", "kernels", "once"],
+    "policy": ["policy", "distributed", "kernels.devices", "kernels.tile_triton", "once"],
+    "kernels": ["kernels"],
+    "distributed": [],
+    "once": [],
 }
+LONGEST_CHAIN = 15  # of imports, module by module
 # Every other room: torch alone, integrations: anything.
-OUTSIDE = {"kernels": {"torch", "triton"}, "policy_terms_triton": {"torch", "triton"}}
+OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
+TRITON = {
+    "kernels": {
+        "tile_triton", "saved_exponentials_triton", "given_logits_triton", "selection_triton", "scatter_triton",
+        "left_out_blocks_triton", "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
+        "hopper_gluon",
+    },
+    "policy": {"fused_triton"},
+}  # fmt: skip
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 
@@ -163,6 +107,10 @@ def words(identifier: str) -> set[str]:
     return {*snake.split("_"), snake}
 
 
+def graph() -> dict[str, set[str]]:
+    return {module: own_imports(tree) - {module} for module, tree in MODULES.items()}
+
+
 def test_every_room_is_in_the_plan():
     assert {room(module) for module in MODULES} <= set(ALLOWED)
 
@@ -182,8 +130,33 @@ def test_outside_imports(module):
 
 
 def test_no_circles():
-    graph = {module: own_imports(tree) - {module} for module, tree in MODULES.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+    TopologicalSorter(graph()).prepare()  # raises CycleError with the circle
+
+
+def test_no_circles_in_the_benchmark():
+    if not BENCHMARK.is_dir():
+        pytest.skip("the benchmark is not part of an installed package")
+    names = {path.relative_to(BENCHMARK.parent).with_suffix(""): path for path in BENCHMARK.rglob("*.py")}
+    trees = {
+        ".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in names.items()
+    }
+    edges = {}
+    for module, tree in trees.items():
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (inner & trees.keys()) or {node.module}
+        edges[module] = {name for name in found if name in trees and name != module}
+    TopologicalSorter(edges).prepare()
+
+
+def test_chains_of_imports_are_short():
+    depth = {}
+    edges = graph()
+    for module in TopologicalSorter(edges).static_order():
+        depth[module] = 1 + max((depth[other] for other in edges.get(module, ())), default=0)
+    assert max(depth.values()) <= LONGEST_CHAIN, sorted(depth.items(), key=lambda item: -item[1])[:5]
 
 
 def test_rules_see_what_they_forbid():
@@ -197,9 +170,8 @@ def test_rules_see_what_they_forbid():
 
 
 def test_triton_is_imported_by_its_own_modules_and_only_when_needed():
-    names = ("triton", "kept_triton", "rows_triton", "selection_triton", "choice_triton", "epilogue", "block_lists",
-             "blocks_triton", "tiles", "scatter_triton", "tile_epilogues", "overlapped")  # fmt: skip
-    compiled = {f"kernels.{name}" for name in names} | {"policy_terms_triton"}
+    compiled = {f"{room}.{name}" for room, names in TRITON.items() for name in names}
+    assert compiled <= MODULES.keys()
     for module, tree in MODULES.items():
         at_import = imports(top_level(tree))
         if module not in compiled:
@@ -214,14 +186,14 @@ def test_importing_the_package_loads_no_other_system():
     added = done.stdout.split()
     assert "liger_rl.grpo" in added
     assert not {name.split(".")[0] for name in added} & (SYSTEMS | {"triton"})
-    unwanted = ("liger_rl.integrations", "liger_rl.kernels.triton", "liger_rl.policy_terms_triton")
+    unwanted = ("liger_rl.integrations", "liger_rl.kernels.tile_triton", "liger_rl.policy.fused_triton")
     assert not [name for name in added if name.startswith(unwanted)]
 
 
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
     [
-        (("kernels", "projection", "head_memory", "one_pass_plan", "one_pass"), POLICY_WORDS),
+        (("kernels", "head"), POLICY_WORDS),
         (("policy",), VOCABULARY_WORDS),
     ],
     ids=["no policy word on the vocabulary side", "no vocabulary word on the policy side"],

@@ -11,8 +11,9 @@ from benchmark.inputs import Inputs
 from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_function, linear_logprobs
-from liger_rl.block_sparse import ChosenBlocks, plan_blocks
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
+from liger_rl.head import function as linear_function
+from liger_rl.head.engines.block_sparse import ChosenBlocks, plan_blocks
 from liger_rl.kernels.block_plan import BlockPlan
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_rl.dtensors import is_dtensor
+from liger_rl.head.dtensors import is_dtensor
 from liger_rl.integrations.accelerate import runs_own_forward
 from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels.transform import LogitTransform

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import PolicyBatch
+from liger_rl.policy.fused import evaluate
 from liger_rl.policy.metrics import Metric
-from liger_rl.policy_terms import evaluate
 
 POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
 PER_TOKEN = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")

@@ -10,23 +10,33 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import blocks, bounds, choice, eager, kept, limits, rows, scatter, selection
+from liger_rl.kernels import (
+    blocks,
+    bounds,
+    devices,
+    eager,
+    given_logits,
+    left_out_blocks,
+    saved_exponentials,
+    scatter,
+    selection,
+)
 from liger_rl.kernels.statistics import TileBounds, TokenStatistics
 
 
 def _module(device: torch.device, plain: ModuleType, compiled: str) -> ModuleType:
     """Triton's module where the device has one, which alone imports Triton, the plain one elsewhere."""
-    return import_module(f"{__name__}.{compiled}") if limits.compiles(device) else plain
+    return import_module(f"{__name__}.{compiled}") if devices.compiles(device) else plain
 
 
 def for_device(device: torch.device) -> ModuleType:
     """The module whose `fold` and `grad` run on `device`: Triton on CUDA where it is installed, else plain PyTorch."""
-    return _module(device, eager, "triton")
+    return _module(device, eager, "tile_triton")
 
 
 def rows_for(device: torch.device) -> ModuleType:
     """The module whose `fold_rows` and `grad_rows` run on `device`."""
-    return _module(device, rows, "rows_triton")
+    return _module(device, given_logits, "given_logits_triton")
 
 
 def selection_for(device: torch.device) -> ModuleType:
@@ -41,7 +51,7 @@ def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., tuple[TokenSt
     capability 9.0 and 10.x), to bfloat16 or float16 matrices of one dtype whose rows start at multiples of 16 bytes,
     from 512 tokens on.
     """
-    if not limits.applies(hidden, weight):
+    if not devices.applies(hidden, weight):
         return None
     from liger_rl.kernels import epilogue
 
@@ -50,7 +60,7 @@ def gemm_fold_for(hidden: Tensor, weight: Tensor) -> Callable[..., tuple[TokenSt
 
 def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
     """The gradient of a tile in the recomputing product's own epilogue, under the conditions of `gemm_fold_for`."""
-    if not limits.applies(hidden, weight):
+    if not devices.applies(hidden, weight):
         return None
     from liger_rl.kernels import epilogue
 
@@ -59,12 +69,12 @@ def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | Non
 
 def bounds_for(device: torch.device) -> ModuleType:
     """The module whose `rank_tokens` and `block_bounds` run on `device`."""
-    return _module(device, bounds, "tiles")
+    return _module(device, bounds, "bounds_triton")
 
 
 def choice_for(device: torch.device) -> ModuleType:
     """The module whose `tile_shares`, `choose`, `count` and `left_out_sums` run on `device`."""
-    return _module(device, choice, "choice_triton")
+    return _module(device, left_out_blocks, "left_out_blocks_triton")
 
 
 def scatter_for(device: torch.device) -> ModuleType:
@@ -74,7 +84,7 @@ def scatter_for(device: torch.device) -> ModuleType:
 
 def kept_for(device: torch.device) -> ModuleType:
     """The module whose `keep`, `grad_kept` and `scale_` run on `device`."""
-    return _module(device, kept, "kept_triton")
+    return _module(device, saved_exponentials, "saved_exponentials_triton")
 
 
 def blocks_for(device: torch.device) -> ModuleType:

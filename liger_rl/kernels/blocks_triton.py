@@ -18,8 +18,8 @@ from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
 from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_logits
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
 from liger_rl.kernels.tile_epilogues import blocks_to_compute, tile_gradient
+from liger_rl.kernels.tile_triton import on, transform_constants
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import on, transform_constants
 
 # One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
 # gradients 0.96 / 0.38 / 0.24 ms, then hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns

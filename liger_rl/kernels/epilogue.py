@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.limits import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of
+from liger_rl.kernels.bounds_triton import merge, tile_bounds
+from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -37,9 +38,8 @@ from liger_rl.kernels.tile_epilogues import (
     tokens_together,
     word_of,
 )
-from liger_rl.kernels.tiles import merge, tile_bounds
+from liger_rl.kernels.tile_triton import INTERPRETED, on, transform_constants
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import INTERPRETED, on, transform_constants
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -263,10 +263,10 @@ def _fold_tiles(
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     constants = transform_constants(transform) | {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
-    overlapped = overlapped_for(hidden.device)
+    gluon = gluon_for(hidden.device)
     with on(hidden.device):
-        if overlapped is not None:
-            overlapped.launch(programs, hidden, weight, values, *arguments, **constants)
+        if gluon is not None:
+            gluon.launch(programs, hidden, weight, values, *arguments, **constants)
         else:
             _gemm_fold_kernel[(programs,)](
                 TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
@@ -341,17 +341,17 @@ def gluon_is_known() -> bool:
 
 
 @cache
-def overlapped_for(device: torch.device) -> ModuleType | None:
-    """`kernels.overlapped` on Hopper, whose instructions it uses, with a Triton whose Gluon it is known to run with."""
+def gluon_for(device: torch.device) -> ModuleType | None:
+    """`kernels.hopper_gluon` on Hopper, with a Triton whose Gluon it is known to run with; None elsewhere."""
     # Triton's interpreter has no Gluon.
     if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
         return None
     gpu = gpu_of(device)
     if gpu.amd or gpu.capability[0] != CAPABILITY[0]:
         return None
-    from liger_rl.kernels import overlapped
+    from liger_rl.kernels import hopper_gluon
 
-    return overlapped
+    return hopper_gluon
 
 
 @cache

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.triton import on
+from liger_rl.kernels.tile_triton import on
 
 BLOCK, WARPS = 4096, 8
 

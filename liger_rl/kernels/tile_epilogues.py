@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from liger_rl.kernels.triton import (
+from liger_rl.kernels.tile_triton import (
     LN_2,
     LOG2_E,
     LOWEST_LOG_PROBABILITY,

@@ -11,7 +11,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into words by tokenizers")
 
-from liger_rl import FusedLinearGRPOLoss, linear_function  # noqa: E402
+from liger_rl import FusedLinearGRPOLoss  # noqa: E402
+from liger_rl.head import function as linear_function  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 
 pytestmark = pytest.mark.convergence

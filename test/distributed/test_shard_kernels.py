@@ -11,7 +11,7 @@ from liger_rl.distributed import BEYOND, VocabShard
 from liger_rl.kernels import eager
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
-triton = pytest.importorskip("liger_rl.kernels.triton", reason="triton is not installed")
+triton = pytest.importorskip("liger_rl.kernels.tile_triton", reason="triton is not installed")
 epilogue = pytest.importorskip("liger_rl.kernels.epilogue", reason="triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

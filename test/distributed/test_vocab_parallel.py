@@ -10,7 +10,8 @@ from torch import Tensor
 
 import oracles
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs, projection
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs
+from liger_rl.head.engines import two_pass as projection
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
 HIDDEN = 12

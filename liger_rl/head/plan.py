@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_rl.checks import (
+from liger_rl.head.checks import (
     FLOAT_DTYPES,
     check_chunk,
     check_count,
@@ -14,10 +14,7 @@ from liger_rl.checks import (
     check_flag,
     check_invariant,
 )
-from liger_rl.head_memory import HeadShape
-from liger_rl.kernels.limits import MIN_TOKENS
-from liger_rl.kernels.transform import LogitTransform
-from liger_rl.one_pass_plan import (
+from liger_rl.head.engines.one_pass_plan import (
     PASSES,
     OnePassPlan,
     Passes,
@@ -31,7 +28,10 @@ from liger_rl.one_pass_plan import (
     takes_epilogue,
     takes_one_pass,
 )
-from liger_rl.projection import ProjectionOptions, Tiles
+from liger_rl.head.engines.two_pass import ProjectionOptions, Tiles
+from liger_rl.head.memory import HeadShape
+from liger_rl.kernels.devices import MIN_TOKENS
+from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 

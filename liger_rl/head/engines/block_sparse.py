@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.host_answer import HostAnswer
+from liger_rl.head.host_answer import HostAnswer
 from liger_rl.kernels import bounds_for, choice_for, gemm
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import TileBounds, TileShares, TokenGradients, TokenStatistics

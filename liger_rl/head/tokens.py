@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.host_answer import HostAnswer
+from liger_rl.head.host_answer import HostAnswer
 from liger_rl.kernels import selection_for
 
 # Options of a custom operator that waits for the device. No CUDA graph can capture it, and by this tag torch.compile

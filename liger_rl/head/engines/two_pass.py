@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
+from liger_rl.head.low_rank import LowRankRows
 from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
-from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.limits import BLOCKS_BYTES, compiles
+from liger_rl.kernels.devices import BLOCKS_BYTES, compiles
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     Fold,
@@ -26,7 +27,6 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.low_rank import LowRankRows
 
 # Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
 # beside what a training step holds anyway. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) this

@@ -5,14 +5,9 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from liger_rl.block_sparse import choose_blocks, plan_blocks
-from liger_rl.invariant import fold_invariant
-from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
-from liger_rl.kernels.limits import realigned
-from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
-from liger_rl.low_rank import LowRankRows
-from liger_rl.once import differentiable_once
-from liger_rl.projection import (
+from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
+from liger_rl.head.engines.invariant import fold_invariant
+from liger_rl.head.engines.two_pass import (
     ProjectionGradients,
     ProjectionOptions,
     fold_projection,
@@ -20,6 +15,11 @@ from liger_rl.projection import (
     kind_of,
     whole_head,
 )
+from liger_rl.head.low_rank import LowRankRows
+from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
+from liger_rl.kernels.devices import realigned
+from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
+from liger_rl.once import differentiable_once
 
 # From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
 # H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.

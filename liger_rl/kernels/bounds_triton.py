@@ -39,8 +39,8 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.tile_triton import LOWEST_LOG_PROBABILITY, heat_of, on
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on
 
 # Of a program, and of one step of its loop. Few tokens leave it to a step's width to keep an H200 busy: 3564 tokens of
 # 501 tiles take 8, 16 and 10 us to merge, bound and rank, and 17, 30 and 24 with 32 tokens, 32 tiles and 4 warps.

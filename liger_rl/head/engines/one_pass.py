@@ -1,9 +1,8 @@
 """Gradients made in the forward: three products in place of four, for callers who know theirs chunk by chunk.
 
-A chunk of tokens keeps its exponentials over the whole vocabulary (`liger_rl.kernels.kept`). Once its statistics are
-complete the caller says what dL/dlogp and dL/dentropy are, and the gradients are made at once, the exponentials turning
-into dL/dlogits in their own memory. What the loss is multiplied by
-afterwards multiplies these gradients in the backward.
+A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.saved_exponentials`). Once its statistics
+are complete the caller says what dL/dlogp and dL/dentropy are. The gradients are made at once: the exponentials turn
+into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.engines.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
+from liger_rl.head.engines.two_pass import ProjectionOptions, fold_projection, spans
+from liger_rl.head.function import select_rows
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
-from liger_rl.kernels.kept import Kept, grad_at_targets
-from liger_rl.kernels.limits import compiles, realigned
+from liger_rl.kernels.devices import compiles, realigned
+from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
 from liger_rl.kernels.statistics import TokenGradients
-from liger_rl.linear_function import select_rows
 from liger_rl.once import differentiable_once
-from liger_rl.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
-from liger_rl.projection import ProjectionOptions, fold_projection, spans
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -13,9 +13,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.limits import compiles
+from liger_rl.given_logits.rows import fold_rows, grad_rows
+from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenStatistics
-from liger_rl.logit_rows import fold_rows, grad_rows
 from liger_rl.once import differentiable_once
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss

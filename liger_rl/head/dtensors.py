@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.low_rank import LowRank
+from liger_rl.head.low_rank import LowRank
 
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from liger_rl.kernels import gemm
 from liger_rl.kernels.bounds import NOT_WANTED
-from liger_rl.kernels.choice import BUDGET_UNITS, SAMPLES, padded_tiles
+from liger_rl.kernels.bounds_triton import gradient_at_target, slope_at, sum_beside_target
+from liger_rl.kernels.left_out_blocks import BUDGET_UNITS, SAMPLES, padded_tiles
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -22,9 +23,8 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tiles import gradient_at_target, slope_at, sum_beside_target
+from liger_rl.kernels.tile_triton import heat_of, on, transform_constants, transformed
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import heat_of, on, transform_constants, transformed
 
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time

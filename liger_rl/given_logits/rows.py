@@ -26,7 +26,7 @@ class LogitRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, mask, options):
-        # See `liger_rl.kernels.rows` for the shapes, and for which tokens count.
+        # See `liger_rl.kernels.given_logits` for the shapes, and for which tokens count.
         ctx.set_materialize_grads(False)
         statistics = fold_rows(logits, targets, mask, options)
         ctx.options = options

@@ -13,10 +13,10 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn.functional import pad
 
+from liger_rl.head.engines.two_pass import ProjectionOptions, fold_projection, plan_tiles
 from liger_rl.kernels import gemm_fold_for
-from liger_rl.kernels.limits import MIN_TOKENS, compiles
+from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.statistics import TokenStatistics
-from liger_rl.projection import ProjectionOptions, fold_projection, plan_tiles
 
 INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
 

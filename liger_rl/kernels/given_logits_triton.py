@@ -1,6 +1,6 @@
 """Statistics and gradients of whole rows of given logits as Triton kernels: one launch each, the logits read once.
 
-The signatures and rules are those of `liger_rl.kernels.rows`.
+The signatures and rules are those of `liger_rl.kernels.given_logits`.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.statistics import TokenStatistics
+from liger_rl.kernels.tile_triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, on, transform_constants, transformed
 
 # Of 256 to 16384 words and 1 to 32 warps on an H200 at V = 12800 in bfloat16, 63 and 103 us where reading and writing
 # alone are 39 and 88: few warps make sums over a block cheap, and many rows are in flight.

@@ -1,4 +1,4 @@
-"""Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.linear_op`."""
+"""Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.head.operator`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.given_logits.rows import LogitRowsOptions, fold_rows, grad_rows
+from liger_rl.head.tokens import WAITING_OPERATOR, ask_vocabulary
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logit_rows import LogitRowsOptions, fold_rows, grad_rows
 from liger_rl.once import differentiable_once
-from liger_rl.tokens import WAITING_OPERATOR, ask_vocabulary
 
 
 def _forward(

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.limits import compiles
+from liger_rl.kernels.devices import compiles
 from liger_rl.once import differentiable_once
 from liger_rl.policy.loss import PolicyLoss, PreparedLoss
 from liger_rl.policy.metrics import Metric
@@ -85,9 +85,9 @@ def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleT
         # Others than tensors themselves have no memory for a kernel to read.
         if column is not None and (column.dtype != torch.float32 or type(column) is not Tensor):
             return None
-    from liger_rl import policy_terms_triton
+    from liger_rl.policy import fused_triton
 
-    return policy_terms_triton if policy_terms_triton.knows(terms) else None
+    return fused_triton if fused_triton.knows(terms) else None
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:

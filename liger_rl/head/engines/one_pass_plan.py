@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from liger_rl.head_memory import HeadShape
+from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, ProjectionOptions, kind_of
+from liger_rl.head.memory import HeadShape
 from liger_rl.kernels import gemm
-from liger_rl.kernels.kept import Kept
-from liger_rl.kernels.limits import MIN_TOKENS
+from liger_rl.kernels.devices import MIN_TOKENS
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB
-from liger_rl.projection import CHUNK_ALIGNMENT, ProjectionOptions, kind_of
 
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.function import HeadInputs, fold_tokens, token_gradients, wants_gradient
+from liger_rl.head.low_rank import inputs_backward, inputs_forward
+from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.linear_function import HeadInputs, fold_tokens, token_gradients, wants_gradient
-from liger_rl.low_rank import inputs_backward, inputs_forward
 from liger_rl.once import differentiable_once
-from liger_rl.projection import ProjectionOptions
-from liger_rl.tokens import WAITING_OPERATOR, live_tokens
 
 
 class OpOptions(NamedTuple):

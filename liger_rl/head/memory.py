@@ -4,11 +4,26 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_rl.invariant import INVARIANT_TOKENS
-from liger_rl.kernels import choice, gemm, scatter
-from liger_rl.kernels.limits import BLOCKS_BYTES, MIN_TOKENS, STATISTICS_BYTES, call_lacks, compiles, gpu_lacks, gpu_of
+from liger_rl.head.engines.invariant import INVARIANT_TOKENS
+from liger_rl.head.engines.two_pass import (
+    CHUNK_ALIGNMENT,
+    MAX_CHUNK_TOKENS,
+    ProjectionOptions,
+    Tiles,
+    kind_of,
+    plan_tiles,
+)
+from liger_rl.kernels import gemm, left_out_blocks, scatter
+from liger_rl.kernels.devices import (
+    BLOCKS_BYTES,
+    MIN_TOKENS,
+    STATISTICS_BYTES,
+    call_lacks,
+    compiles,
+    gpu_lacks,
+    gpu_of,
+)
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.projection import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, ProjectionOptions, Tiles, kind_of, plan_tiles
 
 BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and what comes and goes while they are made
 SMALLEST_TOKENS = 128  # of a tile that a budget leads to
@@ -150,14 +165,21 @@ class HeadShape:
         # rows added up by them; or before, what the shares are made of.
         left_out = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size + 8 * self.vocab
         if self.cuda:
-            sampled = choice.SAMPLES * (4 * self.vocab + 2 * self.itemsize * self.hidden_size)
+            sampled = left_out_blocks.SAMPLES * (4 * self.vocab + 2 * self.itemsize * self.hidden_size)
             return known + max(blocks + left_out, 16 * tiles * self.hidden_size + 8 * self.vocab + sampled)
         # Also the sums that bounds are made of with the steps to them, or later one tile's logits with the steps to
         # their gradient; words that fill up the last tile, the rows of one tile, and a weight that is converted.
         sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)
         sums += 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
         converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
-        return known + blocks + left_out + sums + 12 * max(self.tokens, choice.SAMPLES) * self.hidden_size + converted
+        return (
+            known
+            + blocks
+            + left_out
+            + sums
+            + 12 * max(self.tokens, left_out_blocks.SAMPLES) * self.hidden_size
+            + converted
+        )
 
     @property
     def smallest_tiles(self) -> Tiles:

@@ -1,4 +1,4 @@
-"""What a forward keeps of the logits, and their gradient from it, as Triton kernels; see `liger_rl.kernels.kept`.
+"""What a forward keeps of the logits, and their gradient from it, as Triton kernels; see `saved_exponentials`.
 
 Rows go on grid axis 0, which is not limited to 65535 as the others are, and row offsets are int64.
 """
@@ -7,10 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.kept import Kept
+from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.tile_triton import (
+    LOWEST_LOG_PROBABILITY,
+    heat_of,
+    on,
+    rough_log,
+    transform_constants,
+    transformed,
+)
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.kernels.triton import LOWEST_LOG_PROBABILITY, heat_of, on, rough_log, transform_constants, transformed
 
 # Words a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with 4096 words and
 # 8 warps they took 279 and 626.

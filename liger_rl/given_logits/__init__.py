@@ -1,0 +1,1 @@
+"""Log-probabilities and losses for callers who hold the logits."""

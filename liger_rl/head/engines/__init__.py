@@ -1,0 +1,1 @@
+"""Ways to compute the head's statistics and gradients."""
