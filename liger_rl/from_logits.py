@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.given_logits.function import check_logits, row_logprobs
 from liger_rl.given_logits.loss import ClipIndicator, Columns, LogitLoss, PerTokenLoss, generates, per_token_loss
 from liger_rl.given_logits.rows import LogitRowsOptions
 from liger_rl.head.checks import check_flag
 from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import check_logits, row_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.objectives import TokenLoss

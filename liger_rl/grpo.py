@@ -1,7 +1,6 @@
 """The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,25 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.dtensors import CallInputs, low_rank_tensors, place_of
+from liger_rl.head.call import HeadCall, HeadOptions, shared_errors
+from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.plan import check_budget, check_passes
-from liger_rl.head.tokens import LiveTokens, counted_tokens
+from liger_rl.head.plan import check_passes
+from liger_rl.head.run import log_probs
+from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import (
-    LinearOptions,
-    LogProbs,
-    check_chunk,
-    check_eager,
-    check_invariant,
-    check_linear,
-    check_tolerance,
-    check_weight_grad,
-    wanted_logprobs,
+from liger_rl.one_pass_loss import (
+    OnePassCall,
+    count_tokens,
+    loss_in_one_pass,
+    loss_obstacle,
+    shape_of,
+    tokens_together,
 )
-from liger_rl.one_pass_loss import Head, OnePassCall, count_tokens, loss_in_one_pass, loss_obstacle
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.fused import evaluate
@@ -97,15 +94,7 @@ class FusedLinearGRPOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.transform = LogitTransform(**_taken(options, LogitTransform))
-        for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
-            check_chunk(name, value)
-        self.chunk_tokens, self.chunk_vocab = chunk_tokens, chunk_vocab
-        check_tolerance(grad_tolerance, fixed_shape)
-        self.grad_tolerance, self.fixed_shape = grad_tolerance, fixed_shape
-        check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
-        check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
-        self.batch_invariant, self.max_extra_bytes = batch_invariant, max_extra_bytes
+        transform = LogitTransform(**_taken(options, LogitTransform))
         check_passes(passes)
         self.passes = passes
         parts = _parts(loss_type, reduction, options)
@@ -117,6 +106,16 @@ class FusedLinearGRPOLoss(nn.Module):
             sampler_correction=sampler_correction,
             corrections=corrections,
             metrics=metrics,
+        )
+        self.options = HeadOptions(
+            transform=transform,
+            entropy=self.terms.needs_entropy,
+            grad_tolerance=grad_tolerance,
+            chunk_tokens=chunk_tokens,
+            chunk_vocab=chunk_vocab,
+            max_extra_bytes=max_extra_bytes,
+            fixed_shape=fixed_shape,
+            batch_invariant=batch_invariant,
         )
 
     def forward(
@@ -165,18 +164,27 @@ class FusedLinearGRPOLoss(nn.Module):
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
                 with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
         """
-        check_eager(vocab_parallel, hidden, weight, selected_token_ids, mask, bias)
-        place = vocab_parallel or place_of(weight, hidden, selected_token_ids, mask, *low_rank_tensors(low_rank))
-        with nullcontext() if place is None else place.shared_errors(weight):
-            if self.fixed_shape and vocab_parallel is not None:
+        others = hidden, selected_token_ids, mask, bias, *low_rank_tensors(low_rank)
+        with shared_errors(vocab_parallel, weight, *others):
+            if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
                     "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
                 )
-            compute_dtype = check_linear(
-                hidden, weight, selected_token_ids, mask, bias, low_rank, targets_name="selected_token_ids"
+            call = HeadCall(
+                hidden=hidden,
+                weight=weight,
+                targets=selected_token_ids,
+                mask=mask,
+                bias=bias,
+                low_rank=low_rank,
+                vocab_parallel=vocab_parallel,
+                weight_grad=weight_grad,
+                options=self.options,
+                targets_name="selected_token_ids",
             )
-            check_weight_grad(weight_grad, weight, self.grad_tolerance, hidden=hidden, bias=bias)
+            compute_dtype = call.check_tensors()
+            call.check_weight_grad(weight)
             # A narrow dtype would wrap the vocabulary's size in comparisons.
             ids = selected_token_ids.long().contiguous()
             batch = PolicyBatch(
@@ -191,70 +199,66 @@ class FusedLinearGRPOLoss(nn.Module):
                 num_items_in_batch=num_items_in_batch,
             )
             given = self.terms.check(batch, ids.shape, ids.device)
-            wanted = self.terms.tokens_with_a_say(given)
-            inputs = CallInputs(hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted)
-            one_pass = self._one_pass(inputs, given, compute_dtype, weight_grad)
+            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
+            one_pass = self._one_pass(call, given, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
-            if self.fixed_shape:
+            if self.options.fixed_shape:
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
         live = None
         if one_pass is not None:
-            counted = count_tokens(one_pass.head, self.terms, given)
+            counted = count_tokens(call, self.terms, given)
             plan = one_pass.plan(counted)
             if plan is not None:
-                return loss_in_one_pass(one_pass.head, counted, prepare, one_pass.options, plan)
+                return loss_in_one_pass(call, counted, prepare, one_pass.options, plan)
             live = counted.live
-        if vocab_parallel is not None and wanted is not None:
-            inputs = inputs._replace(mask=counted_tokens(ids, mask, wanted), wanted=None)
-        found = self._logprobs(
-            inputs, entropy=self.terms.needs_entropy, weight_grad=weight_grad, compute_dtype=compute_dtype, live=live
-        )
+        if vocab_parallel is not None and call.needed_mask is not None:
+            call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
+        found = log_probs(call, dtype=compute_dtype, counted=live)
         # Only now, so that the device has something to do while these small steps are launched.
         return evaluate(prepare(), found.logps, found.entropy)
 
-    def _one_pass(
-        self, inputs: CallInputs, given: AlignedBatch, compute_dtype: torch.dtype, weight_grad: Tensor | None
-    ) -> OnePassCall | None:
+    def _one_pass(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
         """None for two passes, whatever tokens count."""
         # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
-        if self.passes == "two" or (self.passes == "auto" and self.grad_tolerance != 0.0):
+        asked = self.options
+        if self.passes == "two" or (self.passes == "auto" and asked.grad_tolerance != 0.0):
             return None
-        hidden, weight, ids, mask, bias, low_rank, vocab_parallel, wanted = inputs
-        head = Head(hidden, weight, bias, ids, mask, wanted)
-        lacking = loss_obstacle(head, self.terms, given.segments, vocab_parallel)
+        lacking = loss_obstacle(call, self.terms, given.segments)
         if self.passes == "auto" and lacking is not None:
             return None
         options = ProjectionOptions(
-            transform=self.transform,
-            entropy=self.terms.needs_entropy,
+            transform=asked.transform,
+            entropy=asked.entropy,
             compute_dtype=compute_dtype,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            weight_grad=weight_grad,
-            batch_invariant=self.batch_invariant,
+            chunk_tokens=asked.chunk_tokens,
+            chunk_vocab=asked.chunk_vocab,
+            weight_grad=call.weight_grad,
+            batch_invariant=asked.batch_invariant,
         )
-        shape, together = head.shape(options, low_rank), head.together(self.terms.locality)
-        lacking = lacking or one_pass_obstacle(shape, grad_tolerance=self.grad_tolerance, fixed_shape=self.fixed_shape)
+        shape, together = shape_of(call, options), tokens_together(call, self.terms.locality)
+        lacking = lacking or one_pass_obstacle(
+            shape, grad_tolerance=asked.grad_tolerance, fixed_shape=asked.fixed_shape
+        )
         if self.passes == "auto" and lacking is not None:
             return None
-        budget = self.max_extra_bytes
+        budget = asked.max_extra_bytes
         lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
         taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
-        if not any(head.needs):
+        if not any(call.needs):
             return None
         if not taken:
             # Within a budget fewer tokens may have the room that all of them have not.
-            if budget is None or (mask is None and wanted is None):
+            if budget is None or (call.mask is None and call.needed_mask is None):
                 return None
             # Two passes must have room for all, or a run would end at its first full batch; a bias is the head's there.
-            of_two = replace(shape, needs=(head.needs[0], any(head.needs[1:])))
+            of_two = replace(shape, needs=(call.needs[0], any(call.needs[1:])))
             if budget < of_two.least_bytes:
                 return None
-        return OnePassCall(head, options, shape, taken, budget)
+        return OnePassCall(call, options, shape, taken, budget)
 
     @torch.no_grad()
     def reference_logps(
@@ -272,30 +276,22 @@ class FusedLinearGRPOLoss(nn.Module):
 
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
-        inputs = CallInputs(hidden, weight, selected_token_ids, mask, bias, low_rank, vocab_parallel)
-        return self._logprobs(inputs, entropy=False).logps
-
-    def _logprobs(
-        self,
-        inputs: CallInputs,
-        *,
-        entropy: bool,
-        weight_grad: Tensor | None = None,
-        compute_dtype: torch.dtype | None = None,  # as `check_linear` said of these inputs, None if it has not yet
-        live: LiveTokens | None = None,  # None if they have not been counted yet
-    ) -> LogProbs:
-        options = LinearOptions(
-            transform=self.transform,
-            entropy=entropy,
-            grad_tolerance=self.grad_tolerance,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            max_extra_bytes=self.max_extra_bytes,
-            fixed_shape=self.fixed_shape,
-            batch_invariant=self.batch_invariant,
-            weight_grad=weight_grad,
+        call = HeadCall(
+            hidden=hidden,
+            weight=weight,
+            targets=selected_token_ids,
+            mask=mask,
+            bias=bias,
+            low_rank=low_rank,
+            vocab_parallel=vocab_parallel,
+            options=replace(self.options, entropy=False),
+            targets_name="selected_token_ids",
         )
-        return wanted_logprobs(inputs, options, compute_dtype, live, targets_name="selected_token_ids")
+        return log_probs(call).logps
+
+    @property
+    def transform(self) -> LogitTransform:
+        return self.options.transform
 
     def extra_repr(self) -> str:
         return f"{self.terms}, {self.transform}"

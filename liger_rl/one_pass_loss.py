@@ -1,23 +1,20 @@
 """A policy loss whose gradients are made in the forward: when that is possible, when it pays, and how it is done."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_rl.distributed import VocabParallel
+from liger_rl.head.call import HeadCall
 from liger_rl.head.dtensors import is_dtensor
 from liger_rl.head.engines.one_pass import WithGradients, one_pass
 from liger_rl.head.engines.one_pass_plan import OnePassPlan, drawback, plan_one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
-from liger_rl.head.low_rank import LowRank
 from liger_rl.head.memory import HeadShape
-from liger_rl.head.tokens import LiveTokens, counted_tokens, live_tokens
+from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels.devices import aligned
-from liger_rl.logprobs import spread
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.fused import evaluate, evaluate_with_slopes, slopes
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
@@ -27,58 +24,40 @@ from liger_rl.policy.segments import Segments
 SELECTED_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class Head:
-    """The tensors of a call, their shapes already checked."""
-
-    hidden: Tensor  # (B, T, H) or (N, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    targets: Tensor  # (B, T) or (N,)
-    mask: Tensor | None  # like the targets
-    wanted: Tensor | None  # like the targets or (B, 1), 0 where a token that counts need not be projected
-
-    @property
-    def needs(self) -> tuple[bool, bool, bool]:
-        """Gradients wanted, for hidden, weight and bias."""
-        wanted = torch.is_grad_enabled()
-        bias = self.bias is not None and self.bias.requires_grad
-        return wanted and self.hidden.requires_grad, wanted and self.weight.requires_grad, wanted and bias
-
-    def shape(self, options: ProjectionOptions, low_rank: Sequence[LowRank] = ()) -> HeadShape:
-        return HeadShape(
-            tokens=self.targets.numel(),
-            vocab=self.weight.shape[0],
-            hidden_size=self.weight.shape[1],
-            dtype=self.hidden.dtype,
-            weight_dtype=self.weight.dtype,
-            device=self.hidden.device,
-            needs=self.needs[:2],
-            masked=True,
-            bias=self.bias is not None,
-            rank=sum(term.a.shape[0] for term in low_rank),
-            in_place=options.weight_grad is not None,
-            contiguous=(self.hidden.is_contiguous(), self.weight.is_contiguous()),
-            options=options,
-            aligned=aligned(self.weight),
-        )
-
-    def together(self, locality: Locality) -> int:
-        """The most tokens that the gradient of one of them depends on."""
-        if locality == "token":
-            return 1
-        return self.targets.shape[1] if locality == "sequence" and self.targets.dim() == 2 else self.targets.numel()
+def shape_of(call: HeadCall, options: ProjectionOptions) -> HeadShape:
+    """A call whose tensors are checked, without its tensors."""
+    return HeadShape(
+        tokens=call.targets.numel(),
+        vocab=call.weight.shape[0],
+        hidden_size=call.weight.shape[1],
+        dtype=call.hidden.dtype,
+        weight_dtype=call.weight.dtype,
+        device=call.hidden.device,
+        needs=call.needs[:2],
+        masked=True,
+        bias=call.bias is not None,
+        rank=call.rank,
+        in_place=call.weight_grad is not None,
+        contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
+        options=options,
+        aligned=aligned(call.weight),
+    )
 
 
-def loss_obstacle(
-    head: Head, terms: PolicyTerms, segments: Segments | None, vocab_parallel: VocabParallel | None
-) -> str | None:
+def tokens_together(call: HeadCall, locality: Locality) -> int:
+    """The most tokens that the gradient of one of them depends on."""
+    if locality == "token":
+        return 1
+    return call.targets.shape[1] if locality == "sequence" and call.targets.dim() == 2 else call.targets.numel()
+
+
+def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None) -> str | None:
     """What one pass would need and does not have, beside what shapes say (`one_pass_obstacle`); None if nothing."""
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
-    if vocab_parallel is not None:
+    if call.vocab_parallel is not None:
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
-    if any(map(is_dtensor, (head.hidden, head.weight, head.bias, head.targets))):
+    if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):
         return "tensors that are whole on this rank, got a DTensor"
     for part in (terms.objective, *terms.corrections):
         if not hasattr(part, "token_local"):
@@ -107,34 +86,34 @@ class CountedTokens(NamedTuple):
         return self.live.positions.numel()
 
 
-def count_tokens(head: Head, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
+def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
     """The forward's one host sync; raises ValueError for an id that is outside the vocabulary.
 
     `given` is what `terms.check` returned.
     """
-    shape = head.targets.shape
+    shape = call.targets.shape
     in_rows = terms.locality == "sequence" and len(shape) == 2
     # Of some tokens that are wanted, all may have a gradient.
-    hopeful = terms.may_have_gradient(given) if head.wanted is None else None
+    hopeful = terms.may_have_gradient(given) if call.needed_mask is None else None
     counts = []
     if in_rows:
-        counts.append(counted_tokens(head.targets, head.mask).sum(1))
+        counts.append(counted_tokens(call.targets, call.mask).sum(1))
     if hopeful is not None:
-        counts.append(counted_tokens(head.targets, head.mask, hopeful).sum()[None])
+        counts.append(counted_tokens(call.targets, call.mask, hopeful).sum()[None])
     live = live_tokens(
-        head.targets, head.mask, head.weight.shape[0], "weight", wanted=head.wanted, counts=counts,
-        targets_name="selected_token_ids",
+        call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
+        targets_name=call.targets_name,
     )()  # fmt: skip
     n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
     selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
-    together = max([1, *rows]) if in_rows else min(n, head.together(terms.locality))
+    together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)
 
 
 class OnePassCall(NamedTuple):
     """A call that one pass may be taken for."""
 
-    head: Head
+    call: HeadCall
     options: ProjectionOptions
     shape: HeadShape
     certain: bool  # else there is no room for all tokens, and their number decides
@@ -149,7 +128,7 @@ class OnePassCall(NamedTuple):
 
 
 def loss_in_one_pass(
-    head: Head,
+    call: HeadCall,
     counted: CountedTokens,
     prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
     options: ProjectionOptions,
@@ -159,7 +138,7 @@ def loss_in_one_pass(
 
     Where many of the tokens can have no gradient, one host sync a chunk picks the others.
     """
-    shape, n, index = head.targets.shape, counted.number, counted.live.selection
+    shape, n, live = call.targets.shape, counted.number, counted.live.selection
     if n <= plan.chunk_tokens:
         chunks = [slice(0, n)] if n else []
     elif counted.rows:
@@ -167,14 +146,14 @@ def loss_in_one_pass(
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
-    whole = _Whole(prepare, index, shape)
-    parts = _Parts(prepare, index)
+    whole = _Whole(prepare, live, shape)
+    parts = _Parts(prepare, live)
     found = one_pass(
-        head.hidden.reshape(-1, head.hidden.shape[-1]), head.weight, head.bias, head.targets.reshape(-1), index, chunks,
-        whole if len(chunks) == 1 else parts, options, plan, head.needs, select=counted.selected,
+        call.hidden.reshape(-1, call.hidden.shape[-1]), call.weight, call.bias, call.targets.reshape(-1), live, chunks,
+        whole if len(chunks) == 1 else parts, options, plan, call.needs, select=counted.selected,
     )  # fmt: skip
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
-    inputs = head.hidden, head.weight, head.bias
+    inputs = call.hidden, call.weight, call.bias
     loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, options.weight_grad)
     return PolicyLoss(loss, metrics)
 
@@ -193,20 +172,19 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
 class _Whole:
     """The loss of all tokens: its gradients where one chunk holds them all, and its value in any case."""
 
-    def __init__(self, prepare: Callable[[], PreparedLoss], index: Tensor | None, shape: torch.Size) -> None:
-        self.prepare, self.index, self.shape = prepare, index, shape
+    def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection, shape: torch.Size) -> None:
+        self.prepare, self.live, self.shape = prepare, live, shape
         self.result: PolicyLoss | None = None
 
     def evaluate(self, logps: Tensor, entropy: Tensor | None) -> PolicyLoss:
-        entropy = None if entropy is None else spread(entropy, self.index, self.shape)
-        return evaluate(self.prepare(), spread(logps, self.index, self.shape), entropy)
+        entropy = None if entropy is None else self.live.spread(entropy, self.shape)
+        return evaluate(self.prepare(), self.live.spread(logps, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = evaluate_with_slopes(self.prepare(), spread(logps, self.index, self.shape))
+        found = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
         if found is not None:
             self.result, all_slopes = found
-            flat = all_slopes.flatten()
-            return flat if self.index is None else flat[self.index], None
+            return self.live.gather(all_slopes.flatten()), None
 
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
             self.result = self.evaluate(logps, entropy)
@@ -218,11 +196,11 @@ class _Whole:
 class _Parts:
     """The gradients of a loss that is the sum of its chunks' parts."""
 
-    def __init__(self, prepare: Callable[[], PreparedLoss], index: Tensor | None) -> None:
-        self.prepare, self.index = prepare, index
+    def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection) -> None:
+        self.prepare, self.live = prepare, live
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        positions = chunk if self.index is None else self.index[chunk]
+        positions = chunk if self.live.index is None else self.live.index[chunk]
         found = slopes(self.prepare(), positions, logps)
         if found is not None:
             return found, None

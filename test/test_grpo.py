@@ -23,8 +23,8 @@ from liger_rl import (
     ppo_loss_fn,
 )
 from liger_rl import grpo as grpo_module
+from liger_rl.head.run import log_probs
 from liger_rl.kernels import gemm
-from liger_rl.logprobs import wanted_logprobs
 from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.penalties import k3
 from liger_rl.policy.presets import build_preset
@@ -564,13 +564,13 @@ def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, 
 
         return spy
 
-    monkeypatch.setattr(grpo_module, "wanted_logprobs", counted(wanted_logprobs))
+    monkeypatch.setattr(grpo_module, "log_probs", counted(log_probs))
     monkeypatch.setattr(one_pass_loss, "one_pass", counted(one_pass_loss.one_pass))
     found, grads = solve()
     expected_tokens = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
     assert seen == [expected_tokens.sum().item()]
     with monkeypatch.context() as patch:
-        patch.setattr(PolicyTerms, "tokens_with_a_say", lambda self, given: None)
+        patch.setattr(PolicyTerms, "tokens_to_project", lambda self, given: None)
         expected, expected_grads = solve()
     torch.testing.assert_close(found.loss, expected.loss)
     for name, metric in expected.metrics.items():
@@ -631,6 +631,6 @@ def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(o
     for mine, theirs in zip(*(torch.autograd.grad(value, leaves) for value in (found, expected)), strict=True):
         torch.testing.assert_close(mine, theirs)
     given = loss.terms.check(batch, ids.shape, ids.device)
-    say = loss.terms.tokens_with_a_say(given)
+    say = loss.terms.tokens_to_project(given)
     assert (say is not None) == left_out
     assert say is None or not say.any()

@@ -25,7 +25,7 @@ ALLOWED = {
     "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
     "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
     "logprobs": ["head", "given_logits", "distributed", "kernels"],
-    "given_logits": ["given_logits", "head.tokens", "policy", "kernels", "once"],
+    "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
     "policy": ["policy", "distributed", "kernels.devices", "kernels.tile_triton", "once"],
     "kernels": ["kernels"],

@@ -5,10 +5,13 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels.transform import LogitTransform
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -62,6 +65,67 @@ def check_dense(name: str, tensor: object) -> Tensor:
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     return tensor
+
+
+def check_transform(transform: LogitTransform) -> None:
+    if not isinstance(transform, LogitTransform):
+        raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
+
+
+def check_tolerance(grad_tolerance: float) -> None:
+    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
+        raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
+    if not 0.0 <= grad_tolerance < 1.0:
+        raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
+
+
+def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
+    if max_extra_bytes is None:
+        return
+    if isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int):
+        raise TypeError(f"max_extra_bytes must be an int or None, got {type(max_extra_bytes).__name__}")
+    if chunk_tokens is not None or chunk_vocab is not None:
+        raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    check_dense(name, tensor)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    # The level is asked first because it costs nothing. Tensors that torch.compile traces show no tangents.
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling() or forward_ad.unpack_dual(tensor).tangent is not None
+    ):
+        raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")
+
+
+def check_tokens(
+    targets: Tensor,
+    mask: Tensor | None,
+    shape: torch.Size,
+    like: Tensor,
+    source: str,
+    targets_name: str = "targets",
+) -> None:
+    expected = "(B, T)" if len(shape) == 2 else "(N,)"
+    for name, given, dtypes in (
+        (targets_name, targets, INTEGER_DTYPES),
+        ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
+    ):
+        if name == "mask" and given is None:
+            continue
+        tensor = check_dense(name, given)
+        if tensor.dtype not in dtypes:
+            kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
+            raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {expected} = {tuple(shape)} from {source}, got {tuple(tensor.shape)}")
+        check_device(name, tensor, like, source)
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:

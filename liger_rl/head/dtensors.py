@@ -11,31 +11,15 @@ A mesh dimension without a name, and any name that is not data's, is no data dim
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.low_rank import LowRank
 
 DATA_NAME = re.compile(r"dp|data|batch|replicate")
-
-
-class CallInputs(NamedTuple):
-    """The tensors of a call, each this rank's own."""
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    low_rank: Sequence[LowRank]
-    vocab_parallel: VocabParallel | None
-    # Shaped like the targets or (B, 1), 0 where a token's log-probability is not wanted; None wants all.
-    wanted: Tensor | None = None
 
 
 def is_dtensor(value: object) -> bool:
@@ -50,15 +34,15 @@ def low_rank_tensors(low_rank: object) -> list[object]:
     return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
 
 
-def localized(inputs: CallInputs) -> CallInputs:
-    """Inputs without DTensors. A collective for each that is gathered, and one for its gradient.
+def localized(inputs: Any) -> Any:
+    """A `HeadCall` without DTensors. A collective for each that is gathered, and one for its gradient.
 
     Raises:
         ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
     """
-    low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
-    if not any(is_dtensor(value) for value in (*inputs, *low_rank_tensors(low_rank))):
+    if not any(map(is_dtensor, inputs.tensors)):
         return inputs
+    low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     place = inputs.vocab_parallel
     if is_dtensor(inputs.weight):
         if place is not None:
@@ -68,7 +52,8 @@ def localized(inputs: CallInputs) -> CallInputs:
     scattered = place is not None and _is_scattered(inputs.hidden, place)
     if place is not None and scattered:
         place = replace(place, sum_hidden_grad=False)
-    return CallInputs(
+    return replace(
+        inputs,
         hidden=_tokens(inputs.hidden, group, summed=scattered),
         weight=_rows("weight", inputs.weight),
         targets=_tokens(inputs.targets, group),
@@ -81,7 +66,7 @@ def localized(inputs: CallInputs) -> CallInputs:
             for term in low_rank
         ],
         vocab_parallel=place,
-        wanted=_tokens(inputs.wanted, group),
+        needed_mask=_tokens(inputs.needed_mask, group),
     )
 
 

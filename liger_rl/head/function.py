@@ -1,6 +1,6 @@
 """The autograd Function of the fused head: which tokens count, which are worth a gradient, and how it is made."""
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from liger_rl.head.engines.two_pass import (
     whole_head,
 )
 from liger_rl.head.low_rank import LowRankRows
-from liger_rl.kernels import blocks_for, choice_for, gemm, scatter_for
+from liger_rl.head.tokens import TokenSelection
+from liger_rl.kernels import blocks_for, choice_for, gemm
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
@@ -29,7 +30,7 @@ DENSE_SHARE = {"cuda": 0.85, "cpu": 0.9}
 class LinearLogProbs(torch.autograd.Function):
     """(hidden, weight, bias, targets, live) -> (logps, entropy, *EXTRAS) of the live tokens, None where not asked for.
 
-    With a mask in place of an index of them (see `rows_of`), of all tokens, and what the others get means nothing.
+    If `live` keeps places, outputs cover all N tokens; entries of tokens that do not count are undefined.
     Gradients of logps and entropy, for hidden, weight and bias, and for the two factors of a low-rank term where there
     is one: the logits are hidden @ weight.T + low_inputs @ low_weight.T + bias. A sharded head must be whole around the
     forward, whose caller has read its shape before; the backward enters `options.gather` by itself, once, whatever its
@@ -38,15 +39,15 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, live, options, low_inputs, low_weight):
-        # hidden (N, H), targets (N,), live what tokens count (see `rows_of`), low_inputs (N, r), low_weight (V, r), or
-        # None for both
+        # hidden (N, H), targets (N,), low_inputs (N, r), low_weight (V, r), or None for both
         ctx.set_materialize_grads(False)
         head = HeadInputs(hidden, weight, bias, targets, live, low_inputs, low_weight)
         bounded = options.tolerance != 0.0 and any(ctx.needs_input_grad)
         statistics, known = fold_tokens(head, options, bounded=bounded)
-        ctx.options = options
+        ctx.options, ctx.live = options, live
         # The extras have no gradient, and a gradient does not need them.
-        ctx.save_for_backward(*head, statistics.logps, statistics.lse, statistics.entropy, *(known or ()))
+        tensors = hidden, weight, bias, targets, low_inputs, low_weight
+        ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(known or ()))
         logps, entropy, *extras = _values(statistics, head, options)
         ctx.mark_non_differentiable(*(values for values in extras if values is not None))
         return logps.clone(), None if entropy is None else entropy.clone(), *extras
@@ -54,7 +55,8 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad_logps, grad_entropy, *_):
-        head, kept = HeadInputs(*saved[:7]), saved[7:]
+        hidden, weight, bias, targets, low_inputs, low_weight, *kept = saved
+        head = HeadInputs(hidden, weight, bias, targets, ctx.live, low_inputs, low_weight)
         statistics, known = TokenStatistics(*kept[:3]), TileBounds(*kept[3:]) if kept[3:] else None
         needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:]
         gradients = ProjectionGradients(None, None, None, None, None)
@@ -92,7 +94,7 @@ class HeadInputs(NamedTuple):
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (N,)
-    live: Tensor | None  # what tokens count, see `rows_of`
+    live: TokenSelection
     low_inputs: Tensor | None  # (N, r)
     low_weight: Tensor | None  # (V, r)
 
@@ -104,7 +106,7 @@ def fold_tokens(
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
     with gemm.without_autocast(hidden.device):
         rows = _gather(hidden, live, options.compute_dtype)
-        live_targets = rows_of(targets, live)
+        live_targets = live.gather(targets)
         if options.batch_invariant:
             return fold_invariant(rows, weight, bias, live_targets, options), None
         low_rank = _low_rank_rows(low_inputs, low_weight, live)
@@ -128,16 +130,18 @@ def token_gradients(
             grad_logps = torch.zeros_like(grad_entropy)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
         chosen = plan = begun = picked = None
-        if keeps_shape(live):
-            live = live & has_gradient(tokens)
-            tokens = tokens.silenced(live)
+        if live.mask is not None:
+            live = live.restricted(has_gradient(tokens))
+            assert live.mask is not None
+            tokens = tokens.silenced(live.mask)
         elif known is None:
             picked = select_rows(tokens)
         else:
-            live_targets = rows_of(targets, live)
+            live_targets = live.gather(targets)
             shares = choice_for(hidden.device).tile_shares(
-                hidden, live, live_targets, statistics, tokens, weight, bias, options.transform, options.compute_dtype
-            )
+                hidden, live.index, live_targets, statistics, tokens, weight, bias, options.transform,
+                options.compute_dtype,
+            )  # fmt: skip
             chosen = choose_blocks(
                 known, statistics, tokens, live_targets, shares, options.transform, options.tolerance,
                 options.compute_dtype, needs_hidden=needs[0],
@@ -145,8 +149,8 @@ def token_gradients(
             picked = chosen.order
         if picked is not None:
             tokens = tokens.take(picked)
-            live = picked if live is None else live[picked]
-        rows, row_targets = _gather(hidden, live, options.compute_dtype), rows_of(targets, live)
+            live = live.among(picked)
+        rows, row_targets = _gather(hidden, live, options.compute_dtype), live.gather(targets)
         if chosen is not None:
             share = DENSE_SHARE[kind_of(hidden.device)]
             begun = blocks_for(hidden.device).begin(
@@ -155,8 +159,7 @@ def token_gradients(
             )  # fmt: skip
             plan = plan_blocks(chosen)
             wanted = slice(plan.wanted)
-            assert live is not None
-            live = live[wanted]
+            live = live.first(plan.wanted)
             if not plan.wanted or plan.share > share:
                 tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
                 chosen = plan = begun = None
@@ -173,13 +176,13 @@ def token_gradients(
             gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
         del rows, begun
         if gradients.hidden is not None:
-            gradients = gradients._replace(hidden=_scatter(gradients.hidden, live, hidden))
+            gradients = gradients._replace(hidden=live.scatter(gradients.hidden, hidden))
         if gradients.low_rank_inputs is not None and low_inputs is not None:
-            gradients = gradients._replace(low_rank_inputs=_scatter(gradients.low_rank_inputs, live, low_inputs))
+            gradients = gradients._replace(low_rank_inputs=live.scatter(gradients.low_rank_inputs, low_inputs))
     return gradients
 
 
-def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: Tensor | None) -> LowRankRows | None:
+def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: TokenSelection) -> LowRankRows | None:
     if inputs is None or weight is None:
         return None
     return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
@@ -198,32 +201,5 @@ def select_rows(tokens: TokenGradients) -> Tensor | None:
     return None if index.numel() == wanted.numel() else index
 
 
-def keeps_shape(live: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether `live` is a mask, which leaves every token in its place, and not an index."""
-    return live is not None and live.dtype == torch.bool
-
-
-def rows_of(values: Tensor, live: Tensor | None) -> Tensor:
-    """The live rows of (N, ...): all for None; (n, ...) by an index (n,); by a mask (N,) all, those it leaves out as 0.
-
-    A mask costs products that an index saves, but no host has to know how many tokens it keeps.
-    """
-    if live is None:
-        return values
-    if keeps_shape(live):
-        # Not a product with the mask: 0 * NaN is NaN, and would stay it in a product with a gradient of 0.
-        return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0)
-    return values[live]
-
-
-def _gather(hidden: Tensor, live: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return realigned(rows_of(hidden, live).to(dtype).contiguous())
-
-
-def _scatter(grad_rows: Tensor, live: Tensor | None, hidden: Tensor) -> Tensor:
-    """(n, H) float32 -> (N, H) like `hidden`, zero where no row is live."""
-    if live is None or keeps_shape(live):
-        return grad_rows.to(hidden.dtype)
-    out = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    scatter_for(hidden.device).scatter_rows(grad_rows, live, out)
-    return out
+def _gather(hidden: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    return realigned(live.gather(hidden).to(dtype).contiguous())

@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.checks import check_device, check_floating
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm
+from liger_rl.kernels.transform import fits_float32
 from liger_rl.once import differentiable_once
 
 JOINED_COLUMNS = 8  # rows of two 16-bit factors side by side start at multiples of the 16 bytes that TMA asks for
@@ -32,8 +35,8 @@ class LowRank:
     scaling: float = 1.0
     hidden: Tensor | None = None
 
-    def inputs(self, hidden: Tensor, index: Tensor | None, *, function: Callable[..., Tensor] | None = None) -> Tensor:
-        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that an index or a mask leaves out.
+    def inputs(self, hidden: Tensor, live: TokenSelection, *, function: Callable[..., Tensor] | None = None) -> Tensor:
+        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that do not count.
 
         `function` computes the product, None for the autograd Function of eager mode.
         """
@@ -43,7 +46,36 @@ class LowRank:
             dtype = torch.get_autocast_dtype(kind)
         else:
             dtype = torch.promote_types(given.dtype, self.a.dtype)
-        return (function or _Inputs.apply)(given.reshape(-1, given.shape[-1]), self.a, index, dtype) * self.scaling
+        return (function or _Inputs.apply)(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
+
+
+def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
+    if not isinstance(low_rank, (list, tuple)):
+        raise TypeError(f"low_rank must be a list or tuple of LowRank, got {type(low_rank).__name__}")
+    for place, term in enumerate(low_rank):
+        name = f"low_rank[{place}]"
+        if not isinstance(term, LowRank):
+            raise TypeError(f"{name} must be a LowRank, got {type(term).__name__}")
+        if isinstance(term.scaling, bool) or not isinstance(term.scaling, (int, float)):
+            raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
+        if not fits_float32(term.scaling):
+            raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
+        for part in ("a", "b", "hidden"):
+            tensor = getattr(term, part)
+            if part == "hidden" and tensor is None:
+                continue
+            check_floating(f"{name}.{part}", tensor)
+            check_device(f"{name}.{part}", tensor, hidden, "hidden")
+        size, vocab = hidden.shape[-1], weight.shape[0]
+        if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
+            raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
+        rank = term.a.shape[0]
+        if term.b.shape != (vocab, rank):
+            raise ValueError(
+                f"{name}.b must be (V, r) = ({vocab}, {rank}) from weight and {name}.a, got {tuple(term.b.shape)}"
+            )
+        if term.hidden is not None and term.hidden.shape != hidden.shape:
+            raise ValueError(f"{name}.hidden must be {tuple(hidden.shape)} from hidden, got {tuple(term.hidden.shape)}")
 
 
 class _Inputs(torch.autograd.Function):
@@ -51,57 +83,54 @@ class _Inputs(torch.autograd.Function):
     a time, so that no copy of the hidden states is kept."""
 
     @staticmethod
-    def forward(ctx, hidden, a, index, dtype):
-        ctx.dtype = dtype
-        ctx.save_for_backward(hidden, a, index)
-        return inputs_forward(hidden, a, index, dtype)
+    def forward(ctx, hidden, a, live, dtype):
+        ctx.live, ctx.dtype = live, dtype
+        ctx.save_for_backward(hidden, a)
+        return inputs_forward(hidden, a, live, dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad):
-        hidden, a, index = saved
-        return *inputs_backward(grad, hidden, a, index, ctx.dtype, ctx.needs_input_grad), None, None
+        hidden, a = saved
+        return *inputs_backward(grad, hidden, a, ctx.live, ctx.dtype, ctx.needs_input_grad), None, None
 
 
-def inputs_forward(hidden: Tensor, a: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(N, H), (r, H) -> hidden @ a.T (N, r) float32, 0 for the tokens that an index or a mask leaves out."""
+def inputs_forward(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    """(N, H), (r, H) -> hidden @ a.T (N, r) float32, 0 for the tokens that do not count."""
     out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
     with gemm.without_autocast(hidden.device):
         factor = a.to(dtype)
-        for rows in _parts(hidden, index):
-            out[rows] = gemm.matmul(_taken(hidden, rows, index).to(dtype), factor.T)
+        for rows in _parts(live):
+            out[rows] = gemm.matmul(_taken(hidden, rows, live).to(dtype), factor.T)
     return out
 
 
 def inputs_backward(
-    grad: Tensor, hidden: Tensor, a: Tensor, index: Tensor | None, dtype: torch.dtype, needs: Sequence[bool]
+    grad: Tensor, hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `inputs_forward` for hidden and a."""
     grad_hidden = torch.zeros_like(hidden) if needs[0] else None
     total = torch.zeros_like(a, dtype=torch.float32) if needs[1] else None
     with gemm.without_autocast(hidden.device):
         factor = a.to(dtype)
-        for rows in _parts(hidden, index):
-            part = _taken(grad, rows, index).to(dtype)
+        for rows in _parts(live):
+            part = _taken(grad, rows, live).to(dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
             if total is not None:
-                gemm.accumulate(total, part.T, _taken(hidden, rows, index).to(dtype))
+                gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
     return grad_hidden, None if total is None else total.to(a.dtype)
 
 
-def _parts(hidden: Tensor, index: Tensor | None) -> list:
-    """The rows that count, a few at a time: pieces of the index; slices of them all for None or a mask."""
-    count = hidden.shape[0] if index is None else index.shape[0]
-    pieces = [slice(start, min(start + ROWS_AT_ONCE, count)) for start in range(0, count, ROWS_AT_ONCE)]
-    return pieces if index is None or index.dtype == torch.bool else [index[piece] for piece in pieces]
+def _parts(live: TokenSelection) -> list:
+    """The rows that count, a few at a time: pieces of an index, or slices of all rows."""
+    pieces = [slice(start, min(start + ROWS_AT_ONCE, live.count)) for start in range(0, live.count, ROWS_AT_ONCE)]
+    return pieces if live.index is None else [live.index[piece] for piece in pieces]
 
 
-def _taken(values: Tensor, rows: slice | Tensor, index: Tensor | None) -> Tensor:
+def _taken(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
     """Some of the rows; those that a mask leaves out as 0, whatever they hold."""
-    if index is None or index.dtype != torch.bool:
-        return values[rows]
-    return torch.where(index[rows, None], values[rows], 0)
+    return values[rows] if live.mask is None else torch.where(live.mask[rows, None], values[rows], 0)
 
 
 class LowRankRows(NamedTuple):

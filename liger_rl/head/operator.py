@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_rl.head.engines.two_pass import ProjectionOptions
 from liger_rl.head.function import HeadInputs, fold_tokens, token_gradients, wants_gradient
 from liger_rl.head.low_rank import inputs_backward, inputs_forward
-from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
+from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -56,7 +56,7 @@ class OpOptions(NamedTuple):
         )
 
 
-# In the order of HeadInputs, `live` being the mask of the tokens that count, and of OpOptions.
+# In the order of HeadInputs, with the mask of the tokens that count for `live`, and of OpOptions.
 TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor live, Tensor? low_inputs, Tensor? low_weight"
 )
@@ -113,13 +113,18 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
+def _head(hidden, weight, bias, targets, live, low_inputs, low_weight) -> HeadInputs:
+    """Of the operator's tensors; `live` is the mask of the tokens that count."""
+    return HeadInputs(hidden, weight, bias, targets, TokenSelection(live.numel(), mask=live), low_inputs, low_weight)
+
+
 def _forward(*args) -> list[Tensor]:
-    head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
-    index = None
+    head, options = _head(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
-        index = live_tokens(head.targets, head.live, vocab, "weight", targets_name=name)().selection
-        head = head._replace(live=index)
+        live = live_tokens(head.targets, head.live.mask, vocab, "weight", targets_name=name)().selection
+        head = head._replace(live=live)
+    index = head.live.index
     statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
     out = Outputs.empty(head.hidden, head.weight, options)
     for whole, part in zip(out.statistics, statistics, strict=True):
@@ -149,15 +154,13 @@ def _fake_forward(*args) -> list[Tensor]:
 
 
 def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
-    head, options = HeadInputs(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
+    head, options = _head(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
     out = Outputs.named(outputs, options)
-    assert head.live is not None
     # Zero where no token counts: those are then dropped with the other tokens that have no gradient, by one sync.
-    grad_logps, grad_entropy = (
-        None if grad is None else torch.where(head.live, grad, 0.0) for grad in (grad_logps, grad_entropy)
-    )
+    grad_logps, grad_entropy = (None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy))
     if not options.fixed_shape:
-        head = head._replace(targets=torch.where(head.live, head.targets, 0), live=None)
+        everything = TokenSelection(head.targets.numel())
+        head = head._replace(targets=head.live.gather(head.targets), live=everything)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
     settings = options.projection()
     gradients = token_gradients(head, out.statistics, known, grad_logps, grad_entropy, settings, tuple(needs))
@@ -165,9 +168,8 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
 
 
 def _fake_backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
-    head = HeadInputs(*args[:TENSOR_COUNT])
-    inputs = (head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight)
-    return _contiguous_like(inputs, needs)
+    hidden, weight, bias, _targets, _live, low_inputs, low_weight = args[:TENSOR_COUNT]
+    return _contiguous_like((hidden, weight, bias, low_inputs, low_weight), needs)
 
 
 def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -223,7 +225,7 @@ never_waiting = _registered("linear_logprobs_fixed_shape")
 
 @torch.library.custom_op("liger_rl::low_rank_inputs", mutates_args=())
 def _inputs(hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
-    return inputs_forward(hidden, a, live, dtype)
+    return inputs_forward(hidden, a, TokenSelection(live.numel(), mask=live), dtype)
 
 
 @_inputs.register_fake
@@ -235,7 +237,7 @@ def _(hidden, a, live, dtype):
 def _inputs_backward(
     grad: Tensor, hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype, needs: list[bool]
 ) -> list[Tensor]:
-    found = inputs_backward(grad, hidden, a, live, dtype, needs)
+    found = inputs_backward(grad, hidden, a, TokenSelection(live.numel(), mask=live), dtype, needs)
     return [part.contiguous() for part in found if part is not None]
 
 
@@ -266,7 +268,7 @@ def linear_op(
     fixed_shape: bool,
     targets_name: str,
 ) -> tuple[Any, ...]:
-    """What `LinearLogProbs` returns, of all N tokens; `head.live` is the mask of those that count.
+    """What `LinearLogProbs` returns, of all N tokens; `head.live` has the mask of those that count.
 
     The others get 0, or with `fixed_shape` what means nothing.
 
@@ -292,9 +294,13 @@ def linear_op(
         targets_name=targets_name,
     )
     operator = never_waiting if fixed_shape else waiting
-    statistics = Outputs.named(operator(*head, *flat), flat).statistics
+    hidden, weight, bias, targets, live, low_inputs, low_weight = head
+    outputs = operator(hidden, weight, bias, targets, live.mask, low_inputs, low_weight, *flat)
+    statistics = Outputs.named(outputs, flat).statistics
     extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
     return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
 
 
-low_rank_inputs_op = _inputs
+def low_rank_inputs_op(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    """`low_rank.inputs_forward` in a graph, where `live` is a mask."""
+    return _inputs(hidden, a, live.mask, dtype)

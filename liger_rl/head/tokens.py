@@ -1,19 +1,80 @@
 """Which tokens count: neither masked nor negative, and inside the vocabulary."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.kernels import selection_for
+from liger_rl.kernels import scatter_for, selection_for
 
 # Options of a custom operator that waits for the device. No CUDA graph can capture it, and by this tag torch.compile
 # leaves it out of those it makes. Torch 2.8 has no such tag.
 WAITING_OPERATOR: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """Which of `total` tokens count: all of them, those of an index, or those of a mask.
+
+    An index makes products smaller. A mask leaves every token in its place, as a row of zeros where it does not count:
+    that costs products, but no host has to know how many tokens it keeps.
+    """
+
+    total: int  # N
+    index: Tensor | None = None  # (n,) int64
+    mask: Tensor | None = None  # (N,) bool; never beside an index
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether `gather` leaves every token in its place."""
+        return self.mask is not None
+
+    @property
+    def count(self) -> int:
+        """Rows that `gather` gives."""
+        return self.total if self.index is None else self.index.numel()
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(N, ...) -> (count, ...)."""
+        if self.mask is not None:
+            # Not a product with the mask: 0 * NaN is NaN, and would stay it in a product with a gradient of 0.
+            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
+        return values if self.index is None else values[self.index]
+
+    def scatter(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Float32 gradients (count, H) of what `gather` gave -> (N, H) like `like`, 0 at tokens that do not count."""
+        if self.index is None:
+            return rows.to(like.dtype)
+        out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        scatter_for(like.device).scatter_rows(rows, self.index, out)
+        return out
+
+    def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """(count,) -> `shape` of N tokens, 0 at tokens that do not count."""
+        if self.mask is not None:
+            values = values.masked_fill(~self.mask, 0)
+        elif self.index is not None:
+            values = values.new_zeros(self.total).index_copy(0, self.index, values)
+        return values.view(shape)
+
+    def restricted(self, wanted: Tensor) -> "TokenSelection":
+        """Those of a mask that are among `wanted` (N,) too."""
+        assert self.mask is not None
+        return TokenSelection(self.total, mask=self.mask & wanted)
+
+    def among(self, picked: Tensor) -> "TokenSelection":
+        """Those at some of the places, of (count,), that `gather` gives."""
+        return TokenSelection(self.total, index=picked if self.index is None else self.index[picked])
+
+    def first(self, count: int) -> "TokenSelection":
+        """The first so many of an index."""
+        assert self.index is not None
+        return TokenSelection(self.total, index=self.index[:count])
 
 
 class LiveTokens(NamedTuple):
@@ -24,9 +85,9 @@ class LiveTokens(NamedTuple):
     counts: list[int]  # what else was asked for
 
     @property
-    def selection(self) -> Tensor | None:
-        """Their positions, or None where all tokens count."""
-        return self.positions if self.positions.numel() < self.total else None
+    def selection(self) -> TokenSelection:
+        every = self.positions.numel() == self.total
+        return TokenSelection(self.total, index=None if every else self.positions)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_rl.head.checks import FLOAT_DTYPES
 from liger_rl.head.dtensors import is_dtensor
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.integrations.accelerate import runs_own_forward
 from liger_rl.integrations.peft import Head, read_head
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import FLOAT_DTYPES
 
 # HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -265,7 +266,7 @@ def _check_adapters(head: Head, hidden: Tensor, name: str) -> None:
     if bias is not None:
         expected += bias.float()
     for term in terms:
-        expected += term.inputs(hidden, None) @ term.b.float().T
+        expected += term.inputs(hidden, TokenSelection(hidden.shape[0])) @ term.b.float().T
     rounding = 8 * torch.finfo(hidden.dtype).eps * seen.abs().max().item()
     if not torch.allclose(seen, expected, rtol=0.0, atol=rounding):
         raise ValueError(f"the head of {name} computes something other than h @ W.T + b and its LoRA adapters")

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.head.checks import check_chunk
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.integrations.patching import GlobalPatch, check_version
-from liger_rl.logprobs import check_chunk
 from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean

@@ -117,7 +117,7 @@ class PolicyTerms:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
         return PreparedLoss(self, aligned, None if self.reduction is None else _weights(self.reduction, aligned))
 
-    def tokens_with_a_say(self, given: AlignedBatch) -> Tensor | None:
+    def tokens_to_project(self, given: AlignedBatch) -> Tensor | None:
         """Other than 0 at those of the tokens that count whose log-probabilities the result depends on; shaped like
         them, or (B, 1). None for all that count.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_rl.head.engines.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
 from liger_rl.head.engines.two_pass import ProjectionOptions, fold_projection, spans
 from liger_rl.head.function import select_rows
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
@@ -49,7 +50,7 @@ def one_pass(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (N,)
-    live: Tensor | None,  # (n,) flat index of the tokens that count, None for all of them
+    live: TokenSelection,
     chunks: Sequence[slice],  # of the live tokens, one after the other
     gradients_of: GradientsOf,
     options: ProjectionOptions,
@@ -59,7 +60,7 @@ def one_pass(
     select: bool,  # leave out rows without a gradient, at the price of one host sync a chunk
 ) -> OnePass:
     """Statistics and gradients: 2 n H V for the logits, as much for each gradient of the n' rows that have one."""
-    n = hidden.shape[0] if live is None else live.numel()
+    n = live.count
     logps = torch.empty(n, dtype=torch.float32, device=hidden.device)
     entropy = torch.empty_like(logps) if options.entropy else None
     in_place = options.weight_grad is not None and needs[1]
@@ -69,7 +70,7 @@ def one_pass(
     buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_words(options))
     with gemm.without_autocast(hidden.device):
         for chunk in chunks:
-            index = _index(live, chunk)
+            index = chunk if live.index is None else live.index[chunk]
             rows, row_targets = realigned(hidden[index].to(options.compute_dtype).contiguous()), targets[index]
             kept = buffer.rows(slice(0, rows.shape[0]))
             fold_options = _fold_options(rows, weight, options)
@@ -91,10 +92,6 @@ def _fold_options(rows: Tensor, weight: Tensor, options: ProjectionOptions) -> P
     if options.chunk_vocab is None and gemm_fold_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
     return replace(options, chunk_tokens=rows.shape[0], chunk_vocab=tile_vocab(weight.shape[0], options))
-
-
-def _index(live: Tensor | None, chunk: slice) -> Tensor | slice:
-    return chunk if live is None else live[chunk]
 
 
 def _add_chunk(

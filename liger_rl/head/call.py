@@ -1,0 +1,283 @@
+"""A call of the head: its tensors, its options, and every check and every "not together with" rule."""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_rl.distributed import VocabParallel
+from liger_rl.head.checks import (
+    FLOAT_DTYPES,
+    check_apart,
+    check_budget,
+    check_chunk,
+    check_dense,
+    check_device,
+    check_extras,
+    check_flag,
+    check_floating,
+    check_invariant,
+    check_tokens,
+    check_tolerance,
+    check_transform,
+)
+from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
+from liger_rl.head.engines.two_pass import Gather
+from liger_rl.head.low_rank import LowRank, check_low_rank
+from liger_rl.head.tokens import counted_tokens
+from liger_rl.kernels.transform import LogitTransform
+
+IDENTITY = LogitTransform()
+
+
+class LogProbs(NamedTuple):
+    """Per-token results, float32, shaped like `targets`, 0 at masked tokens."""
+
+    logps: Tensor
+    """log-probability of the target in nats, <= 0, differentiable."""
+    entropy: Tensor | None
+    """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
+    log_sum_sq_probs: Tensor | None = None
+    """log sum_v p_v^2, <= 0, no gradient; None unless among `extras`, as the next two."""
+    mean_logits: Tensor | None = None
+    """Mean over the vocabulary of the transformed logits, no gradient."""
+    is_top1: Tensor | None = None
+    """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """All of a call that is no tensor. `linear_logprobs` documents each.
+
+    Raises:
+        TypeError, ValueError: an option by itself, or two that do not go together.
+    """
+
+    transform: LogitTransform = IDENTITY
+    entropy: bool = False
+    extras: Collection[str] = ()
+    grad_tolerance: float = 0.0
+    compute_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    max_extra_bytes: int | None = None
+    fixed_shape: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        check_transform(self.transform)
+        check_flag("entropy", self.entropy)
+        check_extras(self.extras)
+        check_flag("fixed_shape", self.fixed_shape)
+        check_chunk("chunk_tokens", self.chunk_tokens)
+        check_chunk("chunk_vocab", self.chunk_vocab)
+        check_tolerance(self.grad_tolerance)
+        check_invariant(self.batch_invariant, self.chunk_tokens, self.chunk_vocab, self.grad_tolerance)
+        check_budget(self.max_extra_bytes, self.chunk_tokens, self.chunk_vocab)
+        if self.gather is not None and not callable(self.gather):
+            raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
+        if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
+            raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
+        if self.fixed_shape and self.grad_tolerance != 0.0:
+            raise ValueError(
+                "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
+                f"to compute; got {self.grad_tolerance}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCall:
+    """The tensors of a call and its options."""
+
+    hidden: Tensor  # (B, T, H) or (N, H)
+    weight: Tensor  # (V, H), or this rank's rows of it
+    targets: Tensor  # (B, T) or (N,)
+    mask: Tensor | None = None  # like targets
+    bias: Tensor | None = None  # (V,)
+    low_rank: Sequence[LowRank] = ()
+    vocab_parallel: VocabParallel | None = None
+    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
+    # Like targets or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
+    needed_mask: Tensor | None = None
+    options: HeadOptions
+    targets_name: str = "targets"  # the caller's name for them, for messages
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """Everything that may be a tensor, for those who ask what kind each is."""
+        given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
+        return (*given, *low_rank_tensors(self.low_rank))
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        """Whether gradients are wanted for hidden, weight and bias."""
+        enabled, bias = torch.is_grad_enabled(), self.bias is not None and self.bias.requires_grad
+        return enabled and self.hidden.requires_grad, enabled and self.weight.requires_grad, enabled and bias
+
+    @property
+    def head_needs(self) -> bool:
+        """Whether a gradient is wanted for anything that the head is made of."""
+        factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
+        return torch.is_grad_enabled() and any(
+            part is not None and part.requires_grad for part in (self.weight, self.bias, *factors)
+        )
+
+    @property
+    def rank(self) -> int:
+        """Columns of the low-rank terms together."""
+        return sum(term.a.shape[0] for term in self.low_rank)
+
+    def check_together(self) -> None:
+        """Raise for what does not go together with a sharded head, low-rank terms or torch.compile."""
+        options = self.options
+        if options.batch_invariant and self.low_rank:
+            raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
+        if self.vocab_parallel is not None:
+            if options.grad_tolerance != 0.0:
+                raise ValueError(
+                    "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole "
+                    f"vocabulary's gradient, which no rank has; got {options.grad_tolerance}"
+                )
+            if options.batch_invariant:
+                raise ValueError(
+                    "batch_invariant must be False with vocab_parallel: the order of a sum over ranks is the "
+                    "communication library's, and may change with the number of tokens"
+                )
+            if options.max_extra_bytes is not None:
+                raise ValueError(
+                    "max_extra_bytes must be None with vocab_parallel: the memory of its collectives is not planned; "
+                    f"got {options.max_extra_bytes}"
+                )
+        if torch.compiler.is_compiling():
+            if options.gather is not None:
+                raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
+            if self.weight_grad is not None:
+                raise ValueError(
+                    "weight_grad must be None under torch.compile, whose graphs write to no tensor from outside"
+                )
+
+    def check_tensors(self) -> torch.dtype:
+        """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        check_floating("hidden", hidden)
+        check_floating("weight", weight)
+        if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
+            raise ValueError(f"hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+            raise ValueError(
+                f"weight must be (V, H) with H = {hidden.shape[-1]} from hidden and V of at least 1, "
+                f"got {tuple(weight.shape)}"
+            )
+        check_device("weight", weight, hidden, "hidden")
+        if bias is not None:
+            check_floating("bias", bias)
+            if bias.shape != weight.shape[:1]:
+                raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
+            check_device("bias", bias, hidden, "hidden")
+        check_low_rank(self.low_rank, hidden, weight)
+        check_tokens(self.targets, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
+        return self._compute_dtype()
+
+    def _compute_dtype(self) -> torch.dtype:
+        hidden, kind = self.hidden, self.hidden.device.type
+        if self.options.compute_dtype is not None:
+            return self.options.compute_dtype
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if name == "bias" and tensor is not None and tensor.dtype == torch.float32:
+                continue  # it is added in float32 anyway
+            if tensor is not None and tensor.dtype != hidden.dtype:
+                raise TypeError(
+                    f"{name} must be {hidden.dtype} from hidden (or run under autocast), got {tensor.dtype}"
+                )
+        return hidden.dtype
+
+    def check_weight_grad(self, weight: Tensor) -> None:
+        """`weight` is the caller's, which may be a DTensor."""
+        given = self.weight_grad
+        if given is None:
+            return
+        check_dense("weight_grad", given)
+        if is_dtensor(weight) or is_dtensor(given):
+            raise ValueError(
+                "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
+                "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
+            )
+        if given.dtype != torch.float32:
+            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {given.dtype}")
+        if given.shape != weight.shape:
+            raise ValueError(
+                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(given.shape)}"
+            )
+        check_device("weight_grad", given, weight, "weight")
+        if not given.is_contiguous():
+            raise ValueError(f"weight_grad must be contiguous, got strides {given.stride()}")
+        if given.requires_grad:
+            raise ValueError("weight_grad must require no gradient, because it is added to in place")
+        if not weight.requires_grad:
+            raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
+        if self.options.grad_tolerance != 0.0:
+            raise ValueError(
+                f"grad_tolerance must be 0.0 with weight_grad, got {self.options.grad_tolerance}: the block-sparse "
+                "backward makes a (V, H) gradient of its own"
+            )
+        others = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
+        check_apart("weight_grad", given, **{name: t for name, t in others.items() if not is_dtensor(t)})
+        _check_reduced(given, weight)
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as the checks do."""
+        options, dtype = self.options, self.check_tensors()
+        live = counted_tokens(self.targets, self.mask, self.needed_mask)
+        return {
+            "transform": options.transform,
+            "entropy": options.entropy,
+            "extras": sorted(options.extras),
+            "fixed_shape": options.fixed_shape,
+            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
+            "the dtype of weight": self.weight.dtype,
+            "compute_dtype": dtype,
+            "bias": None if self.bias is None else self.bias.dtype,
+            "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "the number of tokens that count": int(live.sum()),
+            "the sum of targets": int(torch.where(live, self.targets, 0).sum()),
+            "requires_grad of hidden": self.hidden.requires_grad,
+        }
+
+
+def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
+    """ValueError where a DistributedDataParallel in its forward would reduce `weight.grad` and not weight_grad."""
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or not wrapper.require_backward_grad_sync or weight_grad is weight.grad:
+        return
+    if any(weight is parameter for parameter in wrapper.parameters()):
+        raise ValueError(
+            "weight_grad must be weight.grad within DistributedDataParallel, which reduces no other tensor over its "
+            "ranks, got another; where you reduce it, call the model in no_sync()"
+        )
+
+
+def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others: object) -> AbstractContextManager:
+    """The context in which an error of one rank is raised on every rank that has a part of the weight.
+
+    `others` are the call's other tensors.
+
+    Raises:
+        TypeError: what is not a sharded head.
+        ValueError: a sharded head under torch.compile.
+    """
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
+        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, (weight, *others)))):
+        raise ValueError(
+            "vocab_parallel must be None under torch.compile, and no tensor a DTensor: its graphs do not hold the "
+            "collectives of a sharded head"
+        )
+    place = vocab_parallel or place_of(weight, *others)
+    return nullcontext() if place is None else place.shared_errors(weight)
