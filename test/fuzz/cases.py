@@ -1,7 +1,7 @@
 """Strategies: each draws one call of a public function, as plain tensors and options.
 
-Hypothesis draws the options, which it can shrink; the numbers come from a generator whose seed it draws. Without
-FUZZ_CASES in the environment the cases are the same in every run.
+Hypothesis draws shapes and the head's options, which it can shrink. Numbers and the loss's options come from a
+generator whose seed it draws. Without FUZZ_CASES in the environment the cases are the same in every run.
 """
 
 import os
@@ -92,6 +92,10 @@ class Numbers:
 
     def share(self, shape, probability: float) -> Tensor:
         return (torch.rand(shape, generator=self.generator) < probability).to(self.device)
+
+    def one(self, *values):
+        """Evenly, which hypothesis is far from: of 500 cases each option must be met by some."""
+        return values[int(torch.randint(0, len(values), (), generator=self.generator))]
 
     def below(self, bound: int, shape) -> Tensor:
         return torch.randint(0, bound, tuple(shape), generator=self.generator).to(self.device)
@@ -413,16 +417,16 @@ class PolicyCase(Shown):
         return self.entropy_coef != 0 or self.metrics == "with_entropy" or any(n[0] == "T" for n, _ in self.corrections)
 
 
-def objective_options(draw, loss_type: str, objective: str) -> dict:
+def objective_options(numbers: Numbers, loss_type: str, objective: str) -> dict:
     o = {"importance_sampling_level": LEVELS[loss_type]} if loss_type in LEVELS else {}
     if objective in ("PPOClip", "ClipCov"):
-        o |= {"epsilon_low": one(draw, 0.2, 0.0, 0.05), "epsilon_high": one(draw, 0.2, 0.0, 0.4)}
+        o |= {"epsilon_low": numbers.one(0.2, 0.0, 0.05), "epsilon_high": numbers.one(0.2, 0.0, 0.4)}
     if objective == "PPOClip":
-        if draw(st.booleans()):
-            o["delta"] = one(draw, 1.5, 1.0, 3.0)
-        if draw(st.booleans()):
-            o["dual_clip"] = one(draw, 1.2, 3.0)
-        o["mean_advantages"] = rarely(draw)
+        if numbers.one(False, True):
+            o["delta"] = numbers.one(1.5, 1.0, 3.0)
+        if numbers.one(False, True):
+            o["dual_clip"] = numbers.one(1.2, 3.0)
+        o["mean_advantages"] = numbers.one(*[False] * 4, True)
     choices = {
         "CISPO": {"epsilon_high": (0.2, 1.1, 5.0)},
         "SAPO": {"sapo_temperature_pos": (1.0, 0.5, 3.0), "sapo_temperature_neg": (1.05, 2.0)},
@@ -435,80 +439,81 @@ def objective_options(draw, loss_type: str, objective: str) -> dict:
         "ClipCov": {"clip_cov_ratio": (1.0,), "clip_cov_lb": (0.1, -1.0), "clip_cov_ub": (5.0, 0.5)},
         "KLCov": {"kl_cov_ratio": (0.0002, 0.3, 1.0), "ppo_kl_coef": (1.0, 0.2)},
     }  # fmt: skip
-    return o | {name: one(draw, *values) for name, values in choices.get(objective, {}).items()}
+    return o | {name: numbers.one(*values) for name, values in choices.get(objective, {}).items()}
 
 
-def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
+def policy_inputs(numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
     """live, logps (clean, float64): (B, T) or (N,)."""
     shape, device = live.shape, live.device
-    loss_type = draw(st.sampled_from(sorted(OBJECTIVES)))
+    loss_type = numbers.one(*sorted(OBJECTIVES))
     name, reduction = OBJECTIVES[loss_type]
     if per_token:
         reduction = None
-    elif draw(st.booleans()):
-        reduction = draw(st.sampled_from(REDUCTIONS))
+    elif numbers.one(False, True):
+        reduction = numbers.one(*REDUCTIONS)
     o = {}
     if reduction == "FixedLengthMean":
-        o["max_completion_length"] = one(draw, 13, 100.0)
+        o["max_completion_length"] = numbers.one(13, 100.0)
     if reduction == "GlobalTokenMean":
-        o["world_size"] = one(draw, 1, 1, 4)
+        o["world_size"] = numbers.one(1, 1, 4)
     if len(shape) == 2:
         rows, row = shape[0], torch.arange(shape[0], device=device)[:, None].expand(shape)
     else:
-        rows = draw(st.integers(1, 5))
+        rows = numbers.one(1, 2, 3, 4, 5)
         row = numbers.below(rows, shape)
-        row = row.sort().values if draw(st.booleans()) else row
-    per_row = len(shape) == 2 and draw(st.booleans())
-    spread = one(draw, 0.3, 0.05, 1.5)
+        row = row.sort().values if numbers.one(False, True) else row
+    per_row = len(shape) == 2 and numbers.one(False, True)
+    spread = numbers.one(0.3, 0.05, 1.5)
 
     def near() -> Tensor:
         return (logps + spread * numbers.normal(*shape)).float()
 
     case = PolicyCase(
-        loss_type=loss_type, objective=name, objective_options=objective_options(draw, loss_type, name),
-        reduction=reduction, reduction_options=o, beta=one(draw, 0.0, 0.04, 1.0), mask=mask,
-        estimator=one(draw, "k3", "k1", "k2"), weighted=draw(st.booleans()), corrections=[], sampler=None,
-        entropy_coef=0.0 if per_token else one(draw, 0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
-        metrics="none" if per_token else one(draw, "loss", "none", "basic", "with_entropy"),
-        old=None if rarely(draw) else near(), advantages=numbers.normal(*(shape[:1] if per_row else shape)),
-        num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
+        loss_type=loss_type, objective=name, objective_options=objective_options(numbers, loss_type, name),
+        reduction=reduction, reduction_options=o, beta=numbers.one(0.0, 0.04, 1.0), mask=mask,
+        estimator=numbers.one("k3", "k1", "k2"), weighted=numbers.one(False, True), corrections=[], sampler=None,
+        entropy_coef=0.0 if per_token else numbers.one(0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
+        metrics="none" if per_token else numbers.one("loss", "none", "basic", "with_entropy"),
+        old=None if numbers.one(*[False] * 4, True) else near(),
+        advantages=numbers.normal(*(shape[:1] if per_row else shape)),
+        num_sequences=numbers.one(None, None, 8, 3.0), items=numbers.one(None, 50, 7.0),
     )  # fmt: skip
-    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
+    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, numbers.one(0.0, 0.4)), 0.0)
     if name == "GMPO":  # one advantage per sequence, for which alone it is defined
         of_rows = numbers.normal(rows)
         case.advantages = of_rows if per_row else of_rows[row]
     if case.beta:
         case.ref = near()
     if per_token:
-        case.importance = numbers.normal(*shape).abs() + 0.1 if rarely(draw) else None
+        case.importance = numbers.normal(*shape).abs() + 0.1 if numbers.one(*[False] * 4, True) else None
     else:
-        extra = one(draw, "none", "ratio", "sampler", "off_policy", "top_entropy")
+        extra = numbers.one("none", "ratio", "sampler", "sampler", "off_policy", "top_entropy")
         if extra == "ratio":
             case.importance = numbers.normal(*shape).abs() + 0.1
-            if len(shape) == 2 and name != "VESPO" and draw(st.booleans()):
-                case.importance = case.importance[:, 0] if draw(st.booleans()) else case.importance[:, :1]
+            if len(shape) == 2 and name != "VESPO" and numbers.one(False, True):
+                case.importance = case.importance[:, 0] if numbers.one(False, True) else case.importance[:, :1]
         if extra == "sampler" and case.old is not None:
             levels = ("token",) if name == "VESPO" else ("sequence", "token")
-            mode = one(draw, "mask", "truncate") if name != "VESPO" else "truncate"
-            low = 0.3 if name == "VESPO" else one(draw, None, 0.5)
+            mode = numbers.one("mask", "truncate") if name != "VESPO" else "truncate"
+            low = 0.3 if name == "VESPO" else numbers.one(None, 0.5, 0.95)
             case.sampler = {
-                "level": one(draw, *levels),
+                "level": numbers.one(*levels),
                 "mode": mode,
                 "ratio_min": low,
-                "ratio_max": one(draw, 3.0, 1.5),
+                "ratio_max": numbers.one(3.0, 1.5),
             }
         if extra in ("sampler", "off_policy"):
-            case.sampling = near().masked_fill(numbers.share(shape, one(draw, 0.0, 0.2)), torch.nan)
+            case.sampling = near().masked_fill(numbers.share(shape, numbers.one(0.0, 0.2)), torch.nan)
         if extra == "off_policy":
-            case.corrections.append(("OffPolicySequenceMask", one(draw, 0.02, 0.3)))
-            if draw(st.booleans()):
+            case.corrections.append(("OffPolicySequenceMask", numbers.one(0.02, 0.3)))
+            if numbers.one(False, True):
                 case.sampling = None
         if extra == "top_entropy":
-            case.corrections.append(("TopEntropyMask", one(draw, 0.5, 1.0, 0.2317, 0.777)))
-    if one(draw, False, True):  # whatever stands at masked tokens
+            case.corrections.append(("TopEntropyMask", numbers.one(0.5, 1.0, 0.2317, 0.777)))
+    if numbers.one(False, True):  # whatever stands at masked tokens
         for column in (case.old, case.ref, case.sampling, case.importance, case.advantages):
             if column is not None and column.shape == shape:
-                column[~live] = one(draw, torch.nan, torch.inf)
+                column[~live] = numbers.one(torch.nan, torch.inf)
     assume(not oracle.undecided(case, logps))
     return case
 
@@ -521,7 +526,7 @@ def policy_cases(draw, device: str = DEVICE) -> PolicyCase:
     mask = masks(draw, numbers, shape)
     live = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     logps = -numbers.normal(*shape, std=one(draw, 1.0, 5.0)).abs()
-    case = policy_inputs(draw, numbers, live, logps.double(), mask, per_token=False)
+    case = policy_inputs(numbers, live, logps.double(), mask, per_token=False)
     if rarely(draw):
         case.reduction, case.entropy_coef = None, 0.0
     poison = one(draw, torch.nan, 0.0)
@@ -543,7 +548,7 @@ def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
     found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
     assume(found.isfinite().all())  # a banned target is no sample
     numbers = Numbers(draw(st.integers(0, 2**30)), device)
-    case = policy_inputs(draw, numbers, head.live, found, head.mask, per_token=False)
+    case = policy_inputs(numbers, head.live, found, head.mask, per_token=False)
     case.head, case.passes = head, one(draw, "auto", "two", "one")
     if head.wants["weight"] and rarely(draw):
         head.weight_grad = numbers.normal(*head.weight.shape)
@@ -569,7 +574,7 @@ def given_logits_cases(draw, device: str = DEVICE) -> PolicyCase:
     raw = logits.logits[:, :-1] if logits.spare_position else logits.logits
     z = raw.double().masked_fill(~logits.live[..., None], 0.0) / logits.transform["temperature"]
     found = z.log_softmax(-1).gather(-1, logits.targets.clamp(min=0)[..., None]).squeeze(-1)
-    case = policy_inputs(draw, numbers, logits.live, found, logits.mask, per_token=True)
+    case = policy_inputs(numbers, logits.live, found, logits.mask, per_token=True)
     case.logits = logits
     assume(len(shape) == 2 or shape[0] > 0)
     return keep(case)

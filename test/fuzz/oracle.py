@@ -114,7 +114,7 @@ class Logits:
             g, e = g.abs()[:, None], e.abs()[:, None]
             size = inverse * (g * (onehot + self.p) + e * around)
             # No entry is exacter than the largest of its row: what is rounded may be their sum, or their difference.
-            budget = ROUNDINGS * EPS * self.amp[:, None] * size + EPS * size.amax(-1, keepdim=True)
+            budget = ROUNDINGS * EPS * (self.amp[:, None] * size + size.amax(-1, keepdim=True))
             budget = budget + _least(torch.float32)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
             if compute != torch.float32:
