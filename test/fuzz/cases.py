@@ -1,10 +1,11 @@
 """Strategies: each draws one call of a public function, as plain tensors and options.
 
-Hypothesis draws shapes and the head's options, which it can shrink. Numbers and the loss's options come from a
-generator whose seed it draws. Without FUZZ_CASES in the environment the cases are the same in every run.
+A case is a function of its seed, which it shows: `head_cases.build(random.Random(seed), "cpu")`. Without FUZZ_CASES in
+the environment the cases are the same in every run.
 """
 
 import os
+import random
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -56,15 +57,29 @@ def fuzz(share: float) -> settings:
     )  # fmt: skip
 
 
-def keep(case):
-    assume(not any(meets(case) for meets in KNOWN.values()))
-    return case
+def strategy(build):
+    """A function of (random.Random, device) as a strategy, which keeps it as `build`.
+
+    Hypothesis draws the seed alone: its own choices come in clumps, and of 500 cases each option must be met by some.
+    """
+
+    def cases(device: str = DEVICE) -> st.SearchStrategy:
+        def of(seed: int):
+            case = build(random.Random(seed), device)
+            case.seed = seed
+            assume(not any(meets(case) for meets in KNOWN.values()))
+            return case
+
+        return st.integers(0, 2**62).map(of)
+
+    cases.build = build
+    return cases
 
 
 class Shown:
     def __repr__(self) -> str:
         """Options in full, tensors as dtype, shape and strides."""
-        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {"seed": getattr(self, "seed", None)} | {f.name: getattr(self, f.name) for f in fields(self)}
         return f"{type(self).__name__}({', '.join(f'{k}={_brief(v)}' for k, v in shown.items())})"
 
     def _repr_pretty_(self, printer, cycle: bool) -> None:
@@ -93,20 +108,16 @@ class Numbers:
     def share(self, shape, probability: float) -> Tensor:
         return (torch.rand(shape, generator=self.generator) < probability).to(self.device)
 
-    def one(self, *values):
-        """Evenly, which hypothesis is far from: of 500 cases each option must be met by some."""
-        return values[int(torch.randint(0, len(values), (), generator=self.generator))]
-
     def below(self, bound: int, shape) -> Tensor:
         return torch.randint(0, bound, tuple(shape), generator=self.generator).to(self.device)
 
 
 def rarely(draw) -> bool:
-    return draw(st.integers(0, 4)) == 4
+    return draw.randint(0, 4) == 4
 
 
 def one(draw, *values):
-    return draw(st.sampled_from(values))
+    return draw.choice(values)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -122,15 +133,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 LAYOUTS = ("contiguous", "transposed", "sliced")
 
 
-def shapes(draw, device: str, most_vocab: int = 600) -> tuple[tuple[int, ...], int, int]:
+def shapes(draw, device: str) -> tuple[tuple[int, ...], int, int]:
     """-> (B, T) or (N,), H, V; on a GPU such as its kernels with epilogues take, or small ones."""
     if device == "cuda" and not rarely(draw):
-        tokens = draw(st.integers(512, 900))
-        lead = (2, tokens // 2) if draw(st.booleans()) else (tokens,)
-        return lead, 8 * draw(st.integers(1, 32)), draw(st.integers(1, 4000))
-    lead = draw(st.one_of(st.tuples(st.integers(1, 4), st.integers(1, 17)), st.tuples(st.integers(0, 70))))
-    width = draw(st.one_of(st.integers(1, 40), st.sampled_from((8, 16))))
-    return lead, width, draw(st.one_of(st.integers(1, most_vocab), st.sampled_from((255, 256, 257, 512, 513))))
+        tokens = draw.randint(512, 900)
+        lead = (2, tokens // 2) if draw.choice((False, True)) else (tokens,)
+        return lead, 8 * draw.randint(1, 32), draw.randint(1, 4000)
+    lead = one(draw, (draw.randint(1, 4), draw.randint(1, 17)), (one(draw, draw.randint(0, 70), draw.randint(0, 3)),))
+    width = one(draw, draw.randint(1, 40), draw.randint(1, 3), 8, 16)
+    return lead, width, one(draw, draw.randint(1, 600), draw.randint(1, 600), draw.randint(1, 5), 255, 256, 257, 513)
 
 
 def transforms(draw) -> dict:
@@ -199,13 +210,13 @@ DTYPES = (
 
 
 def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True, lead=None, seed=None) -> HeadCase:
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    numbers = Numbers(draw.getrandbits(62), device)
     shape, width, vocab = shapes(draw, device)
     shape = lead or shape
     tokens = 1
     for side in shape:
         tokens *= side
-    dtype, weight_dtype, autocast, compute_dtype = draw(st.sampled_from(DTYPES))
+    dtype, weight_dtype, autocast, compute_dtype = draw.choice(DTYPES)
     std = one(draw, 1.0, 0.1, 4.0, 12.0)
     if rarely(draw) and 0 < tokens <= 70:  # dL/dweight is dL/dlogits itself then
         width, hidden = tokens, torch.eye(tokens, device=device).to(dtype)
@@ -213,24 +224,24 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
     else:
         hidden = numbers.normal(tokens, width, dtype=dtype)
         weight = numbers.normal(vocab, width, std=std * width**-0.5, dtype=weight_dtype)
-    targets = targets_of(draw, numbers, hidden.float() @ weight.float().T, draw(st.booleans()))
+    targets = targets_of(draw, numbers, hidden.float() @ weight.float().T, draw.choice((False, True)))
     mask = masks(draw, numbers, shape)
     bias = None
-    if draw(st.booleans()):
+    if draw.choice((False, True)):
         bias = numbers.normal(vocab, dtype=one(draw, dtype, F32))
-        if banned and draw(st.booleans()):
+        if banned and draw.choice((False, True)):
             bias[numbers.share((vocab,), one(draw, 0.2, 0.9)) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
     terms = []
     for _ in range(one(draw, 0, 0, 1, 2) if low_rank else 0):
-        rank, kind = draw(st.integers(1, 5)), one(draw, dtype, F32)
+        rank, kind = draw.randint(1, 5), one(draw, dtype, F32)
         own = numbers.normal(*shape, width, dtype=dtype) if rarely(draw) else None
         a, b = numbers.normal(rank, width, std=width**-0.5, dtype=kind), numbers.normal(vocab, rank, dtype=kind)
         terms.append({"a": a, "b": b, "scaling": one(draw, 0.5, 2.0, -1.0), "hidden": own})
-    hidden = laid_out(hidden.reshape(*shape, width), draw(st.sampled_from(LAYOUTS)))
+    hidden = laid_out(hidden.reshape(*shape, width), draw.choice(LAYOUTS))
     if rarely(draw) and len(shape) == 2 and hidden.numel():
         hidden = hidden[:, :1].expand(-1, shape[1], -1)
     case = HeadCase(
-        hidden=hidden, weight=laid_out(weight, draw(st.sampled_from(LAYOUTS))),
+        hidden=hidden, weight=laid_out(weight, draw.choice(LAYOUTS)),
         targets=laid_out(targets.reshape(shape).to(one(draw, torch.int64, torch.int64, torch.int32)), "transposed"),
         mask=None if mask is None else laid_out(mask, "transposed"), bias=bias, low_rank=terms,
         transform=transforms(draw), autocast=autocast, compute_dtype=compute_dtype, wants={},
@@ -262,45 +273,43 @@ def tiles(draw, options: dict) -> dict:
     return options
 
 
-@st.composite
-def head_cases(draw, device: str = DEVICE) -> HeadCase:
-    options = {"entropy": draw(st.booleans())}
+@strategy
+def head_cases(draw, device: str) -> HeadCase:
+    options = {"entropy": draw.choice((False, True))}
     if rarely(draw):
         options["extras"] = one(draw, ("log_sum_sq_probs",), ("mean_logits", "is_top1", "log_sum_sq_probs"))
     tiles(draw, options)
     case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
     case.options = options
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    numbers = Numbers(draw.getrandbits(62), device)
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
-    return keep(case)
+    return case
 
 
-@st.composite
-def tolerance_cases(draw, device: str = DEVICE) -> HeadCase:
+@strategy
+def tolerance_cases(draw, device: str) -> HeadCase:
     """Hidden states are one-hot, so that the weight's gradient is the logits'; blocks that differ in what they hold."""
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
-    tokens = draw(st.integers(512, 700)) // 8 * 8 if device == "cuda" else draw(st.integers(1, 300))
-    vocab = draw(st.integers(300, 1500))
+    numbers = Numbers(draw.getrandbits(62), device)
+    tokens = draw.randint(512, 700) // 8 * 8 if device == "cuda" else draw.randint(1, 300)
+    vocab = draw.randint(300, 1500)
     dtype = BF16 if device == "cuda" else one(draw, F32, BF16)
     logits = numbers.normal(tokens, vocab, std=one(draw, 1.0, 3.0))
     sure = numbers.share((tokens,), one(draw, 0.9, 0.5, 0.1))
     logits[torch.arange(tokens, device=device), numbers.below(vocab, (tokens,))] += sure * one(draw, 8.0, 14.0)
-    targets = targets_of(draw, numbers, logits, draw(st.booleans()))
+    targets = targets_of(draw, numbers, logits, draw.choice((False, True)))
     bias = None
-    if draw(st.booleans()):
+    if draw.choice((False, True)):
         bias = numbers.normal(vocab, dtype=F32)
         bias[numbers.share((vocab,), 0.2) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
     shape = (tokens,)
-    return keep(
-        HeadCase(
+    return HeadCase(
             hidden=torch.eye(tokens, device=device).to(dtype), weight=logits.T.to(dtype).contiguous(), targets=targets,
             mask=masks(draw, numbers, shape), bias=bias, low_rank=[], transform=transforms(draw), autocast=None,
-            compute_dtype=None, wants={"hidden": True, "weight": True, "bias": draw(st.booleans())},
-            options={"entropy": draw(st.booleans()), "grad_tolerance": one(draw, 1e-3, 1e-2, 0.1, 0.5)},
+            compute_dtype=None, wants={"hidden": True, "weight": True, "bias": draw.choice((False, True))},
+            options={"entropy": draw.choice((False, True)), "grad_tolerance": one(draw, 1e-3, 1e-2, 0.1, 0.5)},
             upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)),
-        )
     )  # fmt: skip
 
 
@@ -318,24 +327,24 @@ class LogitsCase(Shown):
     live = HeadCase.live
 
 
-@st.composite
-def logits_cases(draw, device: str = DEVICE, lead=None, spare: bool = False, banned: bool = True) -> LogitsCase:
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+@strategy
+def logits_cases(draw, device: str, lead=None, spare: bool = False, banned: bool = True) -> LogitsCase:
+    numbers = Numbers(draw.getrandbits(62), device)
     shape, _, vocab = shapes(draw, device)
     shape = lead or shape
     dtype = one(draw, F32, F32, BF16, F16)
-    spare = spare and len(shape) == 2 and draw(st.booleans())
+    spare = spare and len(shape) == 2 and draw.choice((False, True))
     full = (shape[0], shape[1] + 1) if spare else shape
     logits = numbers.normal(*full, vocab, std=one(draw, 1.0, 4.0, 12.0))
     if banned and rarely(draw):
         logits[numbers.share(logits.shape, 0.3) & (torch.arange(vocab, device=device) > 0)] = -torch.inf
     logits = logits.to(dtype)
     flat = (logits[:, :-1] if spare else logits).reshape(-1, vocab)
-    targets = targets_of(draw, numbers, flat, draw(st.booleans())).reshape(shape)
+    targets = targets_of(draw, numbers, flat, draw.choice((False, True))).reshape(shape)
     mask = masks(draw, numbers, shape)
     where = one(draw, "new", "new", "in_place", "buffer")
     buffer = numbers.normal(*logits.shape, dtype=one(draw, F32, BF16, F16)) if where == "buffer" else None
-    layout = draw(st.sampled_from(LAYOUTS)) if where != "in_place" else "contiguous"
+    layout = draw.choice(LAYOUTS) if where != "in_place" else "contiguous"
     if layout == "sliced" and len(full) == 2:  # [:, :-1] of something wider
         logits = torch.cat([logits, logits[:, :1]], 1)[:, :-1]
     elif layout == "transposed" and len(full) == 2:
@@ -348,7 +357,7 @@ def logits_cases(draw, device: str = DEVICE, lead=None, spare: bool = False, ban
     if one(draw, False, True):
         rows = logits[:, :-1] if spare else logits
         rows[~case.live] = torch.nan
-    return keep(case)
+    return case
 
 
 OBJECTIVES = {
@@ -417,16 +426,16 @@ class PolicyCase(Shown):
         return self.entropy_coef != 0 or self.metrics == "with_entropy" or any(n[0] == "T" for n, _ in self.corrections)
 
 
-def objective_options(numbers: Numbers, loss_type: str, objective: str) -> dict:
+def objective_options(draw, loss_type: str, objective: str) -> dict:
     o = {"importance_sampling_level": LEVELS[loss_type]} if loss_type in LEVELS else {}
     if objective in ("PPOClip", "ClipCov"):
-        o |= {"epsilon_low": numbers.one(0.2, 0.0, 0.05), "epsilon_high": numbers.one(0.2, 0.0, 0.4)}
+        o |= {"epsilon_low": one(draw, 0.2, 0.0, 0.05), "epsilon_high": one(draw, 0.2, 0.0, 0.4)}
     if objective == "PPOClip":
-        if numbers.one(False, True):
-            o["delta"] = numbers.one(1.5, 1.0, 3.0)
-        if numbers.one(False, True):
-            o["dual_clip"] = numbers.one(1.2, 3.0)
-        o["mean_advantages"] = numbers.one(*[False] * 4, True)
+        if one(draw, False, True):
+            o["delta"] = one(draw, 1.5, 1.0, 3.0)
+        if one(draw, False, True):
+            o["dual_clip"] = one(draw, 1.2, 3.0)
+        o["mean_advantages"] = rarely(draw)
     choices = {
         "CISPO": {"epsilon_high": (0.2, 1.1, 5.0)},
         "SAPO": {"sapo_temperature_pos": (1.0, 0.5, 3.0), "sapo_temperature_neg": (1.05, 2.0)},
@@ -439,104 +448,104 @@ def objective_options(numbers: Numbers, loss_type: str, objective: str) -> dict:
         "ClipCov": {"clip_cov_ratio": (1.0,), "clip_cov_lb": (0.1, -1.0), "clip_cov_ub": (5.0, 0.5)},
         "KLCov": {"kl_cov_ratio": (0.0002, 0.3, 1.0), "ppo_kl_coef": (1.0, 0.2)},
     }  # fmt: skip
-    return o | {name: numbers.one(*values) for name, values in choices.get(objective, {}).items()}
+    return o | {name: one(draw, *values) for name, values in choices.get(objective, {}).items()}
 
 
-def policy_inputs(numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
+def policy_inputs(draw, numbers: Numbers, live: Tensor, logps: Tensor, mask: Tensor | None, per_token: bool):
     """live, logps (clean, float64): (B, T) or (N,)."""
     shape, device = live.shape, live.device
-    loss_type = numbers.one(*sorted(OBJECTIVES))
+    loss_type = one(draw, *sorted(OBJECTIVES))
     name, reduction = OBJECTIVES[loss_type]
     if per_token:
         reduction = None
-    elif numbers.one(False, True):
-        reduction = numbers.one(*REDUCTIONS)
+    elif one(draw, False, True):
+        reduction = one(draw, *REDUCTIONS)
     o = {}
     if reduction == "FixedLengthMean":
-        o["max_completion_length"] = numbers.one(13, 100.0)
+        o["max_completion_length"] = one(draw, 13, 100.0)
     if reduction == "GlobalTokenMean":
-        o["world_size"] = numbers.one(1, 1, 4)
+        o["world_size"] = one(draw, 1, 1, 4)
     if len(shape) == 2:
         rows, row = shape[0], torch.arange(shape[0], device=device)[:, None].expand(shape)
     else:
-        rows = numbers.one(1, 2, 3, 4, 5)
+        rows = one(draw, 1, 2, 3, 4, 5)
         row = numbers.below(rows, shape)
-        row = row.sort().values if numbers.one(False, True) else row
-    per_row = len(shape) == 2 and numbers.one(False, True)
-    spread = numbers.one(0.3, 0.05, 1.5)
+        row = row.sort().values if one(draw, False, True) else row
+    per_row = len(shape) == 2 and one(draw, False, True)
+    spread = one(draw, 0.3, 0.05, 1.5)
 
     def near() -> Tensor:
         return (logps + spread * numbers.normal(*shape)).float()
 
     case = PolicyCase(
-        loss_type=loss_type, objective=name, objective_options=objective_options(numbers, loss_type, name),
-        reduction=reduction, reduction_options=o, beta=numbers.one(0.0, 0.04, 1.0), mask=mask,
-        estimator=numbers.one("k3", "k1", "k2"), weighted=numbers.one(False, True), corrections=[], sampler=None,
-        entropy_coef=0.0 if per_token else numbers.one(0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
-        metrics="none" if per_token else numbers.one("loss", "none", "basic", "with_entropy"),
-        old=None if numbers.one(*[False] * 4, True) else near(),
+        loss_type=loss_type, objective=name, objective_options=objective_options(draw, loss_type, name),
+        reduction=reduction, reduction_options=o, beta=one(draw, 0.0, 0.04, 1.0), mask=mask,
+        estimator=one(draw, "k3", "k1", "k2"), weighted=one(draw, False, True), corrections=[], sampler=None,
+        entropy_coef=0.0 if per_token else one(draw, 0.0, 0.0, 0.01, -1.0), row=row, rows=rows, live=live,
+        metrics="none" if per_token else one(draw, "loss", "none", "basic", "with_entropy"),
+        old=None if rarely(draw) else near(),
         advantages=numbers.normal(*(shape[:1] if per_row else shape)),
-        num_sequences=numbers.one(None, None, 8, 3.0), items=numbers.one(None, 50, 7.0),
+        num_sequences=one(draw, None, None, 8, 3.0), items=one(draw, None, 50, 7.0),
     )  # fmt: skip
-    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, numbers.one(0.0, 0.4)), 0.0)
+    case.advantages = case.advantages.masked_fill(numbers.share(case.advantages.shape, one(draw, 0.0, 0.4)), 0.0)
     if name == "GMPO":  # one advantage per sequence, for which alone it is defined
         of_rows = numbers.normal(rows)
         case.advantages = of_rows if per_row else of_rows[row]
     if case.beta:
         case.ref = near()
     if per_token:
-        case.importance = numbers.normal(*shape).abs() + 0.1 if numbers.one(*[False] * 4, True) else None
+        case.importance = numbers.normal(*shape).abs() + 0.1 if rarely(draw) else None
     else:
-        extra = numbers.one("none", "ratio", "sampler", "sampler", "off_policy", "top_entropy")
+        extra = one(draw, "none", "ratio", "sampler", "sampler", "off_policy", "top_entropy")
         if extra == "ratio":
             case.importance = numbers.normal(*shape).abs() + 0.1
-            if len(shape) == 2 and name != "VESPO" and numbers.one(False, True):
-                case.importance = case.importance[:, 0] if numbers.one(False, True) else case.importance[:, :1]
+            if len(shape) == 2 and name != "VESPO" and one(draw, False, True):
+                case.importance = case.importance[:, 0] if one(draw, False, True) else case.importance[:, :1]
         if extra == "sampler" and case.old is not None:
             levels = ("token",) if name == "VESPO" else ("sequence", "token")
-            mode = numbers.one("mask", "truncate") if name != "VESPO" else "truncate"
-            low = 0.3 if name == "VESPO" else numbers.one(None, 0.5, 0.95)
+            mode = one(draw, "mask", "truncate") if name != "VESPO" else "truncate"
+            low = 0.3 if name == "VESPO" else one(draw, None, 0.5, 0.95)
             case.sampler = {
-                "level": numbers.one(*levels),
+                "level": one(draw, *levels),
                 "mode": mode,
                 "ratio_min": low,
-                "ratio_max": numbers.one(3.0, 1.5),
+                "ratio_max": one(draw, 3.0, 1.5),
             }
         if extra in ("sampler", "off_policy"):
-            case.sampling = near().masked_fill(numbers.share(shape, numbers.one(0.0, 0.2)), torch.nan)
+            case.sampling = near().masked_fill(numbers.share(shape, one(draw, 0.0, 0.2)), torch.nan)
         if extra == "off_policy":
-            case.corrections.append(("OffPolicySequenceMask", numbers.one(0.02, 0.3)))
-            if numbers.one(False, True):
+            case.corrections.append(("OffPolicySequenceMask", one(draw, 0.02, 0.3)))
+            if one(draw, False, True):
                 case.sampling = None
         if extra == "top_entropy":
-            case.corrections.append(("TopEntropyMask", numbers.one(0.5, 1.0, 0.2317, 0.777)))
-    if numbers.one(False, True):  # whatever stands at masked tokens
+            case.corrections.append(("TopEntropyMask", one(draw, 0.5, 1.0, 0.2317, 0.777)))
+    if one(draw, False, True):  # whatever stands at masked tokens
         for column in (case.old, case.ref, case.sampling, case.importance, case.advantages):
             if column is not None and column.shape == shape:
-                column[~live] = numbers.one(torch.nan, torch.inf)
+                column[~live] = one(draw, torch.nan, torch.inf)
     assume(not oracle.undecided(case, logps))
     return case
 
 
-@st.composite
-def policy_cases(draw, device: str = DEVICE) -> PolicyCase:
+@strategy
+def policy_cases(draw, device: str) -> PolicyCase:
     """Log-probabilities are given."""
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
-    shape = draw(st.one_of(st.tuples(st.integers(1, 6), st.integers(1, 17)), st.tuples(st.integers(0, 70))))
+    shape = one(draw, (draw.randint(1, 6), draw.randint(1, 17)), (draw.randint(0, 70),))
+    numbers = Numbers(draw.getrandbits(62), device)
     mask = masks(draw, numbers, shape)
     live = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
     logps = -numbers.normal(*shape, std=one(draw, 1.0, 5.0)).abs()
-    case = policy_inputs(numbers, live, logps.double(), mask, per_token=False)
+    case = policy_inputs(draw, numbers, live, logps.double(), mask, per_token=False)
     if rarely(draw):
         case.reduction, case.entropy_coef = None, 0.0
     poison = one(draw, torch.nan, 0.0)
     case.logps = logps.masked_fill(~live, poison)
     case.entropy = (numbers.normal(*shape).abs() * 2).masked_fill(~live, poison)
-    return keep(case)
+    return case
 
 
-@st.composite
-def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
+@strategy
+def fused_cases(draw, device: str) -> PolicyCase:
     """The whole way from hidden states."""
     head = head_inputs(draw, device, banned=rarely(draw))
     head = replace(head, compute_dtype=None)
@@ -547,8 +556,8 @@ def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
         head.options = {"entropy": True}
     found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
     assume(found.isfinite().all())  # a banned target is no sample
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
-    case = policy_inputs(numbers, head.live, found, head.mask, per_token=False)
+    numbers = Numbers(draw.getrandbits(62), device)
+    case = policy_inputs(draw, numbers, head.live, found, head.mask, per_token=False)
     case.head, case.passes = head, one(draw, "auto", "two", "one")
     if head.wants["weight"] and rarely(draw):
         head.weight_grad = numbers.normal(*head.weight.shape)
@@ -561,20 +570,20 @@ def fused_cases(draw, device: str = DEVICE) -> PolicyCase:
             head.options.pop("chunk_tokens", None)
         if case.objective_options.get("mean_advantages"):
             head.options.pop("chunk_tokens", None)
-    return keep(case)
+    return case
 
 
-@st.composite
-def given_logits_cases(draw, device: str = DEVICE) -> PolicyCase:
+@strategy
+def given_logits_cases(draw, device: str) -> PolicyCase:
     """grpo_loss_from_logits."""
-    logits = draw(logits_cases(device, spare=True, banned=False))
+    logits = logits_cases.build(draw, device, spare=True, banned=False)
     logits.transform = {"temperature": logits.transform["temperature"], "softcap": None, "scale": 1.0}
-    numbers = Numbers(draw(st.integers(0, 2**30)), device)
+    numbers = Numbers(draw.getrandbits(62), device)
     shape = logits.targets.shape
     raw = logits.logits[:, :-1] if logits.spare_position else logits.logits
     z = raw.double().masked_fill(~logits.live[..., None], 0.0) / logits.transform["temperature"]
     found = z.log_softmax(-1).gather(-1, logits.targets.clamp(min=0)[..., None]).squeeze(-1)
-    case = policy_inputs(numbers, logits.live, found, logits.mask, per_token=True)
+    case = policy_inputs(draw, numbers, logits.live, found, logits.mask, per_token=True)
     case.logits = logits
     assume(len(shape) == 2 or shape[0] > 0)
-    return keep(case)
+    return case
