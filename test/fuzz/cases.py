@@ -26,9 +26,8 @@ KNOWN = {
     "empty grad_buffer of strides (1, 0) is refused": lambda case: (
         isinstance(case, LogitsCase) and case.grad_buffer is not None and case.grad_buffer.numel() == 0
     ),
-    "autocast refuses to join low-rank terms of which one is of another 16-bit dtype": lambda case: (
+    "autocast refuses to join low-rank terms of another 16-bit dtype than its own": lambda case: (
         (head := case if isinstance(case, HeadCase) else getattr(case, "head", None)) is not None
-        and len(head.low_rank) > 1
         and head.autocast is not None
         and any(term["b"].dtype not in (F32, head.autocast) for term in head.low_rank)
     ),

@@ -76,7 +76,8 @@ class Logits:
                 arg = self.slope * self.scale * size / self.softcap
             inner = self.scale / self.temperature * size * self.slope + self.z.abs() + arg
             # Relative error of a row's probabilities, in units of rounding; a banned entry has none.
-            self.amp = 1 + inner.nan_to_num(posinf=0.0, nan=0.0).amax(-1)
+            # The sum of so many exponentials may be made one by one, whose errors add up like a random walk.
+            self.amp = 1 + raw.shape[-1] ** 0.5 / 4 + inner.nan_to_num(posinf=0.0, nan=0.0).amax(-1)
             self.p = self.z.softmax(-1)
             self.budgets = self._budgets()
 
