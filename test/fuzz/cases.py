@@ -564,10 +564,10 @@ def fused_cases(draw, device: str) -> PolicyCase:
         one_pass = not head.low_rank and head.compute != F16 and head.weight.dtype != F16 and head.hidden.dtype != F16
         assume(one_pass and not {"fixed_shape", "batch_invariant"} & head.options.keys())
         head.options.pop("chunk_vocab", None)
-        sequential = case.objective_options.get("importance_sampling_level", "token") != "token"
-        if case.objective not in ("PPOClip", "CISPO", "SAPO", "DPPO", "Reinforce") or sequential or case.corrections:
-            head.options.pop("chunk_tokens", None)
-        if case.objective_options.get("mean_advantages"):
+        o = case.objective_options
+        alone = case.objective in ("PPOClip", "CISPO", "SAPO", "DPPO", "Reinforce") and not o.get("mean_advantages")
+        alone = alone and o.get("importance_sampling_level", "token") == "token" and not case.corrections
+        if not alone or head.weight_grad is not None:  # one chunk has to hold every token
             head.options.pop("chunk_tokens", None)
     return case
 

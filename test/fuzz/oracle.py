@@ -366,7 +366,12 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
     bonus = torch.where(counted, entropy, 0.0) * (-case.entropy_coef / max(int(counted.sum()), 1))
     found = {"per_token": of_policy + of_kl, "loss": (of_policy + of_kl + bonus).sum()}
     found |= metrics(case, c, logp, entropy, kl, ratio, low, high, outside)
-    size = c.advantages.abs() * ratio * (1.0 if c.importance is None else c.importance.abs())
+    # A mean of advantages is no exacter than that of their sizes.
+    size = (
+        torch.maximum(c.advantages.abs(), c.mean(c.advantages.abs()))
+        * ratio
+        * (1.0 if c.importance is None else c.importance.abs())
+    )
     if kl is not None:
         size = size + case.beta * (1 + (c.ref - logp).exp()) * (ratio if case.weighted else 1.0)
     found["size dlogps"] = torch.where(c.mask, size * w, 0.0)
