@@ -180,6 +180,7 @@ class Head:
             scaling = abs(self.case.low_rank[i]["scaling"])
             through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()
             budgets[f"b{i}"] = (budget + 3 * lost * dlogits.abs()).T @ inner.abs()
+            budgets[f"b{i}"] += ROUNDINGS * EPS * scaling * dlogits.abs().T @ (x.abs() @ a.abs().T)
             budgets[f"a{i}"] = through.T @ x.abs() + 2 * lost * (scaling * dlogits.abs() @ b.abs()).T @ x.abs()
             reached = f"hidden{i}" if f"hidden{i}" in grads else "hidden"
             # Two gradients of one tensor are rounded to its dtype before autograd adds them.
