@@ -62,8 +62,8 @@ class Call:
         return plan_linear_logprobs(
             case.targets.numel(), *case.weight.shape, dtype=case.hidden.dtype, weight_dtype=case.weight.dtype,
             compute_dtype=case.compute, device=case.hidden.device,
-            # A bias and b count as the weight does, a as the hidden states do.
-            needs=(any(k[0] in "ha" for k in self.leaves), any(k[0] in "wb" for k in self.leaves)),
+            # Bias and low-rank factors count as the weight does.
+            needs=(self.hidden.requires_grad, any("hidden" not in name for name in self.leaves)),
             bias=case.bias is not None, rank=sum(t["a"].shape[0] for t in case.low_rank),
             weight_grad=case.weight_grad is not None, transform=LogitTransform(**case.transform), **(chosen | more),
         ).least_bytes  # fmt: skip

@@ -76,7 +76,8 @@ class Logits:
                 arg = self.slope * self.scale * size / self.softcap
             inner = self.scale / self.temperature * size * self.slope + self.z.abs() + arg
             # Relative error of a row's probabilities, in units of rounding; a banned entry has none.
-            self.amp = 1 + inner.nan_to_num(posinf=0.0, nan=0.0).amax(-1)
+            # The sum of so many exponentials may be made one by one, whose errors add up like a random walk.
+            self.amp = 1 + raw.shape[-1] ** 0.5 / 4 + inner.nan_to_num(posinf=0.0, nan=0.0).amax(-1)
             self.p = self.z.softmax(-1)
             self.budgets = self._budgets()
 
@@ -114,7 +115,7 @@ class Logits:
             g, e = g.abs()[:, None], e.abs()[:, None]
             size = inverse * (g * (onehot + self.p) + e * around)
             # No entry is exacter than the largest of its row: what is rounded may be their sum, or their difference.
-            budget = ROUNDINGS * EPS * self.amp[:, None] * size + EPS * size.amax(-1, keepdim=True)
+            budget = ROUNDINGS * EPS * (self.amp[:, None] * size + size.amax(-1, keepdim=True))
             budget = budget + _least(torch.float32)
             budget = budget + inverse * self.slope * (dg * (onehot - self.p).abs() + de * around)
             if compute != torch.float32:
@@ -179,6 +180,7 @@ class Head:
             scaling = abs(self.case.low_rank[i]["scaling"])
             through = scaling * (budget + 3 * lost * dlogits.abs()) @ b.abs()
             budgets[f"b{i}"] = (budget + 3 * lost * dlogits.abs()).T @ inner.abs()
+            budgets[f"b{i}"] += ROUNDINGS * EPS * scaling * dlogits.abs().T @ (x.abs() @ a.abs().T)
             budgets[f"a{i}"] = through.T @ x.abs() + 2 * lost * (scaling * dlogits.abs() @ b.abs()).T @ x.abs()
             reached = f"hidden{i}" if f"hidden{i}" in grads else "hidden"
             # Two gradients of one tensor are rounded to its dtype before autograd adds them.
@@ -365,7 +367,12 @@ def policy(case, logps: Tensor, entropy: Tensor) -> tuple[dict[str, Tensor], tup
     bonus = torch.where(counted, entropy, 0.0) * (-case.entropy_coef / max(int(counted.sum()), 1))
     found = {"per_token": of_policy + of_kl, "loss": (of_policy + of_kl + bonus).sum()}
     found |= metrics(case, c, logp, entropy, kl, ratio, low, high, outside)
-    size = c.advantages.abs() * ratio * (1.0 if c.importance is None else c.importance.abs())
+    # A mean of advantages is no exacter than that of their sizes.
+    size = (
+        torch.maximum(c.advantages.abs(), c.mean(c.advantages.abs()))
+        * ratio
+        * (1.0 if c.importance is None else c.importance.abs())
+    )
     if kl is not None:
         size = size + case.beta * (1 + (c.ref - logp).exp()) * (ratio if case.weighted else 1.0)
     found["size dlogps"] = torch.where(c.mask, size * w, 0.0)
