@@ -164,7 +164,7 @@ class FusedLinearGRPOLoss(nn.Module):
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
                 with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
         """
-        others = hidden, selected_token_ids, mask, bias, *low_rank_tensors(low_rank)
+        others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *others):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(

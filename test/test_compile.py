@@ -349,7 +349,7 @@ def test_operators_keep_torchs_rules(fixed):
     operator = logit_op.never_waiting if fixed else logit_op.waiting
     torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed, "targets"), test_utils=CHECKED)
     low_rank = (hidden, x["a"], live, torch.float32)
-    torch.library.opcheck(linear_op.low_rank_inputs_op, low_rank, test_utils=CHECKED)
+    torch.library.opcheck(linear_op._inputs, low_rank, test_utils=CHECKED)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")

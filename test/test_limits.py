@@ -125,7 +125,7 @@ def test_views_that_start_between():
 
 def test_a_call_plans_for_the_weight_it_has(monkeypatch):
     """A weight in between takes float32 tiles, so a budget has to have room for those."""
-    from liger_rl import logprobs
+    from liger_rl.head import run
 
     flat, said = torch.randn(100 * 64 + 8), []
 
@@ -133,7 +133,7 @@ def test_a_call_plans_for_the_weight_it_has(monkeypatch):
         said.append(options["aligned"])
         return plan_linear_logprobs(*args, **options)
 
-    monkeypatch.setattr(logprobs, "plan_linear_logprobs", planned)
+    monkeypatch.setattr(run, "plan_linear_logprobs", planned)
     for start in (0, 1):
         weight = flat[start : start + 100 * 64].view(100, 64)
         linear_logprobs(torch.randn(9, 64), weight, torch.arange(9), max_extra_bytes=1 << 24)

@@ -64,7 +64,7 @@ def check_logits(
             raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
         check_apart("grad_buffer", grad_buffer, logits=logits)
     for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
-        if place is not None and (place.stride(-1) != 1 or overlaps_itself(place)):
+        if place is not None and place.numel() > 0 and (place.stride(-1) != 1 or overlaps_itself(place)):
             raise ValueError(
                 f"{name} must have rows of its own and a contiguous last dimension for the gradient, "
                 f"got strides {place.stride()}"

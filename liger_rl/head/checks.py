@@ -159,6 +159,8 @@ def _extent(tensor: Tensor) -> int:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether elements may share memory with each other."""
+    if tensor.numel() == 0:
+        return False
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

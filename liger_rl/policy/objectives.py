@@ -208,6 +208,8 @@ class VESPO:
 class GMPO:
     """-exp(mean over the sequence of clipped log r) A: the geometric mean of clipped ratios. arXiv:2507.20673.
 
+    A is the sequence's mean advantage.
+
     Each log r is clipped at -epsilon_low where A < 0 and at epsilon_high where A > 0, in log space.
 
     Attributes:

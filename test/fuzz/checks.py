@@ -65,6 +65,7 @@ class Call:
             # Bias and low-rank factors count as the weight does.
             needs=(self.hidden.requires_grad, any("hidden" not in name for name in self.leaves)),
             bias=case.bias is not None, rank=sum(t["a"].shape[0] for t in case.low_rank),
+            contiguous=(self.hidden.is_contiguous(), self.weight.is_contiguous()),
             weight_grad=case.weight_grad is not None, transform=LogitTransform(**case.transform), **(chosen | more),
         ).least_bytes  # fmt: skip
 

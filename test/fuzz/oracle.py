@@ -392,9 +392,11 @@ def metrics(case, c: Columns, logp, entropy, kl, ratio, low, high, outside) -> d
         w = weights("SequenceMean", {}, c)
         old = logp if c.old is None else c.old
         r = torch.where(c.mask, (logp - old).exp(), 0.0)
+        mean_d = c.mean(torch.where(c.mask, logp - old, 0.0))
+        R, share = mean_d.exp(), c.mask / c.total(c.mask.double()).clamp(min=1)
         sums = {
             "new_logprobs": logp, "old_logprobs": old, "ratio_new_old": r, "kl_new_old": r - (logp - old) - 1,
-            "advantage": c.advantages,
+            "advantage": c.advantages, "sequence_ratio_new_old": R, "sequence_kl_new_old": R - mean_d - 1,
         }  # fmt: skip
         if outside is not None:
             sums["clipped_ratio_fraction"] = outside.double()
@@ -405,6 +407,9 @@ def metrics(case, c: Columns, logp, entropy, kl, ratio, low, high, outside) -> d
         found |= {
             "metric ratio_new_old_sum": r.sum(), "metric ratio_new_old_squared_sum": r.square().sum(),
             "metric num_tokens": c.mask.sum().double(),
+            "metric sequence_ratio_new_old_sum": (R * share).sum(),
+            "metric sequence_ratio_new_old_squared_sum": (R.square() * share).sum(),
+            "metric num_sequences": share.sum(),
             "metric max_advantage": max(c.advantages[c.mask].tolist(), default=-torch.inf) + 0 * logp.sum(),
             "metric min_advantage": min(c.advantages[c.mask].tolist(), default=torch.inf) + 0 * logp.sum(),
         }  # fmt: skip
