@@ -81,8 +81,6 @@ class HeadOptions:
         check_budget(self.max_extra_bytes, self.chunk_tokens, self.chunk_vocab)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
-        if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
-            raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
         if self.fixed_shape and self.grad_tolerance != 0.0:
             raise ValueError(
                 "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
@@ -185,8 +183,11 @@ class HeadCall:
 
     def _compute_dtype(self) -> torch.dtype:
         hidden, kind = self.hidden, self.hidden.device.type
-        if self.options.compute_dtype is not None:
-            return self.options.compute_dtype
+        chosen = self.options.compute_dtype
+        if chosen is not None:
+            if chosen not in FLOAT_DTYPES:
+                raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {chosen}")
+            return chosen
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         for name, tensor in (("weight", self.weight), ("bias", self.bias)):

@@ -112,7 +112,7 @@ def _fused(model: nn.Module, ids: Tensor, mask: Tensor, loss: FusedLinearGRPOLos
         fused=True,
         entropy=entropy,
         temperature=loss.transform.temperature,
-        **{name: getattr(loss, name) for name in HEAD_OPTIONS if hasattr(loss, name)},
+        **{name: getattr(loss.options, name) for name in HEAD_OPTIONS if name != "weight_grad"},
         **inputs,
     )
 
