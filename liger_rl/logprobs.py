@@ -71,10 +71,10 @@ def linear_logprobs(
             products, each token's sum over a tile in their place, shared among its words as some tokens' own
             probabilities are, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to
             it. The gradient of weight follows; that of hidden may be several times further off, see
-            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on GPUs other than NVIDIA's
-            of compute capability 9.0 and 10.x, in float32 or mixed dtypes, with rows of the weight that do not start at
-            multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank term; the
-            `reason` of `plan_linear_logprobs` says which.
+            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs other than
+            NVIDIA's of compute capability 9.0 and 10.x, in float32 or mixed dtypes, with rows of the weight that do not
+            start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
+            term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or

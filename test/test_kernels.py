@@ -538,8 +538,6 @@ def test_every_device_has_its_kernels():
         rooms.for_device: ("fold", "grad"),
         rooms.rows_for: ("fold_rows", "grad_rows"),
         rooms.selection_for: ("select",),
-        rooms.bounds_for: ("rank_tokens", "block_bounds"),
-        rooms.choice_for: ("choose", "count", "left_out_sums", "tile_shares"),
         rooms.scatter_for: ("scatter_rows",),
         rooms.kept_for: ("keep", "grad_kept", "scale_"),
     }

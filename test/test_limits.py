@@ -13,10 +13,9 @@ from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, linear_logprobs, logits_logprobs, plan_linear_logprobs
 from liger_rl import kernels as rooms
 from liger_rl.given_logits import loss as logit_loss
-from liger_rl.kernels import blocks, bounds, eager, scatter, selection
 from liger_rl.kernels import devices as limits
+from liger_rl.kernels import eager, scatter, selection
 from liger_rl.kernels import given_logits as rows
-from liger_rl.kernels import left_out_blocks as choice
 from liger_rl.kernels import saved_exponentials as kept
 from liger_rl.kernels.devices import HOPPER, Gpu, gpu_lacks
 
@@ -25,11 +24,8 @@ ROOMS = {
     rooms.for_device: eager,
     rooms.rows_for: rows,
     rooms.selection_for: selection,
-    rooms.bounds_for: bounds,
-    rooms.choice_for: choice,
     rooms.scatter_for: scatter,
     rooms.kept_for: kept,
-    rooms.blocks_for: blocks,
 }
 
 

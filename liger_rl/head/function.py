@@ -12,19 +12,18 @@ from liger_rl.head.engines.two_pass import (
     ProjectionOptions,
     fold_projection,
     grad_projection,
-    kind_of,
     whole_head,
 )
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels import blocks_for, choice_for, gemm
+from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
 
 # From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
 # H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.
-DENSE_SHARE = {"cuda": 0.85, "cpu": 0.9}
+DENSE_SHARE = 0.85
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -137,8 +136,10 @@ def token_gradients(
         elif known is None:
             picked = select_rows(tokens)
         else:
+            from liger_rl.kernels import blocks_triton, left_out_blocks_triton
+
             live_targets = live.gather(targets)
-            shares = choice_for(hidden.device).tile_shares(
+            shares = left_out_blocks_triton.tile_shares(
                 hidden, live.index, live_targets, statistics, tokens, weight, bias, options.transform,
                 options.compute_dtype,
             )  # fmt: skip
@@ -152,23 +153,22 @@ def token_gradients(
             live = live.among(picked)
         rows, row_targets = _gather(hidden, live, options.compute_dtype), live.gather(targets)
         if chosen is not None:
-            share = DENSE_SHARE[kind_of(hidden.device)]
-            begun = blocks_for(hidden.device).begin(
+            begun = blocks_triton.begin(
                 rows, weight, bias, row_targets, tokens, chosen.keep, chosen.counted, options.transform,
-                options.blocks_bytes, int(share * chosen.keep.shape[1]),
+                options.blocks_bytes, int(DENSE_SHARE * chosen.keep.shape[1]),
             )  # fmt: skip
             plan = plan_blocks(chosen)
             wanted = slice(plan.wanted)
             live = live.first(plan.wanted)
-            if not plan.wanted or plan.share > share:
+            if not plan.wanted or plan.share > DENSE_SHARE:
                 tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
                 chosen = plan = begun = None
-        if chosen is None or plan is None:
+        if chosen is None or plan is None or begun is None:
             low_rank = _low_rank_rows(low_inputs, low_weight, live)
             gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
             del low_rank
         else:
-            of_hidden, of_weight, of_bias = blocks_for(hidden.device).grad_blocks(
+            of_hidden, of_weight, of_bias = blocks_triton.grad_blocks(
                 begun, rows, weight, bias, row_targets, tokens, plan, chosen.left_out, chosen.shares,
                 chosen.from_left_out,
                 options.transform, needs[1:3],

@@ -13,7 +13,7 @@ from liger_rl.head.engines.two_pass import (
     kind_of,
     plan_tiles,
 )
-from liger_rl.kernels import gemm, left_out_blocks, scatter
+from liger_rl.kernels import gemm, scatter
 from liger_rl.kernels.devices import (
     BLOCKS_BYTES,
     MIN_TOKENS,
@@ -23,7 +23,7 @@ from liger_rl.kernels.devices import (
     gpu_lacks,
     gpu_of,
 )
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, SAMPLES
 
 BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and what comes and goes while they are made
 SMALLEST_TOKENS = 128  # of a tile that a budget leads to
@@ -164,22 +164,8 @@ class HeadShape:
         # Of left-out blocks: each token's sums with what they are made of, the shares of the words, and the weight's
         # rows added up by them; or before, what the shares are made of.
         left_out = 12 * self.tokens * tiles + 16 * tiles * self.hidden_size + 8 * self.vocab
-        if self.cuda:
-            sampled = left_out_blocks.SAMPLES * (4 * self.vocab + 2 * self.itemsize * self.hidden_size)
-            return known + max(blocks + left_out, 16 * tiles * self.hidden_size + 8 * self.vocab + sampled)
-        # Also the sums that bounds are made of with the steps to them, or later one tile's logits with the steps to
-        # their gradient; words that fill up the last tile, the rows of one tile, and a weight that is converted.
-        sums = self.tokens * max(64 * tiles, 32 * BLOCK_VOCAB)
-        sums += 16 * min(self.tokens, MAX_CHUNK_TOKENS["cpu"]) * (-self.vocab % BLOCK_VOCAB)
-        converted = 0 if self.weight_dtype == torch.float32 else 4 * self.vocab * self.hidden_size
-        return (
-            known
-            + blocks
-            + left_out
-            + sums
-            + 12 * max(self.tokens, left_out_blocks.SAMPLES) * self.hidden_size
-            + converted
-        )
+        sampled = SAMPLES * (4 * self.vocab + 2 * self.itemsize * self.hidden_size)
+        return known + max(blocks + left_out, 16 * tiles * self.hidden_size + 8 * self.vocab + sampled)
 
     @property
     def smallest_tiles(self) -> Tiles:

@@ -366,8 +366,8 @@ def _sparse(shape: HeadShape, grad_tolerance: float, possible: bool) -> tuple[bo
     wanted = f"grad_tolerance {grad_tolerance}"
     if not possible or shape.rank:
         return False, f"{wanted}, but chunks, low-rank terms, fixed_shape and batch_invariant keep the backward exact"
-    if shape.cuda and not shape.epilogue_applies:
-        return False, f"{wanted}, but blocks are told apart by the epilogue alone"
+    if not shape.epilogue_applies:
+        return False, f"{wanted}, but blocks need the product with an epilogue, so the backward is exact"
     return True, f"{wanted} lets blocks be left out; costs are those of leaving none out"
 
 

@@ -10,17 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import (
-    blocks,
-    bounds,
-    devices,
-    eager,
-    given_logits,
-    left_out_blocks,
-    saved_exponentials,
-    scatter,
-    selection,
-)
+from liger_rl.kernels import devices, eager, given_logits, saved_exponentials, scatter, selection
 from liger_rl.kernels.statistics import TileBounds, TokenStatistics
 
 
@@ -67,16 +57,6 @@ def gemm_grad_for(hidden: Tensor, weight: Tensor) -> Callable[..., Tensor] | Non
     return epilogue.gemm_grad
 
 
-def bounds_for(device: torch.device) -> ModuleType:
-    """The module whose `rank_tokens` and `block_bounds` run on `device`."""
-    return _module(device, bounds, "bounds_triton")
-
-
-def choice_for(device: torch.device) -> ModuleType:
-    """The module whose `tile_shares`, `choose`, `count` and `left_out_sums` run on `device`."""
-    return _module(device, left_out_blocks, "left_out_blocks_triton")
-
-
 def scatter_for(device: torch.device) -> ModuleType:
     """The module whose `scatter_rows` runs on `device`."""
     return _module(device, scatter, "scatter_triton")
@@ -85,8 +65,3 @@ def scatter_for(device: torch.device) -> ModuleType:
 def kept_for(device: torch.device) -> ModuleType:
     """The module whose `keep`, `grad_kept` and `scale_` run on `device`."""
     return _module(device, saved_exponentials, "saved_exponentials_triton")
-
-
-def blocks_for(device: torch.device) -> ModuleType:
-    """The module whose `begin` and `grad_blocks` run on `device`."""
-    return _module(device, blocks, "blocks_triton")

@@ -1,4 +1,4 @@
-"""Gradients from chosen blocks alone, as persistent Triton products; see `kernels.blocks`.
+"""Gradients from chosen blocks alone, as persistent Triton products.
 
 The kept blocks of dL/dlogits are recomputed and stored one after another, tile by tile of the vocabulary. The hidden
 states' gradient sums, for each row of blocks, their products with the weight; the weight's sums, for each tile, their
@@ -220,18 +220,21 @@ class Begun(NamedTuple):
 
 
 def begin(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
-    keep: Tensor,
-    counted: Tensor,
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    keep: Tensor,  # (row blocks, tiles) bool, see `BlockPlan`
+    counted: Tensor,  # as `left_out_blocks_triton.count` gives it
     transform: LogitTransform,
-    workspace: int,
-    most_of_row: int,
+    workspace: int,  # bytes of blocks at a time
+    most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
 ) -> Begun:
-    """As `blocks.begin`, where `limits.applies` says so: the device need not wait for a host that waits for it."""
+    """Start before the host knows of any block, for `grad_blocks` with the same inputs, where `devices.applies`.
+
+    The device need not wait for a host that waits for it.
+    """
     rows, tiles = keep.shape
     # At least those of a tile, which is never split.
     room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)
@@ -244,20 +247,20 @@ def begin(
 
 
 def grad_blocks(
-    begun: Begun,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
+    begun: Begun,  # as `begin` gave it
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
     plan: BlockPlan,
-    left_out: Tensor,
-    shares: Tensor,
-    from_left_out: Tensor | None,
+    left_out: Tensor,  # (n, tiles or more) sums of what is left out of dL/dlogits, in the compute dtype
+    shares: Tensor,  # (V,) float32, of these, of a tile's words
+    from_left_out: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
-    needs: tuple[bool, bool],
+    needs: tuple[bool, bool],  # for weight and bias
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `blocks.grad_blocks`."""
+    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, of the plan's blocks and all else."""
     spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
     start = grad_weight = grad_bias = None
     with on(hidden.device):

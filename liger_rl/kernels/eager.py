@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.statistics import BLOCK_VOCAB, Fold, TileStatistics, TokenGradients
+from liger_rl.kernels.statistics import Fold, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
 # exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned word) is NaN.
@@ -48,20 +48,6 @@ def fold(
         state.sum_sq_exp.mul_(kept.square()).add_(exp.square().sum(-1))
     state.peak.copy_(peak)
     state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
-
-
-def tile_statistics(logits: Tensor, bias: Tensor | None, transform: LogitTransform, out: TileStatistics) -> None:
-    """The softmax sums of logits (n, v) over every BLOCK_VOCAB words."""
-    z = transformed(logits, bias, transform)
-    z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
-    z = z.view(z.shape[0], -1, BLOCK_VOCAB)
-    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
-    shifted = z - peaks[..., None]
-    exp = shifted.exp()
-    out.peaks.copy_(peaks.T)
-    out.sums.copy_(exp.sum(-1).T)
-    if out.moments is not None:
-        out.moments.copy_((exp * shifted.clamp_(min=LOWEST_LOG_PROBABILITY)).sum(-1).T)
 
 
 def grad(
@@ -111,6 +97,13 @@ def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
     """p (log p + entropy), which is 0 for a banned id: exp(-inf) times -inf would be NaN."""
     log_p = log_p.clamp(min=LOWEST_LOG_PROBABILITY)
     return log_p.exp() * (log_p + entropy)
+
+
+def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
+    """(n,) dL/dz at the target."""
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        return tokens.at_target
+    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
 
 
 def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:

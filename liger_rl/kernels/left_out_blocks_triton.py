@@ -1,4 +1,4 @@
-"""Which blocks of a gradient are left out, and what takes their place, as Triton kernels; see `kernels.choice`.
+"""Which blocks of a gradient are left out, and what takes their place, as Triton kernels.
 
 The device has nothing else to do while these run, so what counts is that they are few.
 """
@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels import gemm
-from liger_rl.kernels.bounds import NOT_WANTED
-from liger_rl.kernels.bounds_triton import gradient_at_target, slope_at, sum_beside_target
-from liger_rl.kernels.left_out_blocks import BUDGET_UNITS, SAMPLES, padded_tiles
+from liger_rl.kernels.bounds_triton import NOT_WANTED, gradient_at_target, slope_at, sum_beside_target
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
+    SAMPLES,
     TileBounds,
     TileShares,
     TokenGradients,
@@ -32,6 +31,11 @@ LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
 DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
 WEIGHED_WORDS, WEIGHED_COLUMNS = 16, 256  # of the weight, which a program reads at a time
+# Sums of what is left out have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
+TILE_MULTIPLE = 8
+# Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
+# has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
+BUDGET_UNITS = 2**36
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
@@ -235,8 +239,17 @@ def _weigh_rows_kernel(
     tl.store(rows + place, tl.sum(total, 0).to(rows.dtype.element_ty), mask=inside)
 
 
+def padded_tiles(vocab: int) -> int:
+    """Columns of `left_out_sums`: the tiles of the vocabulary, and as many of zeros as fill up a multiple."""
+    return -(-vocab // (BLOCK_VOCAB * TILE_MULTIPLE)) * TILE_MULTIPLE
+
+
 def choose(energies: Tensor, budget: Tensor) -> Tensor:
-    """As `choice.choose`; the budget in float64."""
+    """Upper bounds (row blocks, tiles) -> bool, False for the smallest, as many as `budget` () float64 has room for.
+
+    Of equal ones the first are left out. None that is NaN is, and none at all where the budget is NaN, inf or not
+    positive.
+    """
     ascending, place = energies.flatten().sort(stable=True)
     keep = torch.empty_like(energies, dtype=torch.bool, memory_format=torch.contiguous_format)
     with on(energies.device):
@@ -245,7 +258,10 @@ def choose(energies: Tensor, budget: Tensor) -> Tensor:
 
 
 def count(keep: Tensor, key: Tensor) -> Tensor:
-    """As `choice.count`; `keep` must be contiguous."""
+    """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile.
+
+    `keep` (row blocks, tiles) bool must be contiguous.
+    """
     rows, tiles = keep.shape
     numbers = torch.empty(1 + tiles, dtype=torch.int64, device=keep.device)
     with on(keep.device):
@@ -255,16 +271,19 @@ def count(keep: Tensor, key: Tensor) -> Tensor:
 
 def left_out_sums(
     known: TileBounds,
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    targets: Tensor,
-    order: Tensor,
-    keep: Tensor,
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    targets: Tensor,  # (n,)
+    order: Tensor,  # (n,) permutation of the tokens
+    keep: Tensor,  # (row blocks, tiles) bool, contiguous, of blocks of BLOCK_TOKENS of these
     transform: LogitTransform,
     vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `choice.left_out_sums`; `keep` must be contiguous."""
+    """(n, padded tiles) sums of dL/dx over each tile of the vocabulary, 0 in blocks that are kept.
+
+    Rows of tokens without a gradient mean nothing.
+    """
     tiles, n = known.codes.shape
     width = padded_tiles(vocab)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
@@ -307,7 +326,7 @@ class Drawn(NamedTuple):
 
 
 def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tokens: TokenGradients) -> Drawn:
-    """Of one token at least, as `choice.tile_shares` says."""
+    """Of one token at least, as `tile_shares` says."""
     numbers = partial(torch.empty, SAMPLES, device=targets.device)
     drawn = Drawn(*(numbers(dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64, torch.float32)))
     with on(targets.device):
@@ -367,15 +386,20 @@ def shares_by(
 
 
 def tile_shares(
-    hidden: Tensor,
-    index: Tensor | None,
-    targets: Tensor,
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    weight: Tensor,
-    bias: Tensor | None,
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (n,) of the tokens in it, None for all
+    targets: Tensor,  # (n,), of one token at least
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> TileShares:
-    """As `choice.tile_shares`, of one token at least."""
+    """How a tile's words share what is left out of it: as they share its mass where SAMPLES of the tokens are.
+
+    Words that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
+    the gradient that it has beside its target, of which the left-out sums are parts, and counts by its probabilities
+    beside its target. Words of a tile in which none of these has any, have no share.
+    """
     return shares_by(draw(index, targets, statistics, tokens), hidden, weight, bias, transform, dtype)

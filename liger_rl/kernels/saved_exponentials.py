@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager
-from liger_rl.kernels.bounds import target_gradient
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
@@ -69,7 +68,7 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
     A target's exponential may have underflowed. Its gradient is not small then, as that of any other id is.
     """
-    grad = target_gradient(tokens, statistics.logps)
+    grad = eager.target_gradient(tokens, statistics.logps)
     if transform.softcap is not None:
         assert statistics.target is not None
         tanh = statistics.target * (transform.temperature / transform.softcap)

@@ -111,6 +111,8 @@ class Fold(NamedTuple):
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
+# Tokens that say how words share what is left out. Of a trained model's own tokens 64 say it as well as all of them.
+SAMPLES = 64
 # Of numbers kept in float16: a mass is at most 1, a moment at most the logarithm of the vocabulary.
 MASS_SCALE, MOMENT_SCALE = 2.0**15, 2.0**10
 
@@ -121,17 +123,6 @@ class TileStatistics(NamedTuple):
     peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every word is banned
     sums: Tensor  # (tiles, n) sum_v exp(z_v - peak)
     moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak), where entropies are asked for
-
-    @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileStatistics":
-        shape = -(-vocab // BLOCK_VOCAB), n
-        parts = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3 if entropy else 2))
-        return cls(next(parts), next(parts), next(parts, None))
-
-    def part(self, first: int, last: int, tokens: slice) -> "TileStatistics":
-        """Views of the tiles of words first to last; `first` begins a tile."""
-        tiles = slice(first // BLOCK_VOCAB, -(-last // BLOCK_VOCAB))
-        return TileStatistics._make(None if whole is None else whole[tiles, tokens] for whole in self)
 
 
 class TileBounds(NamedTuple):
@@ -178,7 +169,7 @@ class TileBounds(NamedTuple):
 
 
 class TileShares(NamedTuple):
-    """How a tile's words share what is left out of it, see `choice.tile_shares`."""
+    """How a tile's words share what is left out of it, see `left_out_blocks_triton.tile_shares`."""
 
     words: Tensor  # (V,) float32, adding up to 1 over a tile
     squares: Tensor  # (tiles,) float32, sums of their squares

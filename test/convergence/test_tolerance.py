@@ -11,6 +11,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into words by tokenizers")
 
+from devices import NEEDS_GPU  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
 from liger_rl.head import function as linear_function  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.convergence
 VOCAB, ROWS, LENGTH, PROMPT = 8192, 8, 96, 16
 PRETRAINING, STEPS, STEPS_PER_BATCH = 120, 16, 4
 TOLERANCE = 1e-3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @cache
@@ -59,26 +61,27 @@ def pretrained() -> torch.nn.Module:
     return model
 
 
-def policy(dtype: torch.dtype, tolerance: float) -> tuple[Tensor, list[float]]:
+def policy(dtype: torch.dtype, head_dtype: torch.dtype, tolerance: float) -> tuple[Tensor, list[float]]:
     """-> parameters and losses after STEPS updates; the same batches and advantages whatever the arguments."""
-    model = copy.deepcopy(pretrained()).to(dtype)
+    model = copy.deepcopy(pretrained()).to(DEVICE, dtype)
     loss_fn = FusedLinearGRPOLoss("grpo", epsilon_high=0.28, beta=0.02, grad_tolerance=tolerance)
     # Plain gradient steps: an error of the gradient is an error of the parameters, which Adam's signs would hide.
     optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS // STEPS_PER_BATCH):
-        ids = rows(generator)
-        advantages = torch.randn(ROWS, generator=generator)
-        mask = (torch.arange(1, LENGTH) >= PROMPT).expand(ROWS, -1)
+        ids = rows(generator).to(DEVICE)
+        advantages = torch.randn(ROWS, generator=generator).to(DEVICE)
+        mask = (torch.arange(1, LENGTH, device=DEVICE) >= PROMPT).expand(ROWS, -1)
 
-        def hidden(model=model, ids=ids) -> Tensor:
-            return model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        def head(model=model, ids=ids) -> tuple[Tensor, Tensor, Tensor]:
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            return hidden.to(head_dtype), model.lm_head.weight.to(head_dtype), ids[:, 1:]
 
         with torch.no_grad():
-            old = loss_fn.reference_logps(hidden(), model.lm_head.weight, ids[:, 1:], mask)
+            old = loss_fn.reference_logps(*head(), mask)
         for _ in range(STEPS_PER_BATCH):
             columns = {"old_per_token_logps": old, "ref_per_token_logps": old}
-            loss = loss_fn(hidden(), model.lm_head.weight, ids[:, 1:], advantages, mask, **columns).loss
+            loss = loss_fn(*head(), advantages, mask, **columns).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -86,6 +89,7 @@ def policy(dtype: torch.dtype, tolerance: float) -> tuple[Tensor, list[float]]:
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]), losses
 
 
+@NEEDS_GPU  # elsewhere a tolerance computes the exact gradient
 def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
     shares = []
     plan_blocks = linear_function.plan_blocks
@@ -96,14 +100,14 @@ def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
         return plan
 
     monkeypatch.setattr(linear_function, "plan_blocks", recorded)
-    start = torch.cat([p.detach().double().flatten() for p in pretrained().parameters()])
-    exact, losses = policy(torch.float32, 0.0)
+    start = torch.cat([p.detach().double().flatten() for p in pretrained().parameters()]).to(DEVICE)
+    exact, losses = policy(torch.float32, torch.float32, 0.0)
+    rounded, _ = policy(torch.bfloat16, torch.bfloat16, 0.0)
     assert not shares
-    close, close_losses = policy(torch.float32, TOLERANCE)
-    rounded, _ = policy(torch.bfloat16, 0.0)
+    close, close_losses = policy(torch.float32, torch.bfloat16, TOLERANCE)
     assert len(shares) == STEPS
-    assert max(shares) < linear_function.DENSE_SHARE["cpu"], "nothing was left out"
+    assert max(shares) < linear_function.DENSE_SHARE, "nothing was left out"
     moved = (exact - start).norm()
     assert 0 < (close - exact).norm() < 0.1 * moved
     assert (close - exact).norm() <= (rounded - exact).norm()
-    assert close_losses == pytest.approx(losses, abs=1e-3)
+    assert close_losses == pytest.approx(losses, abs=2e-3)

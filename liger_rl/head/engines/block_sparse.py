@@ -5,10 +5,14 @@ squares. The smallest are left out while their bounds add up to at most toleranc
 gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
 
 What is left out of a token's row of a block is replaced by its sum, which the forward knows too, shared among the words
-as they share the tile's mass in a sample of the tokens (`choice.tile_shares`). The bounds are of what that leaves.
-It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a trained weight
-have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words that a policy
-rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense products.
+as they share the tile's mass in a sample of the tokens (`left_out_blocks_triton.tile_shares`). The bounds are of what
+that leaves. It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a
+trained weight have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words
+that a policy rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense
+products.
+
+Bounds are made where the product with the fold in its epilogue runs. All kernels here are Triton's, imported when
+there are bounds. Everywhere else the backward is exact.
 """
 
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.kernels import bounds_for, choice_for, gemm
+from liger_rl.kernels import gemm
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import TileBounds, TileShares, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -29,7 +33,7 @@ class ChosenBlocks:
 
     order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS of which make a row of blocks; without a gradient last
     keep: Tensor  # (row blocks, tiles) bool: which blocks are computed
-    counted: Tensor  # see `choice.count`
+    counted: Tensor  # see `left_out_blocks_triton.count`
     numbers: HostAnswer  # the same
     left_out: Tensor  # (n, padded tiles) sums of what is left out of dL/dx, in the dtype of products
     shares: Tensor  # (V,) of these, of a tile's words
@@ -49,15 +53,16 @@ def choose_blocks(
     needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
     """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
-    kernels, chooser = bounds_for(targets.device), choice_for(targets.device)
+    from liger_rl.kernels import bounds_triton, left_out_blocks_triton
+
     known = known._replace(share_squares=shares.squares)
-    ranking = kernels.rank_tokens(known, statistics, tokens, targets, transform, tolerance)
+    ranking = bounds_triton.rank_tokens(known, statistics, tokens, targets, transform, tolerance)
     order = ranking.key.argsort(stable=True)
-    energies = kernels.block_bounds(known, tokens, ranking.own, targets, order)
-    keep = chooser.choose(energies, ranking.budget)
-    counted = chooser.count(keep, ranking.key)
+    energies = bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
+    keep = left_out_blocks_triton.choose(energies, ranking.budget)
+    counted = left_out_blocks_triton.count(keep, ranking.key)
     numbers = HostAnswer(counted)
-    left_out = chooser.left_out_sums(
+    left_out = left_out_blocks_triton.left_out_sums(
         known, statistics, tokens, targets, order, keep, transform, shares.words.numel(), compute_dtype
     )
     from_left_out = gemm.matmul(left_out, shares.rows) if needs_hidden else None

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabShard
 from liger_rl.head.low_rank import LowRankRows
-from liger_rl.kernels import bounds, eager, for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
 from liger_rl.kernels.devices import BLOCKS_BYTES, compiles
 from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.statistics import (
-    BLOCK_VOCAB,
-    Fold,
-    TileBounds,
-    TileStatistics,
-    TokenGradients,
-    TokenStatistics,
-)
+from liger_rl.kernels.statistics import BLOCK_VOCAB, Fold, TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 # Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
@@ -110,8 +103,8 @@ def fold_projection(
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
     They include the target's own logit where exponentials are kept, from which it cannot always be made again.
-    Without bounds a backward is exact: they are made in the product's epilogue, and on CPU, where no chunk is named
-    and no low-rank term joins the weight.
+    Without bounds a backward is exact: they are made in the product's epilogue alone, where it applies, no chunk is
+    named and no low-rank term joins the weight.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
@@ -124,9 +117,6 @@ def fold_projection(
             hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
             bounded=bounded, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
-    known = None
-    if bounded and free and not hidden.is_cuda:
-        known = TileBounds.empty(n, vocab, hidden.device, entropy=options.entropy)
     fold = for_device(hidden.device).fold
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
@@ -134,7 +124,6 @@ def fold_projection(
     bytes_per_logit = 4 if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
-    by_tile = None if known is None else TileStatistics.empty(n, vocab, hidden.device, entropy=options.entropy)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = weight[first:last].to(options.compute_dtype)
         if low_rank is not None:
@@ -146,14 +135,9 @@ def fold_projection(
             fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
             if kept is not None:
                 kept_for(hidden.device).keep(logits, first, bias_tile, options.transform, kept.rows(rows))
-            if by_tile is not None:
-                eager.tile_statistics(logits, bias_tile, options.transform, by_tile.part(first, last, rows))
             del logits  # or it would stay alive while the next tile is allocated
     state = state if over_ranks is None else over_ranks(state)
-    statistics = state.finish(with_target=kept is not None)
-    if known is not None and by_tile is not None:
-        bounds.tile_bounds(by_tile, statistics, targets, options.transform, known)
-    return statistics, known
+    return state.finish(with_target=kept is not None), None
 
 
 class ProjectionGradients(NamedTuple):

@@ -1,4 +1,7 @@
-"""Upper bounds of a gradient's blocks from the forward's statistics, in plain PyTorch, on any device.
+"""The block-sparse backward in plain PyTorch: bounds, choice, shares and products that Triton's kernels must equal.
+
+It imports none of the kernels under test: only the plain data types of `liger_rl.kernels.statistics` and `block_plan`,
+and the dense formulas and products of `eager` and `gemm`, which have tests of their own. Its constants are its own.
 
 With g = dL/dlogp, e = dL/dentropy and p the softmax,
 
@@ -13,13 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.eager import entropy_term
+from liger_rl.kernels import eager, gemm
+from liger_rl.kernels.block_plan import BlockPlan
+from liger_rl.kernels.eager import entropy_term, target_gradient, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     MASS_SCALE,
     MOMENT_SCALE,
+    SAMPLES,
     TileBounds,
+    TileShares,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -38,18 +45,23 @@ BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
 SHARE_ROUNDING = 1.0 + 2.0**-6  # of sums and shares to the products' dtype, squared
 UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two squares: off the budget, for each of them
 
-# A tile is large for a token above this many times its even share of the budget.
-#
-# On a model of 1.3 billion parameters (V = 128256) that drew its own tokens, the order made of this kept 7.9%, 3.1% and
-# 2.0% of the blocks at mean entropies of 3.2, 1.3 and 0.8 nats and a tolerance of 1e-3. The order of the text kept
-# 15.3%, 7.0% and 4.7%; by entropy 10.3%, 5.1% and 3.9%; by target alone 12.9%, 5.1% and 3.3%. A tenth or ten times
-# as many moves these by less than a tenth of them.
-LARGE = 20.0
-# A key is a class of tokens, counted down from the one with most large tiles, and the target within it, of which the
-# last stands for all from there on: 32 bits in all, which sort in two thirds of the time of 64.
+LARGE = 20.0  # times its even share of the budget, from which on a tile is large for a token
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
-WITHOUT_FLOAT64 = {"mps"}  # types of devices
+BUDGET_UNITS = 2**36
+TILE_MULTIPLE = 8
+
+
+def tile_statistics(logits: Tensor, transform: LogitTransform, *, entropy: bool) -> TileStatistics:
+    """The softmax sums of logits (n, v) over every BLOCK_VOCAB words."""
+    z = transformed(logits, None, transform)
+    z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
+    z = z.view(z.shape[0], -1, BLOCK_VOCAB)
+    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
+    shifted = z - peaks[..., None]
+    exp = shifted.exp()
+    moments = (exp * shifted.clamp(min=eager.LOWEST_LOG_PROBABILITY)).sum(-1).T.contiguous() if entropy else None
+    return TileStatistics(peaks.T.contiguous(), exp.sum(-1).T.contiguous(), moments)
 
 
 def tile_bounds(
@@ -123,23 +135,10 @@ def derivative(z: Tensor, transform: LogitTransform) -> Tensor:
     return (1.0 - tanh.square() - ROUNDING_OF_DERIVATIVE).clamp_(min=0.0)
 
 
-def wide(values: Tensor) -> Tensor:
-    """In float64 where the device has it. Bounds have room for sums in float32, and only keep more where these overflow
-    or underflow."""
-    return values.float() if values.device.type in WITHOUT_FLOAT64 else values.double()
-
-
-def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
-    """(n,) dL/dz at the target."""
-    if tokens.grad_entropy is None or tokens.entropy is None:
-        return tokens.at_target
-    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
-
-
 class Ranking(NamedTuple):
     """What is chosen by: how much may be left out, and in which order tokens make rows of blocks."""
 
-    budget: Tensor  # () as `wide` gives it, what the bounds of left-out blocks may add up to, negative for none at all
+    budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int32, rising; NOT_WANTED for a token without a gradient
 
@@ -172,9 +171,9 @@ def rank_tokens(
     own = own + (beside + at_target).abs() * _share_amplitudes(known)[target_tile]
     # Zero times what a token without a gradient holds may be NaN.
     own = own.square().where(wanted, 0.0)
-    energy = wide(at_target).square()
+    energy = at_target.double().square()
     if tokens.grad_entropy is None:
-        energy = energy + wide(known.elsewhere) * wide(tokens.grad_logps).square()
+        energy = energy + known.elsewhere.double() * tokens.grad_logps.double().square()
     energy = energy.where(wanted, 0.0)
     budget = energy.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
     threshold = (budget * (LARGE / max(known.codes.numel(), 1))).float()
@@ -227,3 +226,143 @@ def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: T
     else:
         energy = amplitude.square_() + replaced.square_()
     return energy.scatter_(0, (targets // BLOCK_VOCAB)[None], own[None])
+
+
+def padded_tiles(vocab: int) -> int:
+    """Columns of `left_out_sums`: the tiles of the vocabulary, and as many of zeros as fill up a multiple."""
+    return -(-vocab // (BLOCK_VOCAB * TILE_MULTIPLE)) * TILE_MULTIPLE
+
+
+def choose(energies: Tensor, budget: Tensor) -> Tensor:
+    """Upper bounds (row blocks, tiles) -> bool, False for the smallest, as many as `budget` () has room for.
+
+    Of equal ones the first are left out. None that is NaN is, and none at all where the budget is NaN, inf or not
+    positive.
+    """
+    ascending, place = energies.flatten().sort(stable=True)
+    units = (ascending.double() * (BUDGET_UNITS / budget)).ceil_()
+    usable = (budget > 0.0) & budget.isfinite()
+    units = torch.where((units <= BUDGET_UNITS) & usable, units, BUDGET_UNITS + 1).long()
+    kept = units.cumsum(0) > BUDGET_UNITS
+    return torch.empty_like(kept).scatter_(0, place, kept).view_as(energies)
+
+
+def count(keep: Tensor, key: Tensor) -> Tensor:
+    """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile."""
+    wanted = (key != NOT_WANTED).sum(0, keepdim=True)
+    return torch.cat([wanted, keep.sum(0)])
+
+
+def left_out_sums(
+    known: TileBounds,
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    targets: Tensor,  # (n,)
+    order: Tensor,  # (n,) permutation of the tokens
+    keep: Tensor,  # (row blocks, tiles) bool, of blocks of BLOCK_TOKENS of these
+    transform: LogitTransform,
+    vocab: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(n, padded tiles) sums of dL/dx over each tile of the vocabulary, 0 in blocks that are kept.
+
+    Rows of tokens without a gradient mean nothing.
+    """
+    at_target = target_gradient(tokens, statistics.logps)
+    if transform.softcap is not None:
+        at_target = at_target * derivative(statistics.logps + statistics.lse, transform)
+    sums = sums_beside_target(known, tokens)[:, order]
+    target_tile = (targets[order] // BLOCK_VOCAB)[None]
+    sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
+    kept_rows = keep.T.repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
+    sums.mul_(transform.scale / transform.temperature).masked_fill_(kept_rows, 0.0)
+    return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
+
+
+def tile_shares(
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (n,) of the tokens in it, None for all
+    targets: Tensor,  # (n,)
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> TileShares:
+    """How a tile's words share what is left out of it: as they share its mass where SAMPLES of the tokens are.
+
+    Words that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
+    the gradient that it has beside its target, of which the left-out sums are parts, and counts by its probabilities
+    beside its target. Words of a tile in which none of these has any, have no share.
+    """
+    vocab, size = weight.shape
+    drawn = drawn_tokens(tokens)
+    rows = hidden[drawn if index is None else index[drawn]].to(dtype).float()
+    lse, own, counts = statistics.lse[drawn], targets[drawn], (-1.0 / torch.expm1(statistics.logps[drawn]))
+    words = torch.empty(vocab, dtype=torch.float32, device=weight.device)
+    sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
+    squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
+    for tile, first in enumerate(range(0, vocab, BLOCK_VOCAB)):
+        span = slice(first, first + BLOCK_VOCAB)
+        part = weight[span].to(dtype).float()
+        z = transformed(rows @ part.T, None if bias is None else bias[span], transform)
+        p = counts[:, None] * (z - lse[:, None]).exp_()
+        p.masked_fill_(own[:, None] == torch.arange(first, first + part.shape[0], device=own.device), 0.0)
+        # One token's NaN must not reach the gradients of others.
+        share = p.nan_to_num_(0.0, 0.0, 0.0).sum(0)
+        share = (share / share.sum()).nan_to_num_(0.0, 0.0, 0.0)
+        words[span], squares[tile], sums[tile] = share, share.square().sum(), share @ part
+    return TileShares(words, squares, sums)
+
+
+def drawn_tokens(tokens: TokenGradients) -> Tensor:
+    """(SAMPLES,) tokens, some of them more than once, at even steps of what they have beside their targets."""
+    beside = tokens.at_target.abs()
+    if tokens.grad_entropy is not None and tokens.entropy is not None:
+        beside = beside + (tokens.grad_entropy * tokens.entropy).abs()
+    n = beside.numel()
+    if n == 0:
+        return torch.empty(0, dtype=torch.long, device=beside.device)
+    so_far = beside.double().nan_to_num(0.0, 0.0, 0.0).cumsum(0)
+    steps = torch.arange(SAMPLES, dtype=so_far.dtype, device=beside.device) + 0.5
+    return torch.searchsorted(so_far, steps * (so_far[-1] / SAMPLES), right=True).clamp_(max=n - 1)
+
+
+def grad_blocks(
+    begun: object,  # of Triton's, whose place this takes: not looked at
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    tokens: TokenGradients,
+    plan: BlockPlan,
+    left_out: Tensor,
+    shares: Tensor,
+    from_left_out: Tensor | None,
+    transform: LogitTransform,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `blocks_triton.grad_blocks`, from the kept rows of one tile at a time."""
+    wanted = slice(plan.wanted)
+    hidden, targets, tokens, left_out = hidden[wanted], targets[wanted], tokens.take(wanted), left_out[wanted]
+    grad_hidden = None if from_left_out is None else from_left_out[wanted]
+    grad_weight = torch.empty_like(weight) if needs[0] else None
+    grad_bias = torch.empty_like(bias) if needs[1] and bias is not None else None
+    dropped = gemm.matmul(left_out.T, hidden)
+    kept_rows = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[wanted]
+    for tile in range(plan.counts.numel()):
+        span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
+        rows = kept_rows[:, tile].nonzero().squeeze(1)
+        logits = gemm.matmul(hidden[rows], weight[span].T)
+        block = torch.empty_like(logits, dtype=hidden.dtype)
+        eager.grad(
+            logits, targets[rows], span.start, None if bias is None else bias[span], transform, tokens.take(rows), block
+        )
+        if grad_hidden is not None:
+            grad_hidden.index_add_(0, rows, gemm.matmul(block, weight[span]))
+        if grad_weight is not None:
+            grad_weight[span] = gemm.matmul(block.T, hidden[rows]) + shares[span, None] * dropped[tile]
+        if grad_bias is not None:
+            grad_bias[span] = gemm.column_sums(block) + shares[span] * left_out[:, tile].sum(dtype=torch.float32)
+    return grad_hidden, grad_weight, grad_bias
