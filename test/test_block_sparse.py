@@ -80,15 +80,15 @@ def test_gradients_are_close(kind, transform, entropy):
             assert distance(mine, other) <= 4 * tolerance + 1.2 * torch.finfo(LOW).eps
 
 
-@NEEDS_GPU
-@pytest.mark.parametrize("entropy", [False, True])
+@BLOCKS
+@pytest.mark.parametrize("entropy", [False, pytest.param(True, marks=NEEDS_GPU)])
 def test_a_direction_that_all_words_share(entropy):
     """Rows of a trained head have much in common; what is left out must not add up along it."""
     leaves, targets, grad = batch("sure")
     with torch.no_grad():
         leaves[1] += 0.5 * torch.randn(1, leaves[1].shape[1], device=DEVICE)
     exact = gradients(leaves, targets, grad, entropy=entropy)
-    for tolerance in (1e-2, 1e-1):
+    for tolerance in (1e-2, 1e-1) if DEVICE.type == "cuda" else (1e-1,):
         found = gradients(leaves, targets, grad, entropy=entropy, grad_tolerance=tolerance)
         for mine, other in zip(found, exact, strict=True):
             assert distance(mine, other) <= 2 * tolerance + 1.2 * torch.finfo(LOW).eps
