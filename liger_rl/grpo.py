@@ -9,21 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
+from liger_rl.head.checks import Passes, check_budget, check_chunk, check_invariant, check_passes, check_tolerance
 from liger_rl.head.dtensors import CallInputs, low_rank_tensors, place_of
-from liger_rl.head.engines.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
+from liger_rl.head.engines.choose import one_pass_obstacle, plan_one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.plan import check_budget, check_passes
 from liger_rl.head.tokens import LiveTokens, counted_tokens
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import (
     LinearOptions,
     LogProbs,
-    check_chunk,
     check_eager,
-    check_invariant,
     check_linear,
-    check_tolerance,
     check_weight_grad,
     wanted_logprobs,
 )
@@ -242,8 +239,10 @@ class FusedLinearGRPOLoss(nn.Module):
         if self.passes == "auto" and lacking is not None:
             return None
         budget = self.max_extra_bytes
-        lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
-        taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
+        found = lacking or plan_one_pass(shape, self.passes, together=together, max_extra_bytes=budget)
+        taken = not isinstance(found, str)
+        if self.passes == "one" and not taken:
+            raise ValueError(f'passes="one" needs {found}')
         if not any(head.needs):
             return None
         if not taken:
@@ -252,7 +251,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 return None
             # Two passes must have room for all, or a run would end at its first full batch; a bias is the head's there.
             of_two = replace(shape, needs=(head.needs[0], any(head.needs[1:])))
-            if budget < of_two.least_bytes:
+            if budget < of_two.least_bytes():
                 return None
         return OnePassCall(head, options, shape, taken, budget)
 

@@ -15,19 +15,21 @@ from liger_rl.given_logits.rows import LogitRows, LogitRowsOptions
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
     check_apart,
+    check_budget,
     check_chunk,
     check_dense,
     check_extras,
     check_flag,
     check_invariant,
+    check_tolerance,
     overlaps_itself,
 )
 from liger_rl.head.dtensors import CallInputs, is_dtensor, localized, low_rank_tensors
+from liger_rl.head.engines.choose import plan_linear_logprobs
 from liger_rl.head.engines.two_pass import Gather, ProjectionOptions, whole_head
 from liger_rl.head.function import HeadInputs, Values, keeps_shape, linear_values
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
-from liger_rl.head.plan import check_budget, plan_linear_logprobs
 from liger_rl.head.tokens import LiveTokens, ask_vocabulary, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import aligned
@@ -639,19 +641,6 @@ def _check_sharded(grad_tolerance: float, batch_invariant: bool, max_extra_bytes
         raise ValueError(
             "max_extra_bytes must be None with vocab_parallel: the memory of its collectives is not planned; "
             f"got {max_extra_bytes}"
-        )
-
-
-def check_tolerance(grad_tolerance: float, fixed_shape: bool = False) -> None:
-    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
-        raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
-    if not 0.0 <= grad_tolerance < 1.0:
-        raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
-    check_flag("fixed_shape", fixed_shape)
-    if fixed_shape and grad_tolerance != 0.0:
-        raise ValueError(
-            f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
-            f"compute; got {grad_tolerance}"
         )
 
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.dtensors import is_dtensor
-from liger_rl.head.engines.one_pass import WithGradients, one_pass
-from liger_rl.head.engines.one_pass_plan import OnePassPlan, drawback, plan_one_pass
+from liger_rl.head.engines.choose import HeadShape, plan_one_pass
+from liger_rl.head.engines.one_pass import OnePassPlan, WithGradients, one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.memory import HeadShape
 from liger_rl.head.tokens import LiveTokens, counted_tokens, live_tokens
 from liger_rl.kernels.devices import aligned
 from liger_rl.logprobs import spread
@@ -54,7 +53,6 @@ class Head:
             weight_dtype=self.weight.dtype,
             device=self.hidden.device,
             needs=self.needs[:2],
-            masked=True,
             bias=self.bias is not None,
             rank=sum(term.a.shape[0] for term in low_rank),
             in_place=options.weight_grad is not None,
@@ -142,10 +140,11 @@ class OnePassCall(NamedTuple):
 
     def plan(self, counted: CountedTokens) -> OnePassPlan | None:
         """Of the tokens that were counted; None where two passes are to be taken."""
-        tokens, together, budget = counted.number, counted.together, self.max_extra_bytes
-        if not self.certain and drawback(self.shape, tokens=tokens, together=together, max_extra_bytes=budget):
-            return None
-        return plan_one_pass(self.shape, tokens=tokens, together=together, max_extra_bytes=budget)
+        found = plan_one_pass(
+            self.shape, "one" if self.certain else "auto", tokens=counted.number, together=counted.together,
+            max_extra_bytes=self.max_extra_bytes,
+        )  # fmt: skip
+        return found if isinstance(found, OnePassPlan) else None
 
 
 def loss_in_one_pass(

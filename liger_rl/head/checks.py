@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from liger_rl.kernels.statistics import EXTRAS
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Passes = Literal["auto", "one", "two"]
+PASSES: tuple[str, ...] = get_args(Passes)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -54,6 +57,33 @@ def check_invariant(
             raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
     if grad_tolerance != 0.0:
         raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
+
+
+def check_tolerance(grad_tolerance: float, fixed_shape: bool = False) -> None:
+    if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
+        raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
+    if not 0.0 <= grad_tolerance < 1.0:
+        raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
+    check_flag("fixed_shape", fixed_shape)
+    if fixed_shape and grad_tolerance != 0.0:
+        raise ValueError(
+            f"grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
+            f"compute; got {grad_tolerance}"
+        )
+
+
+def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
+    if max_extra_bytes is None:
+        return
+    if isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int):
+        raise TypeError(f"max_extra_bytes must be an int or None, got {type(max_extra_bytes).__name__}")
+    if chunk_tokens is not None or chunk_vocab is not None:
+        raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
+
+
+def check_passes(passes: str) -> None:
+    if not isinstance(passes, str) or passes not in PASSES:
+        raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
 
 
 def check_dense(name: str, tensor: object) -> Tensor:
