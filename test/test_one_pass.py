@@ -735,7 +735,7 @@ class Scaled(nn.Module):
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
         ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
-        (r"max_extra_bytes of at least \d+ .* got 200000", "grpo", {"max_extra_bytes": 200000}, {}),
+        (r"max_extra_bytes of at least \d+ .* got 250000", "grpo", {"max_extra_bytes": 250000}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
@@ -855,8 +855,9 @@ def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extr
     per_token = Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size
     sums = 4 * vocab * hidden_size * (sum_dtype == torch.float32)
     held = sums + per_token * plan.chunk_tokens
-    assert held <= min(extra_mib, 544 + needs_weight * 4 * vocab * hidden_size / MIB) * MIB
-    assert held < plan.extra_bytes < 1.25 * extra_mib * MIB + 350 * MIB
+    room = 544 * MIB + needs_weight * 4 * vocab * hidden_size
+    assert held <= min(extra_mib * MIB, room)
+    assert held < plan.extra_bytes < 1.25 * room + 350 * MIB
     for live in (1, tokens // 9, tokens // 3, tokens - 1000):
         fewer = choose.plan_one_pass(shape, "one", tokens=live)
         assert fewer.extra_bytes <= plan.extra_bytes
