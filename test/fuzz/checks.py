@@ -64,6 +64,7 @@ class Call:
             compute_dtype=case.compute, device=case.hidden.device,
             # A bias and b count as the weight does, a as the hidden states do.
             needs=(any(k[0] in "ha" for k in self.leaves), any(k[0] in "wb" for k in self.leaves)),
+            contiguous=(self.hidden.is_contiguous(), self.weight.is_contiguous()),
             bias=case.bias is not None, rank=sum(t["a"].shape[0] for t in case.low_rank),
             weight_grad=case.weight_grad is not None, transform=LogitTransform(**case.transform), **(chosen | more),
         ).least_bytes  # fmt: skip

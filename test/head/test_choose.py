@@ -1,62 +1,16 @@
 """Which engine a call takes and why; peaks bound what is measured, and what does not fit a budget is refused."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
-from liger_rl.kernels import devices, gemm
+from liger_rl.kernels import devices
 from liger_rl.kernels.statistics import BLOCK_VOCAB
+from peaks import tensor_peak
 
 BF16, F32 = torch.bfloat16, torch.float32
 MIB = 1 << 20
-
-
-class Peak:
-    """Bytes that tensors take above those at entry: at most, and at the end."""
-
-    bytes = held = 0
-
-
-@contextmanager
-def tensor_peak(device: torch.device) -> Iterator[Peak]:
-    peak = Peak()
-    # On CPU many small operations would each wait for all threads, of which a host may have more than cores.
-    threads = torch.get_num_threads()
-    gc.disable()  # old garbage would be freed while new memory is counted
-    torch.set_num_threads(1)
-    try:
-        with _cuda_peak(peak) if device.type == "cuda" else _cpu_peak(peak):
-            yield peak
-    finally:
-        torch.set_num_threads(threads)
-        gc.enable()
-
-
-@contextmanager
-def _cuda_peak(peak: Peak) -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    yield
-    torch.cuda.synchronize()
-    peak.bytes, peak.held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-
-
-@contextmanager
-def _cpu_peak(peak: Peak) -> Iterator[None]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield
-    assert profile.profiler is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        peak.held += event.nbytes()
-        peak.bytes = max(peak.bytes, peak.held)
 
 
 SIZES = {"cpu": (9, 70, 3003, 64), "cuda": (8, 512, 32000, 2048)}
@@ -89,10 +43,9 @@ class Case:
 
     def __init__(self, options, dtype=BF16, *, device="cpu", sizes=None):
         self.options, self.device = dict(options), torch.device(device)
-        frozen, rank, bias, self.in_place, layout = (
-            self.options.pop(name, default)
-            for name, default in (("frozen", None), ("rank", 0), ("bias", False), ("in_place", False), ("layout", None))
-        )
+        frozen, layout = (self.options.pop(name, None) for name in ("frozen", "layout"))
+        bias, self.in_place = (self.options.pop(name, False) for name in ("bias", "in_place"))
+        rank = self.options.pop("rank", 0)
         rows, length, vocab, size = sizes or SIZES[self.device.type]
         generator = torch.Generator().manual_seed(0)
 
@@ -295,6 +248,7 @@ EXACT, AUTO = "the exact gradient", {"passes": "auto"}
 QWEN = {"vocab": 151936, "hidden_size": 2048}
 GEMMA = {"vocab": 256000, "hidden_size": 2304, "transform": LogitTransform(softcap=30.0)}
 GIB = 1 << 30
+TIGHT = {"max_extra_bytes": 120 * MIB, "hidden_size": 1024}  # under what the epilogue's statistics need
 NEEDS_BUDGET = "one pass needs max_extra_bytes of at least"
 
 
@@ -315,12 +269,7 @@ NEEDS_BUDGET = "one pass needs max_extra_bytes of at least"
         ({"grad_tolerance": 1e-3}, "block-sparse", True, "grad_tolerance 0.001 lets blocks be left out"),
         ({"grad_tolerance": 1e-3, "dtype": F32}, "two passes", False, "told apart by the epilogue alone"),
         ({"grad_tolerance": 1e-3, "rank": 8}, "two passes", False, "low-rank terms keep the backward exact"),
-        (
-            {"grad_tolerance": 1e-3, "max_extra_bytes": 120 * MIB, "hidden_size": 1024},
-            "two passes",
-            False,
-            "what tells blocks apart does not fit",
-        ),
+        ({"grad_tolerance": 1e-3} | TIGHT, "two passes", False, "what tells blocks apart does not fit"),
         ({"device": "cpu", "dtype": F32}, "two passes", False, EXACT),
         ({"device": "cpu", "grad_tolerance": 1e-3}, "block-sparse", False, "lets blocks be left out"),
         (AUTO, "two passes", True, "needs memory of the weight's size for the sum of its gradient, which max_extra"),
@@ -390,30 +339,12 @@ def test_nonsense_is_named(name, error, value):
         plan_linear_logprobs(**{"tokens": 8, "vocab": 40, "hidden_size": 16, "device": "cpu", name: value})
 
 
-def test_a_budget_beside_a_chunk():
-    for call in (FusedLinearGRPOLoss, lambda **o: plan_linear_logprobs(64, 1000, 32, **o)):
-        with pytest.raises(ValueError, match="give it or chunk_tokens and chunk_vocab, not both"):
-            call(max_extra_bytes=1 << 30, chunk_vocab=512)
+@pytest.mark.parametrize("call", [FusedLinearGRPOLoss, lambda **o: plan_linear_logprobs(64, 1000, 32, **o)])
+def test_a_budget_beside_a_chunk(call):
+    with pytest.raises(ValueError, match="give it or chunk_tokens and chunk_vocab, not both"):
+        call(max_extra_bytes=1 << 30, chunk_vocab=512)
 
 
 def test_no_token_takes_no_chunk():
     least = plan_linear_logprobs(0, 1000, 64, device="cpu", passes="one").least_bytes
     assert plan_linear_logprobs(0, 1000, 64, device="cpu", passes="one", max_extra_bytes=least).extra_bytes <= least
-
-
-# --- sums of a bias's gradient ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [0, 7, 256, 1100])
-def test_column_sums(rows, device):
-    matrix = torch.randn(rows, 30, device=device).to(BF16)[:, 3:]
-    torch.testing.assert_close(gemm.column_sums(matrix), matrix.double().sum(0).float(), rtol=1e-5, atol=1e-5)
-
-
-@NEEDS_GPU
-def test_column_sums_take_little_memory():
-    matrix = torch.ones(4096, 20480, device="cuda", dtype=BF16)
-    with tensor_peak(matrix.device) as peak:
-        sums = gemm.column_sums(matrix)
-    assert torch.equal(sums, torch.full_like(sums, 4096.0))
-    assert peak.bytes < matrix.nbytes / 25
