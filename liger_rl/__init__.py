@@ -3,8 +3,8 @@
 from liger_rl.distributed import VocabParallel, merge_over, sum_over
 from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.head.engines.choose import LinearPlan, plan_linear_logprobs
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.plan import LinearPlan, plan_linear_logprobs
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch

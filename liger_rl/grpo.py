@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, HeadOptions, shared_errors
+from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.engines.one_pass_plan import Passes, lack_of_room, one_pass_obstacle, takes_one_pass
+from liger_rl.head.engines.choose import one_pass_obstacle, plan_one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.plan import check_passes
 from liger_rl.head.run import log_probs
 from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.transform import LogitTransform
@@ -246,8 +246,10 @@ class FusedLinearGRPOLoss(nn.Module):
         if self.passes == "auto" and lacking is not None:
             return None
         budget = asked.max_extra_bytes
-        lacking = lacking or lack_of_room(shape, together=together, max_extra_bytes=budget)
-        taken = takes_one_pass(self.passes, shape, lacking, together=together, max_extra_bytes=budget)
+        found = lacking or plan_one_pass(shape, self.passes, together=together, max_extra_bytes=budget)
+        taken = not isinstance(found, str)
+        if self.passes == "one" and not taken:
+            raise ValueError(f'passes="one" needs {found}')
         if not any(call.needs):
             return None
         if not taken:
@@ -256,7 +258,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 return None
             # Two passes must have room for all, or a run would end at its first full batch; a bias is the head's there.
             of_two = replace(shape, needs=(call.needs[0], any(call.needs[1:])))
-            if budget < of_two.least_bytes:
+            if budget < of_two.least_bytes():
                 return None
         return OnePassCall(call, options, shape, taken, budget)
 

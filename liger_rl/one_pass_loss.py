@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from liger_rl.head.call import HeadCall
 from liger_rl.head.dtensors import is_dtensor
-from liger_rl.head.engines.one_pass import WithGradients, one_pass
-from liger_rl.head.engines.one_pass_plan import OnePassPlan, drawback, plan_one_pass
+from liger_rl.head.engines.choose import HeadShape, plan_one_pass
+from liger_rl.head.engines.one_pass import OnePassPlan, WithGradients, one_pass
 from liger_rl.head.engines.two_pass import ProjectionOptions
-from liger_rl.head.memory import HeadShape
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels.devices import aligned
 from liger_rl.policy.batch import AlignedBatch
@@ -34,7 +33,6 @@ def shape_of(call: HeadCall, options: ProjectionOptions) -> HeadShape:
         weight_dtype=call.weight.dtype,
         device=call.hidden.device,
         needs=call.needs[:2],
-        masked=True,
         bias=call.bias is not None,
         rank=call.rank,
         in_place=call.weight_grad is not None,
@@ -121,10 +119,11 @@ class OnePassCall(NamedTuple):
 
     def plan(self, counted: CountedTokens) -> OnePassPlan | None:
         """Of the tokens that were counted; None where two passes are to be taken."""
-        tokens, together, budget = counted.number, counted.together, self.max_extra_bytes
-        if not self.certain and drawback(self.shape, tokens=tokens, together=together, max_extra_bytes=budget):
-            return None
-        return plan_one_pass(self.shape, tokens=tokens, together=together, max_extra_bytes=budget)
+        found = plan_one_pass(
+            self.shape, "one" if self.certain else "auto", tokens=counted.number, together=counted.together,
+            max_extra_bytes=self.max_extra_bytes,
+        )  # fmt: skip
+        return found if isinstance(found, OnePassPlan) else None
 
 
 def loss_in_one_pass(

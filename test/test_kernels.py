@@ -11,8 +11,9 @@ from devices import skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl import kernels as rooms
 from liger_rl.head.engines import two_pass as projection
-from liger_rl.kernels import eager
+from liger_rl.kernels import eager, gemm
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
+from peaks import tensor_peak
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import scatter, scatter_triton
@@ -547,3 +548,18 @@ def test_every_device_has_its_kernels():
         for name in names:
             expected = list(inspect.signature(getattr(plain, name)).parameters)
             assert list(inspect.signature(getattr(compiled, name)).parameters) == expected, (plain, name)
+
+
+@pytest.mark.parametrize("rows", [0, 7, 256, 1100])
+def test_column_sums(rows, device):
+    matrix = torch.randn(rows, 30, device=device).to(torch.bfloat16)[:, 3:]
+    torch.testing.assert_close(gemm.column_sums(matrix), matrix.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_GPU
+def test_column_sums_take_little_memory():
+    matrix = torch.ones(4096, 20480, device="cuda", dtype=torch.bfloat16)
+    with tensor_peak(matrix.device) as peak:
+        sums = gemm.column_sums(matrix)
+    assert torch.equal(sums, torch.full_like(sums, 4096.0))
+    assert peak.bytes < matrix.nbytes / 25

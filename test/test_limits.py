@@ -55,8 +55,7 @@ def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
     monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
     # The plan asks the same function, and says what it answers.
     plan = plan_linear_logprobs(8192, 128256, 4096, device="cuda:0", grad_tolerance=1e-3)
-    kernels = (plan.forward.kernel, plan.backward.kernel)
-    assert kernels == (("epilogue", "blocks") if lacking is None else ("tiles", "tiles"))
+    assert (plan.epilogue, plan.path) == ((True, "block-sparse") if lacking is None else (False, "two passes"))
     assert ("no epilogue, which needs" in plan.reason) == (lacking is not None)
     assert found is None or f"needs {found}" in str(plan)
 
@@ -103,7 +102,7 @@ def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
 def test_the_plan_says_what_the_epilogue_needs(case, lacking, monkeypatch):
     monkeypatch.setattr(limits, "_KNOWN", {0: HOPPER})
     plan = plan_linear_logprobs(**{"tokens": 2048, "vocab": 32000, "hidden_size": 2048, "device": "cuda:0"} | case)
-    assert plan.forward.kernel == ("epilogue" if lacking is None else "tiles")
+    assert plan.epilogue == (lacking is None)
     _, said, needed = plan.reason.partition("; no epilogue, which needs ")
     assert bool(said) == (lacking is not None)
     assert lacking is None or lacking in needed

@@ -13,17 +13,11 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
     check_apart,
-    check_budget,
-    check_chunk,
     check_dense,
     check_device,
-    check_extras,
-    check_flag,
     check_floating,
-    check_invariant,
+    check_options,
     check_tokens,
-    check_tolerance,
-    check_transform,
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.engines.two_pass import Gather
@@ -70,22 +64,19 @@ class HeadOptions:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        check_transform(self.transform)
-        check_flag("entropy", self.entropy)
-        check_extras(self.extras)
-        check_flag("fixed_shape", self.fixed_shape)
-        check_chunk("chunk_tokens", self.chunk_tokens)
-        check_chunk("chunk_vocab", self.chunk_vocab)
-        check_tolerance(self.grad_tolerance)
-        check_invariant(self.batch_invariant, self.chunk_tokens, self.chunk_vocab, self.grad_tolerance)
-        check_budget(self.max_extra_bytes, self.chunk_tokens, self.chunk_vocab)
+        check_options(
+            transform=self.transform,
+            entropy=self.entropy,
+            extras=self.extras,
+            grad_tolerance=self.grad_tolerance,
+            chunk_tokens=self.chunk_tokens,
+            chunk_vocab=self.chunk_vocab,
+            max_extra_bytes=self.max_extra_bytes,
+            fixed_shape=self.fixed_shape,
+            batch_invariant=self.batch_invariant,
+        )
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
-        if self.fixed_shape and self.grad_tolerance != 0.0:
-            raise ValueError(
-                "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
-                f"to compute; got {self.grad_tolerance}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

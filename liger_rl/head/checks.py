@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from liger_rl.kernels.transform import LogitTransform
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+Passes = Literal["auto", "one", "two"]
+PASSES: tuple[str, ...] = get_args(Passes)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -59,12 +62,46 @@ def check_invariant(
         raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
 
 
+def check_passes(passes: str) -> None:
+    if not isinstance(passes, str) or passes not in PASSES:
+        raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
+
+
 def check_dense(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     return tensor
+
+
+def check_options(
+    *,
+    transform: LogitTransform,
+    entropy: bool,
+    extras: Collection[str],
+    grad_tolerance: float,
+    chunk_tokens: int | None,
+    chunk_vocab: int | None,
+    max_extra_bytes: int | None,
+    fixed_shape: bool,
+    batch_invariant: bool,
+) -> None:
+    """Raise for an option by itself, and for two that do not go together."""
+    check_transform(transform)
+    check_flag("entropy", entropy)
+    check_extras(extras)
+    check_flag("fixed_shape", fixed_shape)
+    check_chunk("chunk_tokens", chunk_tokens)
+    check_chunk("chunk_vocab", chunk_vocab)
+    check_tolerance(grad_tolerance)
+    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
+    check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
+    if fixed_shape and grad_tolerance != 0.0:
+        raise ValueError(
+            "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
+            f"compute; got {grad_tolerance}"
+        )
 
 
 def check_transform(transform: LogitTransform) -> None:

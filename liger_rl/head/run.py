@@ -5,10 +5,10 @@ from torch import Tensor
 
 from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import localized
+from liger_rl.head.engines.choose import plan_linear_logprobs
 from liger_rl.head.engines.two_pass import ProjectionOptions, whole_head
 from liger_rl.head.function import HeadInputs, linear_values
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
-from liger_rl.head.plan import plan_linear_logprobs
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.devices import aligned

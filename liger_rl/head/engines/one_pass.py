@@ -5,26 +5,60 @@ are complete the caller says what dL/dlogp and dL/dentropy are. The gradients ar
 into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.one_pass_plan import OnePassPlan, free_tile_vocab, tile_vocab, tile_words
-from liger_rl.head.engines.two_pass import ProjectionOptions, fold_projection, spans
+from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, spans
 from liger_rl.head.function import select_rows
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
-from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 from liger_rl.once import differentiable_once
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
+VOCAB_TILES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
+
+    chunk_tokens: int
+    sum_dtype: torch.dtype | None
+    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
+    extra_bytes: int
+    """Peak of the memory beside inputs, results and gradients, at most."""
+
+
+def tile_entries(options: ProjectionOptions) -> int:
+    """Vocabulary entries that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
+    if options.chunk_vocab is None:
+        return BLOCK_VOCAB
+    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
+
+
+def tile_vocab(vocab: int, options: ProjectionOptions) -> int:
+    """Columns of a tile of logits: whole tiles of `tile_entries`."""
+    if options.chunk_vocab is None:
+        return free_tile_vocab(vocab)
+    entries = tile_entries(options)
+    return options.chunk_vocab // entries * entries
+
+
+def free_tile_vocab(vocab: int) -> int:
+    return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
 class Gradients(NamedTuple):
@@ -67,7 +101,7 @@ def one_pass(
     assert not in_place or len(chunks) <= 1
     totals = _Totals(hidden, weight, bias, plan, needs, in_place=in_place)
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_words(options))
+    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_entries(options))
     with gemm.without_autocast(hidden.device):
         for chunk in chunks:
             index = chunk if live.index is None else live.index[chunk]
