@@ -11,7 +11,7 @@ import torch
 import oracles
 from devices import NEEDS_GPU
 from liger_rl import LogitTransform, linear_logprobs, plan_linear_logprobs
-from liger_rl.head import function as linear_function
+from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines.block_sparse import plan_blocks
 from liger_rl.kernels import devices as limits
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TileBounds
@@ -113,7 +113,7 @@ def recorded_shares(monkeypatch):
         shares.append(found.share)
         return found
 
-    monkeypatch.setattr(linear_function, "plan_blocks", plan)
+    monkeypatch.setattr(block_sparse, "plan_blocks", plan)
     return shares
 
 
@@ -218,7 +218,7 @@ def test_what_tokens_without_a_gradient_hold_does_no_harm(value, monkeypatch):
         plans.append(plan_blocks(chosen))
         return plans[-1]
 
-    monkeypatch.setattr(linear_function, "plan_blocks", recorded)
+    monkeypatch.setattr(block_sparse, "plan_blocks", recorded)
     leaves, targets, grad = batch("sure")
     grad[:100] = 0.0
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_two_backwards_of_one_forward(monkeypatch):
     leaves[0].requires_grad_(False)
     gradients(leaves, targets, grad, grad_tolerance=1e-2)
     assert len(shares) == 3
-    assert max(shares) < linear_function.DENSE_SHARE
+    assert max(shares) < block_sparse.DENSE_SHARE
 
 
 @BLOCKS
@@ -354,7 +354,7 @@ def test_compiled(monkeypatch):
     for mine, other in zip(torch.autograd.grad(loss, leaves), exact, strict=True):
         assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(LOW).eps
     assert len(shares) == 1
-    assert shares[0] < linear_function.DENSE_SHARE
+    assert shares[0] < block_sparse.DENSE_SHARE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

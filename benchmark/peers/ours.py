@@ -12,7 +12,7 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
-from liger_rl.head import function as linear_function
+from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines.block_sparse import ChosenBlocks, plan_blocks
 from liger_rl.kernels.block_plan import BlockPlan
 
@@ -69,7 +69,7 @@ class Head(Base):
         )
         self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
-            linear_function.plan_blocks = self._recorded
+            block_sparse.plan_blocks = self._recorded
         return lambda: (
             loss_fn(
                 inputs.hidden,

@@ -5,25 +5,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
+from liger_rl.head.engines.block_sparse import block_sparse_gradients
 from liger_rl.head.engines.invariant import fold_invariant
 from liger_rl.head.engines.two_pass import (
     ProjectionGradients,
     ProjectionOptions,
     fold_projection,
+    gathered,
     grad_projection,
+    rows_with_gradient,
     whole_head,
 )
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm
-from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TileBounds, TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
-
-# From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
-# H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.
-DENSE_SHARE = 0.85
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -104,7 +101,7 @@ def fold_tokens(
     """Statistics of the live tokens, and bounds as `fold_projection` gives them."""
     hidden, weight, bias, targets, live, low_inputs, low_weight = head
     with gemm.without_autocast(hidden.device):
-        rows = _gather(hidden, live, options.compute_dtype)
+        rows = gathered(hidden, live, options.compute_dtype)
         live_targets = live.gather(targets)
         if options.batch_invariant:
             return fold_invariant(rows, weight, bias, live_targets, options), None
@@ -128,53 +125,18 @@ def token_gradients(
             assert grad_entropy is not None
             grad_logps = torch.zeros_like(grad_entropy)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-        chosen = plan = begun = picked = None
-        if live.mask is not None:
-            live = live.restricted(has_gradient(tokens))
-            assert live.mask is not None
-            tokens = tokens.silenced(live.mask)
-        elif known is None:
-            picked = select_rows(tokens)
+        if known is None:
+            rows, gradients = rows_with_gradient(hidden, targets, live, tokens, options), None
         else:
-            from liger_rl.kernels import blocks_triton, left_out_blocks_triton
-
-            live_targets = live.gather(targets)
-            shares = left_out_blocks_triton.tile_shares(
-                hidden, live.index, live_targets, statistics, tokens, weight, bias, options.transform,
-                options.compute_dtype,
-            )  # fmt: skip
-            chosen = choose_blocks(
-                known, statistics, tokens, live_targets, shares, options.transform, options.tolerance,
-                options.compute_dtype, needs_hidden=needs[0],
-            )  # fmt: skip
-            picked = chosen.order
-        if picked is not None:
-            tokens = tokens.take(picked)
-            live = live.among(picked)
-        rows, row_targets = _gather(hidden, live, options.compute_dtype), live.gather(targets)
-        if chosen is not None:
-            begun = blocks_triton.begin(
-                rows, weight, bias, row_targets, tokens, chosen.keep, chosen.counted, options.transform,
-                options.blocks_bytes, int(DENSE_SHARE * chosen.keep.shape[1]),
-            )  # fmt: skip
-            plan = plan_blocks(chosen)
-            wanted = slice(plan.wanted)
-            live = live.first(plan.wanted)
-            if not plan.wanted or plan.share > DENSE_SHARE:
-                tokens, rows, row_targets = tokens.take(wanted), rows[wanted], row_targets[wanted]
-                chosen = plan = begun = None
-        if chosen is None or plan is None or begun is None:
-            low_rank = _low_rank_rows(low_inputs, low_weight, live)
-            gradients = grad_projection(rows, weight, bias, row_targets, tokens, options, needs, low_rank)
+            rows, gradients = block_sparse_gradients(
+                hidden, weight, bias, targets, live, known, statistics, tokens, options, needs[:3]
+            )
+        if gradients is None:
+            low_rank = _low_rank_rows(low_inputs, low_weight, rows.live)
+            gradients = grad_projection(rows.hidden, weight, bias, rows.targets, rows.tokens, options, needs, low_rank)
             del low_rank
-        else:
-            of_hidden, of_weight, of_bias = blocks_triton.grad_blocks(
-                begun, rows, weight, bias, row_targets, tokens, plan, chosen.left_out, chosen.shares,
-                chosen.from_left_out,
-                options.transform, needs[1:3],
-            )  # fmt: skip
-            gradients = ProjectionGradients(of_hidden, of_weight, of_bias, None, None)
-        del rows, begun
+        live = rows.live
+        del rows  # their hidden states are a copy, which the gradient of all of them need not lie beside
         if gradients.hidden is not None:
             gradients = gradients._replace(hidden=live.scatter(gradients.hidden, hidden))
         if gradients.low_rank_inputs is not None and low_inputs is not None:
@@ -185,21 +147,4 @@ def token_gradients(
 def _low_rank_rows(inputs: Tensor | None, weight: Tensor | None, live: TokenSelection) -> LowRankRows | None:
     if inputs is None or weight is None:
         return None
-    return LowRankRows(_gather(inputs, live, inputs.dtype), weight)
-
-
-def has_gradient(tokens: TokenGradients) -> Tensor:
-    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
-    wanted = tokens.grad_logps != 0
-    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
-
-
-def select_rows(tokens: TokenGradients) -> Tensor | None:
-    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
-    wanted = has_gradient(tokens)
-    index = wanted.nonzero().squeeze(1)
-    return None if index.numel() == wanted.numel() else index
-
-
-def _gather(hidden: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    return realigned(live.gather(hidden).to(dtype).contiguous())
+    return LowRankRows(gathered(inputs, live, inputs.dtype), weight)

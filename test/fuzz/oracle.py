@@ -13,8 +13,8 @@ from torch import Tensor
 
 EPS = 2.0**-23
 CUDA = torch.cuda.is_available()
-# Of float32: sums of some hundred terms, exp, log, and the transform. On a GPU sums have up to 900 terms and may be made
-# one by one, whose errors add up like a random walk: 30 halves of a rounding.
+# Of float32: sums of some hundred terms, exp, log, and the transform. On a GPU sums have up to 900 terms and may be
+# made one by one, whose errors add up like a random walk: 30 halves of a rounding.
 ROUNDINGS = 6 if not CUDA else 6 + 900**0.5 / 2
 # The Triton kernels' tanh is good to 2.4e-7, two roundings of 1, however small it is.
 TANH_ROUNDINGS = 0 if not CUDA else 2

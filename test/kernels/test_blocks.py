@@ -12,7 +12,7 @@ import block_oracles
 import oracles
 from devices import NEEDS_GPU, skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs
-from liger_rl.head import function as linear_function
+from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines import two_pass as projection
 from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
 from liger_rl.kernels import eager
@@ -601,12 +601,12 @@ def test_more_than_two_to_the_31_logits(entropy, monkeypatch):
             loss = loss + 0.1 * (found.entropy * grad.roll(1)).sum()
         return torch.autograd.grad(loss, leaves)
 
-    monkeypatch.setattr(linear_function, "plan_blocks", plan)
+    monkeypatch.setattr(block_sparse, "plan_blocks", plan)
     found = gradients()
     monkeypatch.setattr(blocks_triton, "grad_blocks", block_oracles.grad_blocks)
     expected = gradients()
     assert plans[0].share == plans[1].share
-    assert 0 < plans[0].share < linear_function.DENSE_SHARE
+    assert 0 < plans[0].share < block_sparse.DENSE_SHARE
     for mine, other in zip(found, expected, strict=True):
         for part in (slice(None), slice(-512, None)):
             error = (mine[part].double() - other[part].double()).norm() / other[part].double().norm()

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, spans
-from liger_rl.head.function import select_rows
+from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, select_rows, spans
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.devices import compiles, realigned

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabShard
 from liger_rl.head.low_rank import LowRankRows
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
-from liger_rl.kernels.devices import BLOCKS_BYTES, compiles
+from liger_rl.kernels.devices import BLOCKS_BYTES, compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Fold, TileBounds, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -138,6 +139,52 @@ def fold_projection(
             del logits  # or it would stay alive while the next tile is allocated
     state = state if over_ranks is None else over_ranks(state)
     return state.finish(with_target=kept is not None), None
+
+
+class Rows(NamedTuple):
+    """The tokens of a backward, and what is asked of them."""
+
+    live: TokenSelection
+    hidden: Tensor  # (n, H) in the compute dtype
+    targets: Tensor  # (n,)
+    tokens: TokenGradients  # (n,) each
+
+
+def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    """The rows that count in `dtype`, where the product of our own can read them."""
+    return realigned(live.gather(values).to(dtype).contiguous())
+
+
+def rows_with_gradient(
+    hidden: Tensor,  # (N, H)
+    targets: Tensor,  # (N,)
+    live: TokenSelection,
+    tokens: TokenGradients,  # of the live ones
+    options: ProjectionOptions,
+) -> Rows:
+    """The live tokens whose gradient is not exactly zero."""
+    if live.mask is not None:
+        live = live.restricted(has_gradient(tokens))
+        assert live.mask is not None
+        tokens = tokens.silenced(live.mask)
+    else:
+        picked = select_rows(tokens)
+        if picked is not None:
+            tokens, live = tokens.take(picked), live.among(picked)
+    return Rows(live, gathered(hidden, live, options.compute_dtype), live.gather(targets), tokens)
+
+
+def has_gradient(tokens: TokenGradients) -> Tensor:
+    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
+    wanted = tokens.grad_logps != 0
+    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+
+
+def select_rows(tokens: TokenGradients) -> Tensor | None:
+    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
+    wanted = has_gradient(tokens)
+    index = wanted.nonzero().squeeze(1)
+    return None if index.numel() == wanted.numel() else index
 
 
 class ProjectionGradients(NamedTuple):
