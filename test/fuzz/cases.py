@@ -16,7 +16,8 @@ from torch import Tensor
 import oracle
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-CASES = int(os.environ.get("FUZZ_CASES", "500"))
+# On a GPU a case may compile a kernel of its own, which takes seconds.
+CASES = int(os.environ.get("FUZZ_CASES", "100" if torch.cuda.is_available() else "500"))
 # Without shrinking for who only wants to know whether a case fails.
 PHASES = [Phase.generate, *([Phase.shrink] if os.environ.get("FUZZ_SHRINK", "1") == "1" else [])]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
