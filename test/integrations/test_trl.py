@@ -486,6 +486,26 @@ def test_grpo(name, model, path_of, tmp_path):
     trl_runs.assert_same_grpo_run(name, path_of[model], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "parted"),
+    [
+        ({}, False),
+        ({"clip_ratio/region_mean": 0.25}, True),
+        ({"clip_ratio/region_mean": 0.25, "grad_norm": 1.5}, True),
+        ({"clip_ratio/region_mean": 0.25, "loss": 0.31}, False),
+        ({"clip_ratio/region_mean": 0.25, "kl": float("nan")}, False),
+        ({"grad_norm": 1.5}, False),
+    ],
+)
+def test_only_clipped_tokens_part_runs_at_a_bound(changed, parted):
+    log = {"loss": 0.3, "kl": 0.1, "grad_norm": 1.0, "clip_ratio/region_mean": 0.2}
+    other = {**log, **changed}
+    later = 0.5 if changed else 0.0  # what follows the parting does not count
+    plain = trl_runs.Run({name: [value, value, value] for name, value in log.items()}, {}, 0)
+    patched = trl_runs.Run({name: [log[name], other[name], other[name] + later] for name in log}, {}, 3)
+    assert trl_runs.parted_at_a_bound(patched, plain) == parted
+
+
 @pytest.mark.parametrize("model", ["gemma2", "cohere"])
 def test_grpo_with_adams_default_epsilon(model, path_of, tmp_path):
     """1e-8 makes a full step of a gradient that is all rounding: 8e-7 and 2e-6 here."""
