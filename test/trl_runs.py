@@ -259,19 +259,25 @@ def assert_same_run(patched: Run, plain: Run) -> None:
     assert weight_distance(patched, plain) <= 1e-6
 
 
-def assert_same_grpo_run(name: str, path: str, directory) -> None:
-    """Loss, policy loss, KL, entropy and clip metrics among others, with a KL penalty and an entropy bonus.
+def grpo_pair(name: str, path: str, directory, **options) -> tuple[Run, Run]:
+    """-> the runs without the patch and with it, of the same completions.
 
     A pair that parts at a bound of the clip is no evidence either way, so another seed decides.
     """
-    options = {**GRPO_RUNS[name], "entropy_coef": 0.02, "max_steps": GRPO_STEPS}
+    options = GRPO_RUNS[name] | {"max_steps": GRPO_STEPS} | options
     for seed in SEEDS:
-        script: list = []  # the same completions for both
+        script: list = []
         plain, patched = (
             train("grpo", path, directory, patch=patch, script=script, seed=seed, **options) for patch in (False, True)
         )
         if not parted_at_a_bound(patched, plain):
             break
+    return plain, patched
+
+
+def assert_same_grpo_run(name: str, path: str, directory) -> None:
+    """Loss, policy loss, KL, entropy and clip metrics among others, with a KL penalty and an entropy bonus."""
+    plain, patched = grpo_pair(name, path, directory, entropy_coef=0.02)
     assert_same_run(patched, plain)
     assert max(plain.log["kl"]) > 0.01
     if name not in UNCLIPPED:
