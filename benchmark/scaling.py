@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.environment import ROOT
-from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYTES
+from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYTES
 
 PAGE = ROOT / "docs" / "distributed.md"
 RESULTS = ROOT / "benchmark" / "results"

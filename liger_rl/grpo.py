@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.call import HeadCall, HeadOptions, shared_errors
+from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.engines.choose import one_pass_obstacle, plan_one_pass
-from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.low_rank import LowRank
+from liger_rl.head.options import HeadOptions, resolved
 from liger_rl.head.run import log_probs
 from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.transform import LogitTransform
@@ -22,7 +22,6 @@ from liger_rl.one_pass_loss import (
     count_tokens,
     loss_in_one_pass,
     loss_obstacle,
-    shape_of,
     tokens_together,
 )
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
@@ -230,19 +229,10 @@ class FusedLinearGRPOLoss(nn.Module):
         lacking = loss_obstacle(call, self.terms, given.segments)
         if self.passes == "auto" and lacking is not None:
             return None
-        options = ProjectionOptions(
-            transform=asked.transform,
-            entropy=asked.entropy,
-            compute_dtype=compute_dtype,
-            chunk_tokens=asked.chunk_tokens,
-            chunk_vocab=asked.chunk_vocab,
-            weight_grad=call.weight_grad,
-            batch_invariant=asked.batch_invariant,
-        )
-        shape, together = shape_of(call, options), tokens_together(call, self.terms.locality)
-        lacking = lacking or one_pass_obstacle(
-            shape, grad_tolerance=asked.grad_tolerance, fixed_shape=asked.fixed_shape
-        )
+        options = resolved(asked, compute_dtype)
+        shape = HeadShape.of(call, options, needs=call.needs[:2])
+        together = tokens_together(call, self.terms.locality)
+        lacking = lacking or one_pass_obstacle(shape)
         if self.passes == "auto" and lacking is not None:
             return None
         budget = asked.max_extra_bytes

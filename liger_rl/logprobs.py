@@ -1,20 +1,23 @@
 """Per-token log-probabilities from an lm_head, or from logits: the public functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
 from liger_rl.given_logits.function import check_logits, row_logprobs
 from liger_rl.given_logits.rows import LogitRowsOptions
-from liger_rl.head.call import IDENTITY, HeadCall, HeadOptions, LogProbs, shared_errors
+from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.checks import check_flag, check_transform
 from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.engines.two_pass import Gather
 from liger_rl.head.low_rank import LowRank
+from liger_rl.head.options import IDENTITY, HeadKeywords, options_of
 from liger_rl.head.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["LogProbs", "linear_logprobs", "logits_logprobs"]
 
@@ -27,19 +30,9 @@ def linear_logprobs(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: Sequence[LowRank] = (),
-    transform: LogitTransform = IDENTITY,
-    entropy: bool = False,
-    extras: Collection[str] = (),
-    grad_tolerance: float = 0.0,
-    compute_dtype: torch.dtype | None = None,
-    gather: Gather | None = None,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
-    max_extra_bytes: int | None = None,
-    fixed_shape: bool = False,
-    batch_invariant: bool = False,
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
+    **options: "Unpack[HeadKeywords]",
 ) -> LogProbs:
     """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
 
@@ -63,33 +56,6 @@ def linear_logprobs(
         bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
         low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
             once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
-        transform: temperature, softcap and scale of the logits.
-        entropy: also return each token's entropy, from the same pass.
-        extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
-        grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
-            Blocks of 128 tokens x 256 words whose bounds are small enough together are left out of the backward's three
-            products, each token's sum over a tile in their place, shared among its words as some tokens' own
-            probabilities are, whatever the loss; 1e-3 is under half of what rounding the gradient to bfloat16 does to
-            it. The gradient of weight follows; that of hidden may be several times further off, see
-            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs other than
-            NVIDIA's of compute capability 9.0 and 10.x, in float32 or mixed dtypes, with rows of the weight that do not
-            start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
-            term; the `reason` of `plan_linear_logprobs` says which.
-        compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
-            without a float32 copy of it. None takes autocast's, or the inputs' own.
-        gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
-            `gather(weight, bias)`, returns a context in which they are. Entered once here, and once in the backward.
-        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
-        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
-            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
-        fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
-            through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
-            up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
-        batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
-            head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
-            version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
-            product of our own applies and of 128 elsewhere, where it rests on the library treating all rows
-            of a product alike (see `liger_rl.head.engines.invariant`). For gradients nothing is promised.
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
@@ -102,30 +68,20 @@ def linear_logprobs(
             Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
             with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
             mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
+        options: the fields of `HeadOptions`: transform, entropy, extras, grad_tolerance, compute_dtype, gather,
+            chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
 
     Raises:
-        TypeError: an argument of a type or dtype that is not listed above.
+        TypeError: an argument of a type or dtype that is not listed above, an unknown option.
         ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
-        options = HeadOptions(
-            transform=transform,
-            entropy=entropy,
-            extras=extras,
-            grad_tolerance=grad_tolerance,
-            compute_dtype=compute_dtype,
-            gather=gather,
-            chunk_tokens=chunk_tokens,
-            chunk_vocab=chunk_vocab,
-            max_extra_bytes=max_extra_bytes,
-            fixed_shape=fixed_shape,
-            batch_invariant=batch_invariant,
-        )
+        asked = options_of("linear_logprobs", options)
     call = HeadCall(
         hidden=hidden,
         weight=weight,
@@ -135,7 +91,7 @@ def linear_logprobs(
         low_rank=low_rank,
         vocab_parallel=vocab_parallel,
         weight_grad=weight_grad,
-        options=options,
+        options=asked,
     )
     return log_probs(call)
 

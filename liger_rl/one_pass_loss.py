@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from liger_rl.head.call import HeadCall
 from liger_rl.head.dtensors import is_dtensor
 from liger_rl.head.engines.choose import HeadShape, plan_one_pass
+from liger_rl.head.engines.interface import Head
 from liger_rl.head.engines.one_pass import OnePassPlan, WithGradients, one_pass
-from liger_rl.head.engines.two_pass import ProjectionOptions
+from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
-from liger_rl.kernels.devices import aligned
 from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.fused import evaluate, evaluate_with_slopes, slopes
 from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
@@ -21,25 +21,6 @@ from liger_rl.policy.segments import Segments
 
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05
-
-
-def shape_of(call: HeadCall, options: ProjectionOptions) -> HeadShape:
-    """A call whose tensors are checked, without its tensors."""
-    return HeadShape(
-        tokens=call.targets.numel(),
-        vocab=call.weight.shape[0],
-        hidden_size=call.weight.shape[1],
-        dtype=call.hidden.dtype,
-        weight_dtype=call.weight.dtype,
-        device=call.hidden.device,
-        needs=call.needs[:2],
-        bias=call.bias is not None,
-        rank=call.rank,
-        in_place=call.weight_grad is not None,
-        contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
-        options=options,
-        aligned=aligned(call.weight),
-    )
 
 
 def tokens_together(call: HeadCall, locality: Locality) -> int:
@@ -112,7 +93,7 @@ class OnePassCall(NamedTuple):
     """A call that one pass may be taken for."""
 
     call: HeadCall
-    options: ProjectionOptions
+    options: EngineOptions
     shape: HeadShape
     certain: bool  # else there is no room for all tokens, and their number decides
     max_extra_bytes: int | None
@@ -130,7 +111,7 @@ def loss_in_one_pass(
     call: HeadCall,
     counted: CountedTokens,
     prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
-    options: ProjectionOptions,
+    options: EngineOptions,
     plan: OnePassPlan,  # of as many tokens as were counted
 ) -> PolicyLoss:
     """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
@@ -147,13 +128,13 @@ def loss_in_one_pass(
     prepare = cache(prepare)
     whole = _Whole(prepare, live, shape)
     parts = _Parts(prepare, live)
-    found = one_pass(
-        call.hidden.reshape(-1, call.hidden.shape[-1]), call.weight, call.bias, call.targets.reshape(-1), live, chunks,
-        whole if len(chunks) == 1 else parts, options, plan, call.needs, select=counted.selected,
-    )  # fmt: skip
+    hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
+    head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
+    gradients_of = whole if len(chunks) == 1 else parts
+    found = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
     loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
     inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, options.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, found.deferred, call.weight_grad)
     return PolicyLoss(loss, metrics)
 
 

@@ -126,7 +126,8 @@ def test_import_direction(module):
 @pytest.mark.parametrize("module", [m for m in MODULES if room(m) != "integrations"])
 def test_outside_imports(module):
     outside = {name.split(".")[0] for name in imports(MODULES[module])} - {"liger_rl"} - sys.stdlib_module_names
-    assert outside <= OUTSIDE.get(room(module), {"torch"})
+    # typing_extensions comes with torch, and is looked at by type checkers alone.
+    assert outside - {"typing_extensions"} <= OUTSIDE.get(room(module), {"torch"})
 
 
 def test_no_circles():

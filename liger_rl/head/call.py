@@ -1,6 +1,6 @@
 """A call of the head: its tensors, its options, and every check and every "not together with" rule."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,22 +10,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import (
-    FLOAT_DTYPES,
-    check_apart,
-    check_dense,
-    check_device,
-    check_floating,
-    check_options,
-    check_tokens,
-)
+from liger_rl.head.checks import check_apart, check_dense, check_device, check_floating, check_tokens
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
-from liger_rl.head.engines.two_pass import Gather
 from liger_rl.head.low_rank import LowRank, check_low_rank
+from liger_rl.head.options import HeadOptions
 from liger_rl.head.tokens import counted_tokens
-from liger_rl.kernels.transform import LogitTransform
-
-IDENTITY = LogitTransform()
 
 
 class LogProbs(NamedTuple):
@@ -41,42 +30,6 @@ class LogProbs(NamedTuple):
     """Mean over the vocabulary of the transformed logits, no gradient."""
     is_top1: Tensor | None = None
     """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions:
-    """All of a call that is no tensor. `linear_logprobs` documents each.
-
-    Raises:
-        TypeError, ValueError: an option by itself, or two that do not go together.
-    """
-
-    transform: LogitTransform = IDENTITY
-    entropy: bool = False
-    extras: Collection[str] = ()
-    grad_tolerance: float = 0.0
-    compute_dtype: torch.dtype | None = None
-    gather: Gather | None = None
-    chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
-    max_extra_bytes: int | None = None
-    fixed_shape: bool = False
-    batch_invariant: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(
-            transform=self.transform,
-            entropy=self.entropy,
-            extras=self.extras,
-            grad_tolerance=self.grad_tolerance,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            max_extra_bytes=self.max_extra_bytes,
-            fixed_shape=self.fixed_shape,
-            batch_invariant=self.batch_invariant,
-        )
-        if self.gather is not None and not callable(self.gather):
-            raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +129,6 @@ class HeadCall:
         hidden, kind = self.hidden, self.hidden.device.type
         chosen = self.options.compute_dtype
         if chosen is not None:
-            if chosen not in FLOAT_DTYPES:
-                raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {chosen}")
             return chosen
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)

@@ -49,19 +49,6 @@ def check_extras(extras: Collection[str]) -> frozenset[str]:
     return frozenset(extras)
 
 
-def check_invariant(
-    batch_invariant: bool, chunk_tokens: int | None, chunk_vocab: int | None, grad_tolerance: float
-) -> None:
-    check_flag("batch_invariant", batch_invariant)
-    if not batch_invariant:
-        return
-    for name, value in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
-        if value is not None:
-            raise ValueError(f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}")
-    if grad_tolerance != 0.0:
-        raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {grad_tolerance}")
-
-
 def check_passes(passes: str) -> None:
     if not isinstance(passes, str) or passes not in PASSES:
         raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
@@ -73,35 +60,6 @@ def check_dense(name: str, tensor: object) -> Tensor:
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got the layout {tensor.layout}")
     return tensor
-
-
-def check_options(
-    *,
-    transform: LogitTransform,
-    entropy: bool,
-    extras: Collection[str],
-    grad_tolerance: float,
-    chunk_tokens: int | None,
-    chunk_vocab: int | None,
-    max_extra_bytes: int | None,
-    fixed_shape: bool,
-    batch_invariant: bool,
-) -> None:
-    """Raise for an option by itself, and for two that do not go together."""
-    check_transform(transform)
-    check_flag("entropy", entropy)
-    check_extras(extras)
-    check_flag("fixed_shape", fixed_shape)
-    check_chunk("chunk_tokens", chunk_tokens)
-    check_chunk("chunk_vocab", chunk_vocab)
-    check_tolerance(grad_tolerance)
-    check_invariant(batch_invariant, chunk_tokens, chunk_vocab, grad_tolerance)
-    check_budget(max_extra_bytes, chunk_tokens, chunk_vocab)
-    if fixed_shape and grad_tolerance != 0.0:
-        raise ValueError(
-            "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are to "
-            f"compute; got {grad_tolerance}"
-        )
 
 
 def check_transform(transform: LogitTransform) -> None:
@@ -116,13 +74,9 @@ def check_tolerance(grad_tolerance: float) -> None:
         raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
 
 
-def check_budget(max_extra_bytes: int | None, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
-    if max_extra_bytes is None:
-        return
-    if isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int):
+def check_budget(max_extra_bytes: int | None) -> None:
+    if max_extra_bytes is not None and (isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int)):
         raise TypeError(f"max_extra_bytes must be an int or None, got {type(max_extra_bytes).__name__}")
-    if chunk_tokens is not None or chunk_vocab is not None:
-        raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
 
 
 def check_floating(name: str, tensor: Tensor) -> None:

@@ -143,6 +143,10 @@ class LowRankRows(NamedTuple):
     inputs: Tensor  # (n, r) any float dtype
     weight: Tensor  # (V, r) any float dtype
 
+    @classmethod
+    def of(cls, inputs: Tensor | None, weight: Tensor | None) -> "LowRankRows | None":
+        return None if inputs is None or weight is None else cls(inputs, weight)
+
     def beside_rows(self, hidden: Tensor) -> Tensor:
         """(n, H) in the compute dtype -> (n, H + ...)"""
         rounded, rest = _split(self.inputs, hidden.dtype)

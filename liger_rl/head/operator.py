@@ -1,8 +1,8 @@
 """The fused head as an operator of torch's own, for torch.compile: a graph holds it whole and does not look inside.
 
 How many tokens count is known only while it runs, so its inputs and outputs all keep the shape (N,), and tokens are
-dropped and put back within. What it computes is `fold_tokens` and `token_gradients`, as `LinearLogProbs` does, by which
-eager mode enters: its dispatch costs less, and it takes what a schema cannot say (`gather`).
+dropped and put back within. It runs an engine as `LinearLogProbs` does, by which eager mode enters: its dispatch costs
+less, and it takes what a schema cannot say (`gather`, `weight_grad`, a group of ranks).
 
 torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinstance` or in the annotations of a nested
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
@@ -10,15 +10,19 @@ function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, a
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.two_pass import ProjectionOptions
-from liger_rl.head.function import HeadInputs, fold_tokens, token_gradients, wants_gradient
+from liger_rl.head.engines import block_sparse, two_pass
+from liger_rl.head.engines.interface import Head
+from liger_rl.head.function import engine_of, token_gradients, values
 from liger_rl.head.low_rank import inputs_backward, inputs_forward
+from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
+from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -35,37 +39,43 @@ class OpOptions(NamedTuple):
     compute_dtype: torch.dtype
     chunk_tokens: int | None
     chunk_vocab: int | None
-    tolerance: float  # 0.0 for the exact backward
+    grad_tolerance: float  # 0.0 for the exact backward
     fixed_shape: bool
     batch_invariant: bool
     kernels_fit: bool
     bounded: bool  # keep what a backward with a tolerance needs
     targets_name: str  # the caller's
 
-    def projection(self) -> ProjectionOptions:
-        return ProjectionOptions(
+    @property
+    def engine(self) -> ModuleType:
+        return block_sparse if self.bounded else two_pass
+
+    def resolved(self) -> EngineOptions:
+        return EngineOptions(
             transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
             entropy=self.entropy,
             extras=frozenset(filter(None, self.extras.split(","))),
             compute_dtype=self.compute_dtype,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
-            tolerance=self.tolerance,
+            grad_tolerance=self.grad_tolerance,
+            fixed_shape=self.fixed_shape,
             batch_invariant=self.batch_invariant,
             kernels_fit=self.kernels_fit,
         )
 
 
-# In the order of HeadInputs, with the mask of the tokens that count for `live`, and of OpOptions.
+# In the order of Head, with the mask of the tokens that count for `live`, and of OpOptions.
 TENSORS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor live, Tensor? low_inputs, Tensor? low_weight"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
 )
+DIFFERENTIABLE = 5  # the first so many
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
-    "SymInt? chunk_tokens, SymInt? chunk_vocab, float tolerance, bool fixed_shape, bool batch_invariant, "
+    "SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, bool batch_invariant, "
     "bool kernels_fit, bool bounded, str targets_name"
 )
-TENSOR_COUNT = len(HeadInputs._fields)
+TENSOR_COUNT = len(TENSORS.split(", "))
 
 
 class Outputs(NamedTuple):
@@ -113,9 +123,10 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
-def _head(hidden, weight, bias, targets, live, low_inputs, low_weight) -> HeadInputs:
-    """Of the operator's tensors; `live` is the mask of the tokens that count."""
-    return HeadInputs(hidden, weight, bias, targets, TokenSelection(live.numel(), mask=live), low_inputs, low_weight)
+def _head(*tensors) -> Head:
+    """Of the operator's tensors, the last of which is the mask of the tokens that count."""
+    *others, live = tensors
+    return Head._make([*others, TokenSelection(live.numel(), mask=live), None, None])
 
 
 def _forward(*args) -> list[Tensor]:
@@ -125,7 +136,8 @@ def _forward(*args) -> list[Tensor]:
         live = live_tokens(head.targets, head.live.mask, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=live)
     index = head.live.index
-    statistics, known = fold_tokens(head, options.projection(), bounded=options.bounded)
+    with gemm.without_autocast(head.hidden.device):
+        statistics, known = options.engine.forward(head, options.resolved())
     out = Outputs.empty(head.hidden, head.weight, options)
     for whole, part in zip(out.statistics, statistics, strict=True):
         _place(whole, part, index)
@@ -162,14 +174,13 @@ def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
         everything = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=everything)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
-    settings = options.projection()
-    gradients = token_gradients(head, out.statistics, known, grad_logps, grad_entropy, settings, tuple(needs))
+    grads, needs = (grad_logps, grad_entropy), tuple(needs)
+    gradients = token_gradients(options.engine, head, options.resolved(), out.statistics, known, grads, needs)
     return [part.contiguous() for part in gradients if part is not None]
 
 
 def _fake_backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
-    hidden, weight, bias, _targets, _live, low_inputs, low_weight = args[:TENSOR_COUNT]
-    return _contiguous_like((hidden, weight, bias, low_inputs, low_weight), needs)
+    return _contiguous_like(args[:DIFFERENTIABLE], needs)
 
 
 def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -187,14 +198,14 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(backward, ctx, saved, grads):
-    needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 5, 6)]
+    needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
     options = OpOptions(*ctx.options)
     grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
     if grad_logps is not None or grad_entropy is not None:
         head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
         found = iter(backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
-        for place, needed in zip((0, 1, 2, 5, 6), needs, strict=True):
+        for place, needed in enumerate(needs):
             result[place] = next(found) if needed else None
     return tuple(result)
 
@@ -261,14 +272,8 @@ def _differentiate_inputs(ctx, saved, grad):
 _inputs.register_autograd(_differentiate_inputs, setup_context=_keep_inputs)
 
 
-def linear_op(
-    head: HeadInputs,
-    options: ProjectionOptions,
-    *,
-    fixed_shape: bool,
-    targets_name: str,
-) -> tuple[Any, ...]:
-    """What `LinearLogProbs` returns, of all N tokens; `head.live` has the mask of those that count.
+def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
+    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
 
     The others get 0, or with `fixed_shape` what means nothing.
 
@@ -276,7 +281,6 @@ def linear_op(
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     transform = options.transform
-    bounded = options.tolerance != 0.0 and wants_gradient(head) and options.chunks_are_free and head.low_inputs is None
     flat = OpOptions(
         transform.temperature,
         transform.softcap,
@@ -286,19 +290,18 @@ def linear_op(
         options.compute_dtype,
         options.chunk_tokens,
         options.chunk_vocab,
-        options.tolerance,
-        fixed_shape,
+        options.grad_tolerance,
+        options.fixed_shape,
         options.batch_invariant,
         options.kernels_fit,
-        bounded=bounded,
+        bounded=engine_of(head, options) is block_sparse,
         targets_name=targets_name,
     )
-    operator = never_waiting if fixed_shape else waiting
-    hidden, weight, bias, targets, live, low_inputs, low_weight = head
-    outputs = operator(hidden, weight, bias, targets, live.mask, low_inputs, low_weight, *flat)
+    operator = never_waiting if options.fixed_shape else waiting
+    outputs = operator(*head.differentiable, head.targets, head.live.mask, *flat)
     statistics = Outputs.named(outputs, flat).statistics
-    extra = (statistics.log_sum_sq_probs, statistics.mean_logits(head.weight.shape[0]), statistics.is_top1)
-    return statistics.logps, statistics.entropy, *(None if values is None else values.detach() for values in extra)
+    logps, entropy, *extras = values(statistics, head)
+    return logps, entropy, *(None if part is None else part.detach() for part in extras)
 
 
 def low_rank_inputs_op(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:

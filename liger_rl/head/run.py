@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
+from liger_rl.distributed import VocabShard
 from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import localized
-from liger_rl.head.engines.choose import plan_linear_logprobs
-from liger_rl.head.engines.two_pass import ProjectionOptions, whole_head
-from liger_rl.head.function import HeadInputs, linear_values
+from liger_rl.head.engines.choose import HeadShape, plan_two_passes
+from liger_rl.head.engines.interface import Head, whole_head
+from liger_rl.head.function import linear_values
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
+from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.devices import aligned
 
 
 def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: LiveTokens | None = None) -> LogProbs:
@@ -40,7 +41,7 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         call.check_weight_grad(original)
         ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
-        engine = _engine_options(call, dtype, shard)
+        engine_options = _engine_options(call, dtype)
         selected = None
         if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
             selected = live_tokens(
@@ -54,59 +55,24 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             live = selected().selection
         else:
             live = _masked(call, ids, vocab)
-        hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
-        head = HeadInputs(hidden, call.weight, call.bias, flat_targets, live, *_low_rank_factors(call, live))
+        head = _head(call, flat_targets, live, shard)
         if torch.compiler.is_compiling():
-            values = linear_op(head, engine, fixed_shape=options.fixed_shape, targets_name=call.targets_name)
+            values = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            values = linear_values(head, engine)
+            values = linear_values(head, engine_options)
     logps, *others = values
     shape = call.targets.shape
     return LogProbs(live.spread(logps, shape), *(None if part is None else live.spread(part, shape) for part in others))
 
 
-def _engine_options(call: HeadCall, dtype: torch.dtype, shard) -> ProjectionOptions:
-    options = call.options
-    chunks, kernels_fit = (options.chunk_tokens, options.chunk_vocab), False
-    if options.max_extra_bytes is not None:
-        plan = plan_linear_logprobs(
-            call.targets.numel(),
-            *call.weight.shape,
-            dtype=call.hidden.dtype,
-            weight_dtype=call.weight.dtype,
-            compute_dtype=dtype,
-            device=call.hidden.device,
-            needs=(call.needs[0], call.head_needs),
-            contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
-            bias=call.bias is not None,
-            rank=call.rank,
-            weight_grad=call.weight_grad is not None,
-            transform=options.transform,
-            entropy=options.entropy,
-            extras=options.extras,
-            grad_tolerance=options.grad_tolerance,
-            fixed_shape=options.fixed_shape,
-            batch_invariant=options.batch_invariant,
-            aligned=aligned(call.weight),
-            max_extra_bytes=options.max_extra_bytes,
-        )
-        chunks, kernels_fit = plan.tiles, plan.kernels_fit
-    return ProjectionOptions(
-        transform=options.transform,
-        entropy=options.entropy,
-        extras=frozenset(options.extras),
-        compute_dtype=dtype,
-        gather=options.gather,
-        chunk_tokens=chunks[0],
-        chunk_vocab=chunks[1],
-        # Bounds are not free, and only a backward needs them.
-        tolerance=float(options.grad_tolerance) if torch.is_grad_enabled() else 0.0,
-        weight_grad=call.weight_grad,
-        batch_invariant=options.batch_invariant,
-        kernels_fit=kernels_fit,
-        shard=shard,
-    )
+def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:
+    options = resolved(call.options, dtype)
+    if call.options.max_extra_bytes is None:
+        return options
+    shape = HeadShape.of(call, options, needs=(call.needs[0], call.head_needs))
+    plan = plan_two_passes(shape, call.options.max_extra_bytes)
+    return resolved(call.options, dtype, chunks=plan.tiles, kernels_fit=plan.kernels_fit)
 
 
 def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
@@ -121,15 +87,16 @@ def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
     return TokenSelection(ids.numel(), mask=mask.reshape(-1))
 
 
-def _low_rank_factors(call: HeadCall, live: TokenSelection) -> tuple[Tensor | None, Tensor | None]:
-    """(N, r) and (V, r): what all low-rank terms add up to is the product of the two."""
-    if not call.low_rank:
-        return None, None
-    function = low_rank_inputs_op if torch.compiler.is_compiling() else None
-    inputs = [term.inputs(call.hidden, live, function=function) for term in call.low_rank]
-    # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
-    with gemm.without_autocast(call.hidden.device):
-        return _joined(inputs), _joined([term.b for term in call.low_rank])
+def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
+    """Of flat tensors; what all low-rank terms add up to is the product of two factors, (N, r) and (V, r)."""
+    hidden, inputs, weight = call.hidden.reshape(-1, call.hidden.shape[-1]), None, None
+    if call.low_rank:
+        function = low_rank_inputs_op if torch.compiler.is_compiling() else None
+        parts = [term.inputs(call.hidden, live, function=function) for term in call.low_rank]
+        # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
+        with gemm.without_autocast(call.hidden.device):
+            inputs, weight = _joined(parts), _joined([term.b for term in call.low_rank])
+    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

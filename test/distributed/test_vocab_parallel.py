@@ -12,6 +12,9 @@ import oracles
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs
 from liger_rl.head.engines import two_pass as projection
+from liger_rl.head.engines.interface import Head
+from liger_rl.head.options import EngineOptions
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
 HIDDEN = 12
@@ -325,17 +328,11 @@ def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens
         add(self, tile, hidden)
 
     monkeypatch.setattr(projection._WeightTotal, "add", logged)
-    options = projection.ProjectionOptions(
-        transform=LogitTransform(),
-        entropy=False,
-        compute_dtype=torch.float32,
-        chunk_tokens=chunk_tokens,
-        chunk_vocab=64,
-        shard=Logged(log),
-    )
+    options = EngineOptions(compute_dtype=torch.float32, chunk_tokens=chunk_tokens, chunk_vocab=64)
     hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
     numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
-    projection.grad_projection(hidden, weight, None, targets, numbers, options, (True, True, False))
+    head = Head(hidden, weight, None, None, None, targets, TokenSelection(tokens), shard=Logged(log))
+    projection.gradients(head, options, numbers, (True, True, False))
     parts = -(-tokens // chunk_tokens)
     products = [("dW", 22)] * parts + [("dW", 64)] * 2 * parts
     assert log == [*products[:-1], *["start"][:parts], *products[-1:], "wait"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from devices import NEEDS_GPU
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, linear_logprobs, logits_logprobs
-from liger_rl.head.engines.invariant import INVARIANT_TOKENS
+from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
 
 TOKENS, HIDDEN, VOCAB = 300, 96, 1003
 EXTRAS = ("is_top1", "log_sum_sq_probs", "mean_logits")

@@ -15,6 +15,9 @@ from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines import two_pass as projection
 from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
+from liger_rl.head.engines.interface import Head
+from liger_rl.head.options import EngineOptions
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import eager
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
@@ -40,9 +43,7 @@ BOTH = pytest.mark.parametrize("kernels", [block_oracles, left_out_blocks_triton
 
 
 def options(transform=PLAIN, *, entropy=False, dtype=torch.float32):
-    return projection.ProjectionOptions(
-        transform=transform, entropy=entropy, compute_dtype=dtype, chunk_tokens=None, chunk_vocab=None
-    )
+    return EngineOptions(transform=transform, entropy=entropy, compute_dtype=dtype)
 
 
 # --- the bound --------------------------------------------------------------------------------------------------------
@@ -261,9 +262,8 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, LOW)
     biases = torch.randn(vocab).to(DEVICE, LOW) if bias else None
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
-    statistics, _ = projection.fold_projection(
-        hidden, weight, biases, targets, options(transform, entropy=entropy, dtype=LOW)
-    )
+    head = Head(hidden, weight, biases, None, None, targets, TokenSelection(tokens))
+    statistics, _ = projection.fold(head, options(transform, entropy=entropy, dtype=LOW))
     grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)

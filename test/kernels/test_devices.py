@@ -124,11 +124,12 @@ def test_a_call_plans_for_the_weight_it_has(monkeypatch):
 
     flat, said = torch.randn(100 * 64 + 8), []
 
-    def planned(*args, **options):
-        said.append(options["aligned"])
-        return plan_linear_logprobs(*args, **options)
+    def planned(shape, budget):
+        said.append(shape.aligned)
+        return plan_two_passes(shape, budget)
 
-    monkeypatch.setattr(run, "plan_linear_logprobs", planned)
+    plan_two_passes = run.plan_two_passes
+    monkeypatch.setattr(run, "plan_two_passes", planned)
     for start in (0, 1):
         weight = flat[start : start + 100 * 64].view(100, 64)
         linear_logprobs(torch.randn(9, 64), weight, torch.arange(9), max_extra_bytes=1 << 24)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import oracles
 from liger_rl import (
     FusedLinearGRPOLoss,
-    LogitTransform,
     LowRank,
     OffPolicySequenceMask,
     PolicyBatch,
@@ -28,6 +27,7 @@ from liger_rl import (
 )
 from liger_rl.head.engines import choose, one_pass
 from liger_rl.head.engines import two_pass as projection
+from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import saved_exponentials_triton as kept_triton
 from liger_rl.kernels import tile_triton as triton
 from liger_rl.kernels.saved_exponentials import Kept
@@ -115,7 +115,7 @@ def passes_taken(monkeypatch):
     taken = []
 
     def counted(*args, **options):
-        taken.append(len(args[5]))
+        taken.append(len(args[3]))
         return one_pass.one_pass(*args, **options)
 
     monkeypatch.setattr(one_pass_loss, "one_pass", counted)
@@ -310,10 +310,7 @@ def bfloat16_shape(tokens, vocab, hidden_size, device, *, needs=(True, True), ch
     return choose.HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.bfloat16, weight_dtype=torch.bfloat16,
         device=torch.device(device), needs=needs, bias=False, rank=0, in_place=False,
-        options=projection.ProjectionOptions(
-            transform=LogitTransform(), entropy=False, compute_dtype=torch.bfloat16,
-            chunk_tokens=chunk_tokens, chunk_vocab=None,
-        ),
+        options=EngineOptions(compute_dtype=torch.bfloat16, chunk_tokens=chunk_tokens),
     )  # fmt: skip
 
 

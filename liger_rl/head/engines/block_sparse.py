@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.two_pass import ProjectionGradients, ProjectionOptions, Rows, gathered
+from liger_rl.head.engines import two_pass
+from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.head.tokens import TokenSelection
+from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
 from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import TileBounds, TileShares, TokenGradients, TokenStatistics
@@ -31,6 +32,8 @@ from liger_rl.kernels.transform import LogitTransform
 # From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
 # H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.
 DENSE_SHARE = 0.85
+
+Saved = TileBounds
 
 
 @dataclass(frozen=True)
@@ -82,44 +85,47 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     return BlockPlan(chosen.keep, chosen.counted, counts, int(counts.sum()), int(numbers[0]))
 
 
-def block_sparse_gradients(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (N,)
-    live: TokenSelection,
-    known: TileBounds,  # of the live tokens, as the forward left them
-    statistics: TokenStatistics,
-    tokens: TokenGradients,
-    options: ProjectionOptions,
-    needs: tuple[bool, ...],  # for hidden, weight and bias
-) -> tuple[Rows, ProjectionGradients | None]:
-    """The tokens with a gradient, in the order of their blocks, and the gradients of the kept blocks.
+def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, TileBounds | None]:
+    """No bounds where the product with the fold in its epilogue does not apply."""
+    return two_pass.fold(head.gathered(options.compute_dtype), options, bounded=True)
 
-    None for the gradients where so many blocks are kept that the dense products are no slower. One host sync.
-    """
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    known: TileBounds | None,
+    tokens: TokenGradients,  # (n,) each, of the tokens that count
+    needs: Needs,
+) -> Gradients:
+    """Of the kept blocks, or exact where so many are kept that the dense products are no slower. One host sync."""
+    if known is None:
+        return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.kernels import blocks_triton, left_out_blocks_triton
 
-    transform, dtype = options.transform, options.compute_dtype
-    live_targets = live.gather(targets)
+    weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.compute_dtype
+    live_targets = head.live.gather(head.targets)
     shares = left_out_blocks_triton.tile_shares(
-        hidden, live.index, live_targets, statistics, tokens, weight, bias, transform, dtype
+        head.hidden, head.live.index, live_targets, statistics, tokens, weight, bias, transform, dtype
     )
     chosen = choose_blocks(
-        known, statistics, tokens, live_targets, shares, transform, options.tolerance, dtype, needs_hidden=needs[0]
+        known, statistics, tokens, live_targets, shares, transform, options.grad_tolerance, dtype, needs_hidden=needs[0]
     )
-    tokens, live = tokens.take(chosen.order), live.among(chosen.order)
-    rows, row_targets = gathered(hidden, live, dtype), live.gather(targets)
+    # The tokens with a gradient in the order of their blocks, then the others.
+    tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
+    rows = head.gathered(dtype, live)
     begun = blocks_triton.begin(
-        rows, weight, bias, row_targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
+        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
         int(DENSE_SHARE * chosen.keep.shape[1]),
     )  # fmt: skip
     plan = plan_blocks(chosen)
-    wanted = slice(plan.wanted)
+    live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
-        return Rows(live.first(plan.wanted), rows[wanted], row_targets[wanted], tokens.take(wanted)), None
+        del rows, begun
+        return two_pass.dense_backward(head, options, live, tokens.take(slice(plan.wanted)), needs)
     found = blocks_triton.grad_blocks(
-        begun, rows, weight, bias, row_targets, tokens, plan, chosen.left_out, chosen.shares, chosen.from_left_out,
-        transform, (needs[1], needs[2]),
+        begun, rows.hidden, weight, bias, rows.targets, tokens, plan, chosen.left_out, chosen.shares,
+        chosen.from_left_out, transform, (needs[1], needs[2]),
     )  # fmt: skip
-    return Rows(live.first(plan.wanted), rows, row_targets, tokens), ProjectionGradients(*found, None, None)
+    del rows
+    return Gradients(*found).of_all_tokens(live, head)

@@ -5,30 +5,35 @@ call takes beside its inputs, results and gradients. The tests hold it against w
 """
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from liger_rl.head import checks
+from liger_rl.head.call import HeadCall
 from liger_rl.head.checks import Passes
-from liger_rl.head.engines.invariant import INVARIANT_TOKENS
 from liger_rl.head.engines.one_pass import OnePassPlan, tile_entries, tile_vocab
-from liger_rl.head.engines.two_pass import (
-    CHUNK_ALIGNMENT,
-    MAX_CHUNK_TOKENS,
-    ProjectionOptions,
-    Tiles,
-    kind_of,
-    plan_tiles,
-)
+from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
+from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
+from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
 from liger_rl.kernels import gemm, scatter
-from liger_rl.kernels.devices import BLOCKS_BYTES, MIN_TOKENS, STATISTICS_BYTES, call_lacks, compiles, gpu_lacks, gpu_of
+from liger_rl.kernels.devices import (
+    BLOCKS_BYTES,
+    MIN_TOKENS,
+    STATISTICS_BYTES,
+    aligned,
+    call_lacks,
+    compiles,
+    gpu_lacks,
+    gpu_of,
+)
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, SAMPLES
-from liger_rl.kernels.transform import LogitTransform
 
-IDENTITY = LogitTransform()
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 SMALLEST_TILE = Tiles(128, CHUNK_ALIGNMENT)  # that a budget leads to
 LIBRARY_BYTES = {"cuda": 64 << 20, "cpu": 0}  # cuBLAS's own workspace, at most
 BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and what comes and goes while they are made
@@ -61,17 +66,32 @@ class HeadShape:
     bias: bool
     rank: int  # columns of low-rank terms together
     in_place: bool  # the weight's gradient is added to a float32 tensor of the caller's
-    options: ProjectionOptions
+    options: EngineOptions
     contiguous: tuple[bool, bool] = (True, True)  # the hidden states, and the weight
     aligned: bool = True  # the weight's rows start where the product of our own can read them
+
+    @classmethod
+    def of(cls, call: HeadCall, options: EngineOptions, *, needs: tuple[bool, bool]) -> "HeadShape":
+        """Of a call whose tensors are checked."""
+        return cls(
+            tokens=call.targets.numel(),
+            vocab=call.weight.shape[0],
+            hidden_size=call.weight.shape[1],
+            dtype=call.hidden.dtype,
+            weight_dtype=call.weight.dtype,
+            device=call.hidden.device,
+            needs=needs,
+            bias=call.bias is not None,
+            rank=call.rank,
+            in_place=call.weight_grad is not None,
+            contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
+            options=options,
+            aligned=aligned(call.weight),
+        )
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def names_chunk(self) -> bool:
-        return self.options.chunk_tokens is not None or self.options.chunk_vocab is not None
 
     @property
     def epilogue_lacks(self) -> str | None:
@@ -275,25 +295,16 @@ def plan_linear_logprobs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     needs: tuple[bool, bool] = (True, True),
     contiguous: tuple[bool, bool] = (True, True),
     bias: bool = False,
     rank: int = 0,
     weight_grad: bool = False,
-    transform: LogitTransform = IDENTITY,
-    entropy: bool = False,
-    extras: Collection[str] = (),
-    grad_tolerance: float = 0.0,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
-    fixed_shape: bool = False,
-    batch_invariant: bool = False,
     passes: Passes = "two",
     together: int = 1,
     aligned: bool = True,
-    max_extra_bytes: int | None = None,
+    **options: "Unpack[HeadKeywords]",
 ) -> LinearPlan:
     """What `linear_logprobs`, or with `passes` the head of a loss, would do for these shapes, and the memory it takes.
 
@@ -318,17 +329,16 @@ def plan_linear_logprobs(
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
-        dtype, weight_dtype, compute_dtype: of hidden, weight (None: the same) and products (None: that of hidden).
+        dtype, weight_dtype: of hidden and weight (None: the same).
         device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
         needs, contiguous: pairs, of hidden and of weight: whether a gradient is wanted, whether rows lie densely.
         bias, rank: whether there is a bias; columns of low-rank terms together.
         weight_grad: whether the weight's gradient is added to a tensor of the caller's.
-        transform ... batch_invariant: as in `linear_logprobs`.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
             for a sequence-local one of rows (B, T), N for any other.
         aligned: whether the weight's rows start at multiples of 16 bytes; those of a view (FSDP1) may not.
-        max_extra_bytes: bound of the extra memory; None takes the default workspace.
+        options: the fields of `HeadOptions`, as in `linear_logprobs`.
 
     Raises:
         TypeError, ValueError: an argument of a type or value that is not listed; a budget beside named chunks, or too
@@ -338,10 +348,10 @@ def plan_linear_logprobs(
     counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "rank": rank, "together": together}
     for name, count in counts.items():
         checks.check_count(name, count, least=0 if name in ("tokens", "rank") else 1)
-    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype), ("compute_dtype", compute_dtype)):
+    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if given not in checks.FLOAT_DTYPES and (given is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {given!r}")
-    flags = {"bias": bias, "weight_grad": weight_grad, "entropy": entropy, "aligned": aligned}
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": aligned}
     for name, pair in (("needs", needs), ("contiguous", contiguous)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
@@ -349,30 +359,24 @@ def plan_linear_logprobs(
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     checks.check_passes(passes)
-    checks.check_options(
-        transform=transform, entropy=entropy, extras=extras, grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab, max_extra_bytes=max_extra_bytes, fixed_shape=fixed_shape,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    options = ProjectionOptions(
-        transform=transform, entropy=entropy, extras=checks.check_extras(extras), compute_dtype=compute_dtype or dtype,
-        chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab, batch_invariant=batch_invariant,
-    )  # fmt: skip
+    asked = options_of("plan_linear_logprobs", options)
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
-        options=options, contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
+        contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
+        options=resolved(asked, asked.compute_dtype or dtype),
     )  # fmt: skip
+    budget = asked.max_extra_bytes
     if passes == "two" or not any(needs):
-        return _two_passes(shape, grad_tolerance, max_extra_bytes)
-    obstacle = one_pass_obstacle(shape, grad_tolerance=grad_tolerance, fixed_shape=fixed_shape)
-    chunks = obstacle or plan_one_pass(shape, passes, together=together, max_extra_bytes=max_extra_bytes)
-    least = None if obstacle or shape.names_chunk else least_one_pass_bytes(shape, together=together)
+        return plan_two_passes(shape, budget)
+    obstacle = one_pass_obstacle(shape)
+    chunks = obstacle or plan_one_pass(shape, passes, together=together, max_extra_bytes=budget)
+    least = None if obstacle or asked.names_chunk else least_one_pass_bytes(shape, together=together)
     if isinstance(chunks, OnePassPlan):
         return _one_pass(shape, chunks, passes, least)
     if passes == "one":
         raise ValueError(f'passes="one" needs {chunks}')
-    plan = _two_passes(shape, grad_tolerance, max_extra_bytes)
+    plan = plan_two_passes(shape, budget)
     return replace(plan, reason=f"one pass needs {chunks}; {plan.reason}", one_pass_bytes=least)
 
 
@@ -385,13 +389,19 @@ def _device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
 
 
-def _two_passes(shape: HeadShape, grad_tolerance: float, max_extra_bytes: int | None) -> LinearPlan:
-    lacks = shape.epilogue_lacks or ("no chunk to be named" if shape.names_chunk else None)
+def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan:
+    """In tiles that fit the budget, block-sparse where a tolerance lets it.
+
+    Raises:
+        ValueError: a budget that is too small, which says what would be needed.
+    """
+    grad_tolerance = shape.options.grad_tolerance
+    lacks = shape.epilogue_lacks or ("no chunk to be named" if shape.options.names_chunk else None)
     epilogue, blocks, kernels_fit, reason = lacks is None, False, True, "the exact gradient, whatever the loss"
     if grad_tolerance != 0.0:
         blocks = epilogue and not shape.rank
         why = "lets blocks be left out" if blocks else "has no effect: blocks need the product with an epilogue"
-        if shape.names_chunk or shape.rank:
+        if shape.options.names_chunk or shape.rank:
             why = "has no effect: named chunks and low-rank terms keep the backward exact"
         reason = f"grad_tolerance {grad_tolerance} {why}"
     least = shape.least_bytes(epilogue=epilogue, blocks=blocks)
@@ -436,15 +446,16 @@ def _one_pass(shape: HeadShape, chunks: OnePassPlan, passes: str, least: int | N
     )
 
 
-def one_pass_obstacle(shape: HeadShape, *, grad_tolerance: float = 0.0, fixed_shape: bool = False) -> str | None:
+def one_pass_obstacle(shape: HeadShape) -> str | None:
     """The option or dtype that rules one pass out, as what it would need; None where there is none."""
+    options = shape.options
     transform, dtypes = shape.options.transform, zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True)
     made = [shape.options.compute_dtype, *(dtype for dtype, need in dtypes if need)]  # autocast leaves a weight its own
-    if grad_tolerance != 0.0:
-        return f"grad_tolerance = 0.0, got {grad_tolerance}: blocks are left out of a second pass"
-    if fixed_shape:
+    if options.grad_tolerance != 0.0:
+        return f"grad_tolerance = 0.0, got {options.grad_tolerance}: blocks are left out of a second pass"
+    if options.fixed_shape:
         return "fixed_shape = False: the host has to know which rows make a chunk"
-    if shape.options.batch_invariant:
+    if options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
     if transform.softcap is not None and transform.softcap < transform.temperature:
         return (
@@ -489,7 +500,7 @@ def plan_one_pass(
     if room < fewest:
         sizes = f"{shape.tokens} tokens, {shape.vocab} vocabulary entries and hidden size {shape.hidden_size}"
         return f"{allowed} for {sizes}, got {max_extra_bytes}"
-    if passes == "auto" and shape.names_chunk:
+    if passes == "auto" and shape.options.names_chunk:
         return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
     if passes == "auto" and room < enough:
         return f"chunks of {enough} tokens to pay, and has room for {room}"

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines.two_pass import CHUNK_ALIGNMENT, ProjectionOptions, fold_projection, select_rows, spans
-from liger_rl.head.tokens import TokenSelection
+from liger_rl.head.engines import two_pass
+from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
+from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, spans
+from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
 from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
@@ -41,14 +43,14 @@ class OnePassPlan:
     """Peak of the memory beside inputs, results and gradients, at most."""
 
 
-def tile_entries(options: ProjectionOptions) -> int:
+def tile_entries(options: EngineOptions) -> int:
     """Vocabulary entries that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
     if options.chunk_vocab is None:
         return BLOCK_VOCAB
     return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
 
 
-def tile_vocab(vocab: int, options: ProjectionOptions) -> int:
+def tile_vocab(vocab: int, options: EngineOptions) -> int:
     """Columns of a tile of logits: whole tiles of `tile_entries`."""
     if options.chunk_vocab is None:
         return free_tile_vocab(vocab)
@@ -60,54 +62,41 @@ def free_tile_vocab(vocab: int) -> int:
     return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
-class Gradients(NamedTuple):
-    """Of a loss, for what the head was given; None where not wanted."""
-
-    hidden: Tensor | None  # (N, H)
-    weight: Tensor | None  # (V, H)
-    bias: Tensor | None  # (V,)
-    # Of the weight where it is added in place in the backward: dL/dlogits (n, V) and the hidden states (n, H).
-    logits: Tensor | None = None
-    rows: Tensor | None = None
-
-
 class OnePass(NamedTuple):
     logps: Tensor  # (n,) of the live tokens
     entropy: Tensor | None  # (n,)
-    gradients: Gradients
+    gradients: Gradients  # for hidden, weight and bias
+    # Of a weight whose gradient is added in place in the backward: dL/dlogits (n, V) and the hidden states (n, H).
+    deferred: tuple[Tensor, Tensor] | None
 
 
 @torch.no_grad()
 def one_pass(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (N,)
-    live: TokenSelection,
+    head: Head,
+    options: EngineOptions,
+    plan: OnePassPlan,
     chunks: Sequence[slice],  # of the live tokens, one after the other
     gradients_of: GradientsOf,
-    options: ProjectionOptions,
-    plan: OnePassPlan,
-    needs: tuple[bool, bool, bool],  # for hidden, weight, bias
+    needs: Needs,  # for hidden, weight, bias
     *,
     select: bool,  # leave out rows without a gradient, at the price of one host sync a chunk
 ) -> OnePass:
     """Statistics and gradients: 2 n H V for the logits, as much for each gradient of the n' rows that have one."""
-    n = live.count
-    logps = torch.empty(n, dtype=torch.float32, device=hidden.device)
+    weight, device = head.weight, head.hidden.device
+    logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
     entropy = torch.empty_like(logps) if options.entropy else None
-    in_place = options.weight_grad is not None and needs[1]
+    in_place = head.weight_grad is not None and needs[1]
     assert not in_place or len(chunks) <= 1
-    totals = _Totals(hidden, weight, bias, plan, needs, in_place=in_place)
+    totals = _Totals(head, plan, needs, in_place=in_place)
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    buffer = Kept.empty(largest, weight.shape[0], hidden.device, options.compute_dtype, tile_entries(options))
-    with gemm.without_autocast(hidden.device):
+    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
+    with gemm.without_autocast(device):
         for chunk in chunks:
-            index = chunk if live.index is None else live.index[chunk]
-            rows, row_targets = realigned(hidden[index].to(options.compute_dtype).contiguous()), targets[index]
-            kept = buffer.rows(slice(0, rows.shape[0]))
-            fold_options = _fold_options(rows, weight, options)
-            statistics, _ = fold_projection(rows, weight, bias, row_targets, fold_options, kept=kept)
+            index = chunk if head.live.index is None else head.live.index[chunk]
+            hidden = realigned(head.hidden[index].to(options.compute_dtype).contiguous())
+            rows = head._replace(hidden=hidden, targets=head.targets[index])
+            kept = buffer.rows(slice(0, hidden.shape[0]))
+            statistics, _ = two_pass.fold(rows, _fold_options(hidden, weight, options), kept=kept)
             logps[chunk] = statistics.logps
             if entropy is not None:
                 assert statistics.entropy is not None
@@ -115,16 +104,16 @@ def one_pass(
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
             wanted = select_rows(tokens) if select and not in_place else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
-            _add_chunk(totals, kept, wanted, index, rows, weight, row_targets, tokens, at_target, options)
-    deferred = (buffer.values.view(options.compute_dtype), rows) if in_place and chunks else (None, None)
-    return OnePass(logps, entropy, Gradients(*totals.finish(), *deferred))
+            _add_chunk(totals, kept, wanted, index, rows, tokens, at_target, options)
+    deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None
+    return OnePass(logps, entropy, totals.finish(), deferred)
 
 
-def _fold_options(rows: Tensor, weight: Tensor, options: ProjectionOptions) -> ProjectionOptions:
+def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
     """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
     if options.chunk_vocab is None and gemm_fold_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
-    return replace(options, chunk_tokens=rows.shape[0], chunk_vocab=tile_vocab(weight.shape[0], options))
+    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
 
 
 def _add_chunk(
@@ -132,13 +121,12 @@ def _add_chunk(
     kept: Kept,
     wanted: Tensor | None,  # rows of the chunk that have a gradient, None for all
     index: Tensor | slice,  # of the chunk's rows in hidden
-    rows: Tensor,  # (m, H) in the compute dtype
-    weight: Tensor,
-    targets: Tensor,  # (m,)
+    chunk: Head,  # m rows
     tokens: TokenGradients,  # (m,) each
     at_target: Tensor,  # (m,) as `grad_at_targets` gives it
-    options: ProjectionOptions,
+    options: EngineOptions,
 ) -> None:
+    rows, weight, targets = chunk.hidden, chunk.weight, chunk.targets
     if wanted is not None:
         rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
         index = wanted + index.start if isinstance(index, slice) else index[wanted]
@@ -172,16 +160,8 @@ def _add_chunk(
 class _Totals:
     """Gradients while chunks are added to them."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: OnePassPlan,
-        needs: tuple[bool, bool, bool],
-        *,
-        in_place: bool,
-    ) -> None:
+    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs, *, in_place: bool) -> None:
+        hidden, weight, bias = head.hidden, head.weight, head.bias
         self.hidden_like = hidden if needs[0] else None
         self.weight: Tensor | None = None
         if needs[1] and not in_place:
@@ -216,11 +196,11 @@ class _Totals:
         if self.bias is not None:
             self.bias[first:last] += gemm.column_sums(tile)
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self) -> Gradients:
         weight, bias = self.weight, self.bias
         if weight is not None and self.empty:
             weight.zero_()
-        return (
+        return Gradients(
             self.hidden,
             None if weight is None else weight.to(self.dtypes[0]),
             None if bias is None else bias.to(self.dtypes[1]),
@@ -234,12 +214,12 @@ class WithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, value, hidden, weight, bias, gradients, weight_grad):
+    def forward(ctx, value, hidden, weight, bias, gradients, deferred, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
         # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
         ctx.gradients = gradients[:3]
         anchor = value.new_empty(0)
-        ctx.save_for_backward(gradients.logits, gradients.rows, anchor)
+        ctx.save_for_backward(*(deferred or (None, None)), anchor)
         return value.clone(), anchor
 
     @staticmethod
@@ -268,4 +248,4 @@ class WithGradients(torch.autograd.Function):
             return gradient
 
         hidden, weight, bias = map(scaled, gradients)
-        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None

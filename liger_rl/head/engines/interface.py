@@ -1,0 +1,114 @@
+"""What every engine is given and gives back.
+
+An engine is a module with
+
+    Saved                                                      a NamedTuple of tensors, what its backward needs
+    forward(head, options) -> statistics, saved                of the tokens that count; None for a Saved of nothing
+    backward(head, options, statistics, saved, tokens, needs)  -> Gradients
+
+and both run without autocast and autograd, with the weight whole.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.distributed import VocabShard
+from liger_rl.head.options import Gather
+from liger_rl.head.tokens import TokenSelection
+from liger_rl.kernels.devices import realigned
+from liger_rl.kernels.statistics import TokenGradients
+
+
+class Head(NamedTuple):
+    """The tensors that logits are made of, flat and on this rank, and which of the tokens count."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    low_inputs: Tensor | None  # (N, r), and
+    low_weight: Tensor | None  # (V, r): the product of the two is added to the logits
+    targets: Tensor  # (N,)
+    live: TokenSelection
+    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
+    shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
+
+    @property
+    def vocab(self) -> int:
+        """Entries of the whole vocabulary."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """What gradients are for, in the order of `Gradients`."""
+        return self.hidden, self.weight, self.bias, self.low_inputs, self.low_weight
+
+    @property
+    def wants_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.differentiable)
+
+    def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
+        """The rows of the tokens that count, or of `live`, with hidden states in `dtype`."""
+        live = live or self.live
+        low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
+        hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
+        return self._replace(hidden=hidden, low_inputs=low_inputs, targets=targets, live=live)
+
+
+def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    """The rows that count in `dtype`, where the product of our own can read them."""
+    return realigned(live.gather(values).to(dtype).contiguous())
+
+
+class Gradients(NamedTuple):
+    """Of what the head is made of; None where not asked for."""
+
+    hidden: Tensor | None = None  # (N, H)
+    weight: Tensor | None = None  # (V, H); also None where it went to `weight_grad`
+    bias: Tensor | None = None  # (V,)
+    low_inputs: Tensor | None = None  # (N, r)
+    low_weight: Tensor | None = None  # (V, r)
+
+    def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
+        """Float32 rows (n, ...) of the tokens in `live` -> those of the call, 0 at all others, in its dtypes."""
+
+        def spread(rows: Tensor | None, like: Tensor | None) -> Tensor | None:
+            return None if rows is None or like is None else live.scatter(rows, like)
+
+        hidden, low_inputs = spread(self.hidden, head.hidden), spread(self.low_inputs, head.low_inputs)
+        return self._replace(hidden=hidden, low_inputs=low_inputs)
+
+
+Needs = tuple[bool, ...]  # which of `Gradients` are asked for
+
+
+def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSelection, TokenGradients]:
+    """Those of the live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+    if live.mask is not None:
+        live = live.restricted(has_gradient(tokens))
+        assert live.mask is not None
+        return live, tokens.silenced(live.mask)
+    picked = select_rows(tokens)
+    return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
+
+
+def has_gradient(tokens: TokenGradients) -> Tensor:
+    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
+    wanted = tokens.grad_logps != 0
+    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+
+
+def select_rows(tokens: TokenGradients) -> Tensor | None:
+    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
+    wanted = has_gradient(tokens)
+    index = wanted.nonzero().squeeze(1)
+    return None if index.numel() == wanted.numel() else index
+
+
+def whole_head(gather: Gather | None, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
+    """The context in which weight and bias are whole, where they are sharded outside of it."""
+    if gather is None:
+        return nullcontext()
+    return gather(weight) if bias is None else gather(weight, bias)

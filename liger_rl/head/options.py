@@ -1,0 +1,185 @@
+"""All of a call of the head that is no tensor: every option, and every rule on which of them go together."""
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from liger_rl.head.checks import (
+    FLOAT_DTYPES,
+    check_budget,
+    check_chunk,
+    check_extras,
+    check_flag,
+    check_tolerance,
+    check_transform,
+)
+from liger_rl.kernels.devices import BLOCKS_BYTES
+from liger_rl.kernels.transform import LogitTransform
+
+IDENTITY = LogitTransform()
+Gather = Callable[..., AbstractContextManager]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How a head's log-probabilities are computed, and what comes with them.
+
+    Attributes:
+        transform: temperature, softcap and scale of the logits.
+        entropy: also return each token's entropy, from the same pass.
+        extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
+        grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
+            Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
+            backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
+            the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
+            to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
+            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs other than
+            NVIDIA's of compute capability 9.0 and 10.x, in float32 or mixed dtypes, with rows of the weight that do not
+            start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
+            term; the `reason` of `plan_linear_logprobs` says which.
+        compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
+            without a float32 copy of it. None takes autocast's, or the inputs' own.
+        gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
+            `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
+            backward.
+        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
+        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
+            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
+        fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
+            through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
+            up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
+        batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
+            head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
+            version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
+            product of our own applies and of 128 elsewhere, where it rests on the library treating all rows of a
+            product alike (see `liger_rl.head.engines.two_pass.fold_invariant`). For gradients nothing is promised.
+
+    Raises:
+        TypeError, ValueError: an option by itself, or two that do not go together.
+    """
+
+    transform: LogitTransform = IDENTITY
+    entropy: bool = False
+    extras: Collection[str] = ()
+    grad_tolerance: float = 0.0
+    compute_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    max_extra_bytes: int | None = None
+    fixed_shape: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        check_transform(self.transform)
+        check_flag("entropy", self.entropy)
+        check_extras(self.extras)
+        check_flag("fixed_shape", self.fixed_shape)
+        chunks = (("chunk_tokens", self.chunk_tokens), ("chunk_vocab", self.chunk_vocab))
+        for name, value in chunks:
+            check_chunk(name, value)
+        check_tolerance(self.grad_tolerance)
+        check_flag("batch_invariant", self.batch_invariant)
+        check_budget(self.max_extra_bytes)
+        if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
+            raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
+        if self.gather is not None and not callable(self.gather):
+            raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
+        if self.max_extra_bytes is not None and self.names_chunk:
+            raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
+        if self.batch_invariant:
+            for name, value in chunks:
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}"
+                    )
+            if self.grad_tolerance != 0.0:
+                raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {self.grad_tolerance}")
+        if self.fixed_shape and self.grad_tolerance != 0.0:
+            raise ValueError(
+                "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
+                f"to compute; got {self.grad_tolerance}"
+            )
+
+    @property
+    def names_chunk(self) -> bool:
+        return self.chunk_tokens is not None or self.chunk_vocab is not None
+
+
+class HeadKeywords(TypedDict, total=False):
+    """The fields of `HeadOptions` as keywords of a function."""
+
+    transform: LogitTransform
+    entropy: bool
+    extras: Collection[str]
+    grad_tolerance: float
+    compute_dtype: torch.dtype | None
+    gather: Gather | None
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    max_extra_bytes: int | None
+    fixed_shape: bool
+    batch_invariant: bool
+
+
+KNOWN = tuple(HeadKeywords.__annotations__)
+
+
+def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
+    """HeadOptions(**keywords); a TypeError that names `function` and lists what it knows for an unknown one."""
+    for name in keywords:
+        if name not in KNOWN:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
+    # torch.compile cannot trace a default that is an object of a class.
+    return HeadOptions(**{"transform": IDENTITY, **keywords})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(HeadOptions):
+    """The same, resolved: what every engine is given. A budget has become chunks."""
+
+    compute_dtype: torch.dtype
+    kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
+
+    def __post_init__(self) -> None:
+        """What was asked for has been checked; what became of it need not be."""
+
+    @property
+    def chunks_are_free(self) -> bool:
+        """No chunk is named, so kernels that make no tile of logits may be used."""
+        return self.kernels_fit or not self.names_chunk
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
+        if self.chunk_tokens is None or self.chunk_vocab is None:
+            return BLOCKS_BYTES
+        return min(BLOCKS_BYTES, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
+
+
+def resolved(
+    options: HeadOptions,
+    compute_dtype: torch.dtype,
+    *,
+    grad_tolerance: float | None = None,
+    chunks: tuple[int, int] | None = None,
+    kernels_fit: bool = False,
+) -> EngineOptions:
+    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given."""
+    chunk_tokens, chunk_vocab = chunks or (options.chunk_tokens, options.chunk_vocab)
+    return EngineOptions(
+        transform=options.transform,
+        entropy=options.entropy,
+        extras=options.extras,
+        grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
+        compute_dtype=compute_dtype,
+        gather=options.gather,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab,
+        fixed_shape=options.fixed_shape,
+        batch_invariant=options.batch_invariant,
+        kernels_fit=kernels_fit,
+    )
