@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from liger_rl.one_pass_loss import (
     loss_obstacle,
     tokens_together,
 )
-from liger_rl.policy.batch import AlignedBatch, PolicyBatch
+from liger_rl.policy.batch import AlignedBatch, BatchColumns, PolicyBatch, batch_of
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.fused import evaluate
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
@@ -34,7 +34,9 @@ from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
-from liger_rl.policy.segments import Segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -122,20 +124,14 @@ class FusedLinearGRPOLoss(nn.Module):
         hidden: Tensor,
         weight: Tensor,
         selected_token_ids: Tensor,
-        advantages: Tensor,
+        advantages: Tensor | PolicyBatch,
         mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
         low_rank: Sequence[LowRank] = (),
-        old_per_token_logps: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        sampling_per_token_logps: Tensor | None = None,
-        importance_ratio: Tensor | None = None,
-        segments: Segments | None = None,
-        num_sequences: int | Tensor | None = None,
-        num_items_in_batch: int | float | Tensor | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
+        **columns: "Unpack[BatchColumns]",
     ) -> PolicyLoss:
         """Policy loss of one batch.
 
@@ -143,17 +139,17 @@ class FusedLinearGRPOLoss(nn.Module):
             hidden: (B, T, H) or packed (N, H) last hidden states; position t predicts selected_token_ids[t].
             weight: (V, H) of the lm_head.
             selected_token_ids: (B, T) or (N,) the sampled tokens; a negative id masks its token.
-            advantages: (B,) or (B, T) / (N,).
+            advantages: (B,) or (B, T) / (N,); or a `PolicyBatch` in place of it, of mask and of the columns.
             mask: (B, T) or (N,), the completion tokens that count; None counts all. Of these, tokens with advantage 0
                 are not projected where neither the loss nor a metric depends on them; with vocab_parallel their ids
                 are not looked at either.
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
-            old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_ratio, segments,
-                num_sequences, num_items_in_batch: see `PolicyBatch`.
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
             vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
                 the same on every rank of its group, and so is the loss.
+            columns: the other fields of `PolicyBatch`: old_per_token_logps, ref_per_token_logps,
+                sampling_per_token_logps, importance_ratio, segments, num_sequences and num_items_in_batch.
 
         Returns:
             PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
@@ -163,6 +159,8 @@ class FusedLinearGRPOLoss(nn.Module):
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
                 with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
         """
+        batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
+        mask = batch.completion_mask
         others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *others):
             if self.options.fixed_shape and vocab_parallel is not None:
@@ -186,17 +184,6 @@ class FusedLinearGRPOLoss(nn.Module):
             call.check_weight_grad(weight)
             # A narrow dtype would wrap the vocabulary's size in comparisons.
             ids = selected_token_ids.long().contiguous()
-            batch = PolicyBatch(
-                advantages=advantages,
-                completion_mask=mask,
-                old_per_token_logps=old_per_token_logps,
-                ref_per_token_logps=ref_per_token_logps,
-                sampling_per_token_logps=sampling_per_token_logps,
-                importance_ratio=importance_ratio,
-                segments=segments,
-                num_sequences=num_sequences,
-                num_items_in_batch=num_items_in_batch,
-            )
             given = self.terms.check(batch, ids.shape, ids.device)
             call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
             one_pass = self._one_pass(call, given, compute_dtype)

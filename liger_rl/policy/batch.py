@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -217,3 +217,37 @@ def _count(name: str, value: Any, device: torch.device) -> Any:
     if value.device not in (device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {device} as the log-probabilities, or on the CPU, got {value.device}")
     return value.detach().reshape(())
+
+
+class BatchColumns(TypedDict, total=False):
+    """The fields of `PolicyBatch` but for the advantages and the mask, as keywords of a function."""
+
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_ratio: Tensor | None
+    segments: Segments | None
+    num_sequences: int | Tensor | None
+    num_items_in_batch: int | float | Tensor | None
+
+
+COLUMNS = tuple(BatchColumns.__annotations__)
+
+
+def batch_of(
+    function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: BatchColumns
+) -> PolicyBatch:
+    """The batch that `function` was given, whole or in columns.
+
+    Raises:
+        TypeError: an unknown column, or a column beside a whole batch.
+    """
+    for name in columns:
+        if name not in COLUMNS:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(COLUMNS)}")
+    if not isinstance(advantages, PolicyBatch):
+        return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
+    beside = [*(["mask"] if mask is not None else []), *columns]
+    if beside:
+        raise TypeError(f"{', '.join(beside)} must be in the PolicyBatch that {function} got, not beside it")
+    return advantages

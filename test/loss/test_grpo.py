@@ -634,3 +634,15 @@ def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(o
     say = loss.terms.tokens_to_project(given)
     assert (say is not None) == left_out
     assert say is None or not say.any()
+
+
+def test_a_batch_is_taken_as_it_is():
+    head, ids, columns = problem()
+    loss, advantages, mask = FusedLinearGRPOLoss("dapo", beta=0.1), columns.pop("advantages"), columns.pop("mask")
+    given = loss(head.hidden, head.weight, ids, advantages, mask, **columns)
+    whole = PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
+    assert torch.equal(loss(head.hidden, head.weight, ids, whole).loss, given.loss)
+    with pytest.raises(TypeError, match="mask, num_sequences must be in the PolicyBatch"):
+        loss(head.hidden, head.weight, ids, whole, mask, num_sequences=3)
+    with pytest.raises(TypeError, match="unexpected argument 'old_logps'; its columns are old_per_token_logps"):
+        loss(head.hidden, head.weight, ids, advantages, mask, old_logps=None)
