@@ -1,6 +1,9 @@
-"""The way of a head's engine into autograd, in eager mode."""
+"""The one way of a head's engines into autograd, in eager mode and in a graph of torch.compile."""
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +24,29 @@ def engine_of(head: Head, options: EngineOptions) -> ModuleType:
     return block_sparse if tolerant and options.chunks_are_free and head.low_inputs is None else two_pass
 
 
-def linear_values(head: Head, options: EngineOptions) -> Values:
+class Way(NamedTuple):
+    """How an engine is run: itself, or by operators that stand for it in a graph."""
+
+    fold: Callable[..., tuple[TokenStatistics, tuple[Tensor | None, ...] | None]]  # as an engine's forward
+    gradients: Callable[..., Gradients]  # as `token_gradients` of the engine
+
+
+def linear_values(head: Head, options: EngineOptions, way: Way | None = None) -> Values:
     """(logps, entropy, *EXTRAS) of the live tokens, None where not asked for, differentiable where that is wanted.
 
     If `head.live` keeps places, they cover all N tokens; entries of tokens that do not count are undefined.
     """
-    engine = engine_of(head, options)
+    if way is None:
+        engine = engine_of(head, options)
+        way = Way(engine.forward, partial(token_gradients, engine))
     if head.wants_gradient:
-        return LinearLogProbs.apply(*head.differentiable, head, options, engine)
+        return LinearLogProbs.apply(*head.differentiable, head, options, way)
     with gemm.without_autocast(head.hidden.device):
-        statistics, _ = engine.forward(head, options)
-    return values(statistics, head)
+        statistics, _ = way.fold(head, options)
+    return _values(statistics, head)
 
 
-def values(statistics: TokenStatistics, head: Head) -> Values:
+def _values(statistics: TokenStatistics, head: Head) -> Values:
     mean_logits = statistics.mean_logits(head.vocab)
     return statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1
 
@@ -47,27 +59,24 @@ class LinearLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, engine):
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, way):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
-            statistics, saved = engine.forward(head, options)
+            statistics, saved = way.fold(head, options)
         # The extras have no gradient, and a gradient does not need them.
         tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
         ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
-        ctx.rest, ctx.options, ctx.engine = head[len(tensors) :], options, engine
-        logps, entropy, *extras = values(statistics, head)
+        ctx.rest, ctx.options, ctx.gradients = head[len(tensors) :], options, way.gradients
+        logps, entropy, *extras = _values(statistics, head)
         ctx.mark_non_differentiable(*(part for part in extras if part is not None))
         return logps.clone(), None if entropy is None else entropy.clone(), *extras
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad_logps, grad_entropy, *_):
-        head, kept = Head(*saved[:6], *ctx.rest), saved[9:]
-        known = ctx.engine.Saved(*kept) if kept else None
-        grads = grad_logps, grad_entropy
-        needs = ctx.needs_input_grad[:5]
-        found = token_gradients(ctx.engine, head, ctx.options, TokenStatistics(*saved[6:9]), known, grads, needs)
-        return *found, None, None, None
+        head, statistics = Head(*saved[:6], *ctx.rest), TokenStatistics(*saved[6:9])
+        grads, needs = (grad_logps, grad_entropy), ctx.needs_input_grad[:5]
+        return *ctx.gradients(head, ctx.options, statistics, saved[9:] or None, grads, needs), None, None, None
 
 
 def token_gradients(
@@ -75,7 +84,7 @@ def token_gradients(
     head: Head,
     options: EngineOptions,
     statistics: TokenStatistics,  # (n,) each, as the engine's forward gave them
-    saved: tuple | None,
+    saved: tuple[Tensor | None, ...] | None,
     grads: tuple[Tensor | None, Tensor | None],  # (n,) each, of logps and entropy
     needs: Needs,
 ) -> Gradients:
@@ -88,4 +97,5 @@ def token_gradients(
             assert grad_entropy is not None
             grad_logps = torch.zeros_like(grad_entropy)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
-        return engine.backward(head, options, statistics, saved, tokens, needs)
+        known = None if saved is None else engine.Saved(*saved)
+        return engine.backward(head, options, statistics, known, tokens, needs)

@@ -38,7 +38,7 @@ class LowRank:
     def inputs(self, hidden: Tensor, live: TokenSelection, *, function: Callable[..., Tensor] | None = None) -> Tensor:
         """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that do not count.
 
-        `function` computes the product, None for the autograd Function of eager mode.
+        `function` computes the product, `low_rank_inputs` or its like in a graph.
         """
         given = hidden if self.hidden is None else self.hidden
         kind = given.device.type
@@ -46,7 +46,7 @@ class LowRank:
             dtype = torch.get_autocast_dtype(kind)
         else:
             dtype = torch.promote_types(given.dtype, self.a.dtype)
-        return (function or _Inputs.apply)(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
+        return (function or low_rank_inputs)(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
@@ -83,16 +83,16 @@ class _Inputs(torch.autograd.Function):
     a time, so that no copy of the hidden states is kept."""
 
     @staticmethod
-    def forward(ctx, hidden, a, live, dtype):
-        ctx.live, ctx.dtype = live, dtype
+    def forward(ctx, hidden, a, live, dtype, way):
+        ctx.live, ctx.dtype, (forward, ctx.gradients) = live, dtype, way
         ctx.save_for_backward(hidden, a)
-        return inputs_forward(hidden, a, live, dtype)
+        return forward(hidden, a, live, dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad):
         hidden, a = saved
-        return *inputs_backward(grad, hidden, a, ctx.live, ctx.dtype, ctx.needs_input_grad), None, None
+        return *ctx.gradients(grad, hidden, a, ctx.live, ctx.dtype, ctx.needs_input_grad[:2]), None, None, None
 
 
 def inputs_forward(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
@@ -120,6 +120,20 @@ def inputs_backward(
             if total is not None:
                 gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
     return grad_hidden, None if total is None else total.to(a.dtype)
+
+
+def low_rank_inputs(
+    hidden: Tensor,
+    a: Tensor,
+    live: TokenSelection,
+    dtype: torch.dtype,
+    way: tuple[Callable[..., Tensor], Callable[..., tuple[Tensor | None, Tensor | None]]] = (
+        inputs_forward,
+        inputs_backward,
+    ),
+) -> Tensor:
+    """`inputs_forward`, differentiable; `way` are the two functions, or operators in their place."""
+    return _Inputs.apply(hidden, a, live, dtype, way)
 
 
 def _parts(live: TokenSelection) -> list:

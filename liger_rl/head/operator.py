@@ -1,15 +1,16 @@
-"""The fused head as an operator of torch's own, for torch.compile: a graph holds it whole and does not look inside.
+"""The engines as operators of torch's own: a graph of torch.compile holds each as one node and does not look inside.
 
-How many tokens count is known only while it runs, so its inputs and outputs all keep the shape (N,), and tokens are
-dropped and put back within. It runs an engine as `LinearLogProbs` does, by which eager mode enters: its dispatch costs
-less, and it takes what a schema cannot say (`gather`, `weight_grad`, a group of ranks).
+They have no derivative of their own. `LinearLogProbs` differentiates them as it does the engines themselves: a graph
+first gets one composite operator, which AOTAutograd takes apart by running the Function in it.
+
+How many tokens count is known only while an operator runs, so its inputs and outputs all keep the shape (N,), and
+tokens are dropped and put back within.
 
 torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinstance` or in the annotations of a nested
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines import block_sparse, two_pass
-from liger_rl.head.engines.interface import Head
-from liger_rl.head.function import engine_of, token_gradients, values
-from liger_rl.head.low_rank import inputs_backward, inputs_forward
+from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.function import Way, engine_of, linear_values, token_gradients
+from liger_rl.head.low_rank import inputs_backward, inputs_forward, low_rank_inputs
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.once import differentiable_once
 
 
 class OpOptions(NamedTuple):
@@ -39,26 +39,21 @@ class OpOptions(NamedTuple):
     compute_dtype: torch.dtype
     chunk_tokens: int | None
     chunk_vocab: int | None
-    grad_tolerance: float  # 0.0 for the exact backward
+    grad_tolerance: float
     fixed_shape: bool
     batch_invariant: bool
     kernels_fit: bool
-    bounded: bool  # keep what a backward with a tolerance needs
     targets_name: str  # the caller's
-
-    @property
-    def engine(self) -> ModuleType:
-        return block_sparse if self.bounded else two_pass
 
     def resolved(self) -> EngineOptions:
         return EngineOptions(
             transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
             entropy=self.entropy,
             extras=frozenset(filter(None, self.extras.split(","))),
+            grad_tolerance=self.grad_tolerance,
             compute_dtype=self.compute_dtype,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
-            grad_tolerance=self.grad_tolerance,
             fixed_shape=self.fixed_shape,
             batch_invariant=self.batch_invariant,
             kernels_fit=self.kernels_fit,
@@ -69,20 +64,25 @@ class OpOptions(NamedTuple):
 TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
 )
-DIFFERENTIABLE = 5  # the first so many
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
     "SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, bool batch_invariant, "
-    "bool kernels_fit, bool bounded, str targets_name"
+    "bool kernels_fit, str targets_name"
 )
-TENSOR_COUNT = len(TENSORS.split(", "))
+DIFFERENTIABLE, TENSOR_COUNT = 5, 7
+
+
+def _taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
+    *tensors, live = arguments[:TENSOR_COUNT]
+    head = Head._make([*tensors, TokenSelection(live.numel(), mask=live), None, None])
+    return head, OpOptions(*arguments[TENSOR_COUNT:])
 
 
 class Outputs(NamedTuple):
     """(N,) each, zero or meaningless at tokens that do not count; what is None does not leave the operator."""
 
     statistics: TokenStatistics
-    known: TileBounds | None
+    known: TileBounds | None  # what a backward with a tolerance needs
     has_bounds: Tensor | None  # (1,) bool on the host: whether `known` was made; the backward is exact where it was not
 
     def flat(self) -> list[Tensor]:
@@ -90,18 +90,18 @@ class Outputs(NamedTuple):
         return [part for part in parts if part is not None]
 
     @classmethod
-    def named(cls, flat: list[Tensor] | tuple[Tensor, ...], options: OpOptions) -> "Outputs":
+    def named(cls, flat: Sequence[Tensor], options: OpOptions, *, bounded: bool) -> "Outputs":
         parts = iter(flat)
         extras = [name in options.extras.split(",") for name in EXTRAS]
         statistics = TokenStatistics(*_wanted(parts, True, True, options.entropy, *extras))  # type: ignore[arg-type]
         known = None
-        if options.bounded:
+        if bounded:
             there = (*[True] * 4, *[options.entropy] * 3)
             known = TileBounds(*_wanted(parts, *there))  # type: ignore[arg-type]
-        return cls(statistics, known, *_wanted(parts, options.bounded))
+        return cls(statistics, known, *_wanted(parts, bounded))
 
     @classmethod
-    def empty(cls, hidden: Tensor, weight: Tensor, options: OpOptions) -> "Outputs":
+    def empty(cls, hidden: Tensor, weight: Tensor, options: OpOptions, *, bounded: bool) -> "Outputs":
         tokens, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
 
         def made(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,33 +112,31 @@ class Outputs(NamedTuple):
             for name in EXTRAS
         ]
         statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
-        known = None
-        if options.bounded:
-            known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
-        has_bounds = torch.empty(1, dtype=torch.bool, device="cpu") if options.bounded else None
-        return cls(statistics, known, has_bounds)
+        if not bounded:
+            return cls(statistics, None, None)
+        known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
+        return cls(statistics, known, torch.empty(1, dtype=torch.bool, device="cpu"))
 
 
 def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
-def _head(*tensors) -> Head:
-    """Of the operator's tensors, the last of which is the mask of the tokens that count."""
-    *others, live = tensors
-    return Head._make([*others, TokenSelection(live.numel(), mask=live), None, None])
+def _engine(bounded: bool) -> ModuleType:
+    return block_sparse if bounded else two_pass
 
 
-def _forward(*args) -> list[Tensor]:
-    head, options = _head(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
+def _fold(*arguments: Any) -> list[Tensor]:
+    *given, bounded = arguments
+    head, options = _taken_apart(given)
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
         live = live_tokens(head.targets, head.live.mask, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=live)
     index = head.live.index
     with gemm.without_autocast(head.hidden.device):
-        statistics, known = options.engine.forward(head, options.resolved())
-    out = Outputs.empty(head.hidden, head.weight, options)
+        statistics, known = _engine(bounded).forward(head, options.resolved())
+    out = Outputs.empty(head.hidden, head.weight, options, bounded=bounded)
     for whole, part in zip(out.statistics, statistics, strict=True):
         _place(whole, part, index)
     if out.known is not None and out.has_bounds is not None:
@@ -160,27 +158,34 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
         whole.zero_().index_copy_(-1, index, part)
 
 
-def _fake_forward(*args) -> list[Tensor]:
-    hidden, weight = args[:2]
-    return Outputs.empty(hidden, weight, OpOptions(*args[TENSOR_COUNT:])).flat()
+def _fake_fold(*arguments: Any) -> list[Tensor]:
+    *given, bounded = arguments
+    head, options = _taken_apart(given)
+    return Outputs.empty(head.hidden, head.weight, options, bounded=bounded).flat()
 
 
-def _backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
-    head, options = _head(*args[:TENSOR_COUNT]), OpOptions(*args[TENSOR_COUNT:])
-    out = Outputs.named(outputs, options)
+def _grad(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    *given, bounded = arguments
+    head, options = _taken_apart(given)
+    out = Outputs.named(outputs, options, bounded=bounded)
     # Zero where no token counts: those are then dropped with the other tokens that have no gradient, by one sync.
-    grad_logps, grad_entropy = (None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy))
+    grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy)]
     if not options.fixed_shape:
         everything = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=everything)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
-    grads, needs = (grad_logps, grad_entropy), tuple(needs)
-    gradients = token_gradients(options.engine, head, options.resolved(), out.statistics, known, grads, needs)
-    return [part.contiguous() for part in gradients if part is not None]
+    found = token_gradients(
+        _engine(bounded), head, options.resolved(), out.statistics, known, (grads[0], grads[1]), tuple(needs)
+    )
+    return [part.contiguous() for part in found if part is not None]
 
 
-def _fake_backward(grad_logps, grad_entropy, outputs, needs, *args) -> list[Tensor]:
-    return _contiguous_like(args[:DIFFERENTIABLE], needs)
+def _fake_grad(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    return _contiguous_like(arguments[:DIFFERENTIABLE], needs)
 
 
 def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -191,50 +196,102 @@ def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> 
     ]
 
 
-def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.options = inputs[TENSOR_COUNT:]
-    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output)
-
-
-def _differentiate(backward, ctx, saved, grads):
-    needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    result: list[Tensor | None] = [None] * (TENSOR_COUNT + len(ctx.options))
-    options = OpOptions(*ctx.options)
-    grad_logps, grad_entropy = grads[0], grads[2] if options.entropy else None
-    if grad_logps is not None or grad_entropy is not None:
-        head, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
-        found = iter(backward(grad_logps, grad_entropy, outputs, needs, *head, *options))
-        for place, needed in enumerate(needs):
-            result[place] = next(found) if needed else None
-    return tuple(result)
-
-
-def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
-    """The operator, whose gradient is another one."""
-    forward = torch.library.custom_op(
-        f"liger_rl::{name}", _forward, mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> Tensor[]", **options
-    )
-    backward = torch.library.custom_op(
-        f"liger_rl::{name}_backward",
-        _backward,
-        mutates_args=(),
-        schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs, {TENSORS}, {OPTIONS})"
-        " -> Tensor[]",
-        **options,
-    )
-    forward.register_fake(_fake_forward)
-    backward.register_fake(_fake_backward)
-    forward.register_autograd(differentiable_once(partial(_differentiate, backward)), setup_context=_keep)
-    return forward
+def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
+    """The operator, and that of its gradients."""
+    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
+    found = []
+    for full_name, function, fake, first in (
+        (name, _fold, _fake_fold, ""),
+        (f"{name}_backward", _grad, _fake_grad, f"{grads}, "),
+    ):
+        schema = f"({first}{TENSORS}, {OPTIONS}, bool bounded) -> Tensor[]"
+        operator = torch.library.custom_op(
+            f"liger_rl::{full_name}", function, mutates_args=(), schema=schema, **options
+        )
+        operator.register_fake(fake)
+        found.append(operator)
+    return found[0], found[1]
 
 
 # Two operators that compute the same, because an operator either has a tag or has it not.
-waiting = _registered("linear_logprobs", **WAITING_OPERATOR)
-never_waiting = _registered("linear_logprobs_fixed_shape")
+waiting, waiting_backward = _registered("linear_logprobs", **WAITING_OPERATOR)
+never_waiting, never_waiting_backward = _registered("linear_logprobs_fixed_shape")
 
 
-@torch.library.custom_op("liger_rl::low_rank_inputs", mutates_args=())
+def _way(flat: OpOptions, *, bounded: bool) -> Way:
+    """The operators in place of an engine."""
+    forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
+
+    def arguments(head: Head) -> tuple[Any, ...]:
+        return *head.differentiable, head.targets, head.live.mask, *flat, bounded
+
+    def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor | None, ...] | None]:
+        out = Outputs.named(forward(*arguments(head)), flat, bounded=bounded)
+        return out.statistics, (*out.known, out.has_bounds) if out.known is not None else None
+
+    def gradients(
+        head: Head,
+        options: EngineOptions,
+        statistics: TokenStatistics,
+        saved: tuple[Tensor | None, ...] | None,
+        grads: tuple[Tensor | None, Tensor | None],
+        needs: Needs,
+    ) -> Gradients:
+        if grads == (None, None):
+            return Gradients()
+        # What has no part in a gradient was not saved.
+        outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
+        without_extras = *arguments(head)[:TENSOR_COUNT], *flat._replace(extras=""), bounded
+        found = iter(backward(*grads, outputs, list(needs), *without_extras))
+        wanted = zip(head.differentiable, needs, strict=True)
+        return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
+
+    return Way(fold, gradients)
+
+
+def _in_graph(*arguments: Any) -> list[Tensor]:
+    head, flat = _taken_apart(arguments)
+    options = flat.resolved()
+    way = _way(flat, bounded=engine_of(head, options) is block_sparse)
+    return [part for part in linear_values(head, options, way) if part is not None]
+
+
+_LIBRARY = torch.library.Library("liger_rl", "FRAGMENT")
+_LIBRARY.define(f"linear_values({TENSORS}, {OPTIONS}) -> Tensor[]")
+_LIBRARY.impl("linear_values", _in_graph, "CompositeImplicitAutograd")
+
+
+def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
+    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
+
+    The others get 0, or with `fixed_shape` what means nothing.
+
+    Raises:
+        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
+    """
+    transform = options.transform
+    extras = [name for name in EXTRAS if name in options.extras]
+    flat = (
+        transform.temperature,
+        transform.softcap,
+        transform.scale,
+        options.entropy,
+        ",".join(extras),
+        options.compute_dtype,
+        options.chunk_tokens,
+        options.chunk_vocab,
+        options.grad_tolerance,
+        options.fixed_shape,
+        options.batch_invariant,
+        options.kernels_fit,
+        targets_name,
+    )
+    found = iter(torch.ops.liger_rl.linear_values(*head.differentiable, head.targets, head.live.mask, *flat))
+    logps, entropy = next(found), next(found) if options.entropy else None
+    return logps, entropy, *(next(found) if name in extras else None for name in EXTRAS)
+
+
+@torch.library.custom_op("liger_rl::low_rank_inputs_forward", mutates_args=())
 def _inputs(hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs_forward(hidden, a, TokenSelection(live.numel(), mask=live), dtype)
 
@@ -257,53 +314,23 @@ def _(grad, hidden, a, live, dtype, needs):
     return _contiguous_like((hidden, a), needs)
 
 
-def _keep_inputs(ctx, inputs, output) -> None:
-    *tensors, ctx.dtype = inputs
-    ctx.save_for_backward(*tensors)
+def _inputs_in_graph(hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+        return _inputs(hidden, a, live.mask, dtype)
+
+    def backward(
+        grad: Tensor, hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        found = iter(_inputs_backward(grad, hidden, a, live.mask, dtype, list(needs)))
+        return (next(found) if needs[0] else None), (next(found) if needs[1] else None)
+
+    return low_rank_inputs(hidden, a, TokenSelection(live.numel(), mask=live), dtype, (forward, backward))
 
 
-@differentiable_once
-def _differentiate_inputs(ctx, saved, grad):
-    needs = list(ctx.needs_input_grad[:2])
-    found = iter(_inputs_backward(grad, *saved, ctx.dtype, needs))
-    return *(next(found) if needed else None for needed in needs), None, None
-
-
-_inputs.register_autograd(_differentiate_inputs, setup_context=_keep_inputs)
-
-
-def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
-    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
-
-    The others get 0, or with `fixed_shape` what means nothing.
-
-    Raises:
-        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
-    """
-    transform = options.transform
-    flat = OpOptions(
-        transform.temperature,
-        transform.softcap,
-        transform.scale,
-        options.entropy,
-        ",".join(name for name in EXTRAS if name in options.extras),
-        options.compute_dtype,
-        options.chunk_tokens,
-        options.chunk_vocab,
-        options.grad_tolerance,
-        options.fixed_shape,
-        options.batch_invariant,
-        options.kernels_fit,
-        bounded=engine_of(head, options) is block_sparse,
-        targets_name=targets_name,
-    )
-    operator = never_waiting if options.fixed_shape else waiting
-    outputs = operator(*head.differentiable, head.targets, head.live.mask, *flat)
-    statistics = Outputs.named(outputs, flat).statistics
-    logps, entropy, *extras = values(statistics, head)
-    return logps, entropy, *(None if part is None else part.detach() for part in extras)
+_LIBRARY.define("low_rank_inputs(Tensor hidden, Tensor a, Tensor live, ScalarType dtype) -> Tensor")
+_LIBRARY.impl("low_rank_inputs", _inputs_in_graph, "CompositeImplicitAutograd")
 
 
 def low_rank_inputs_op(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """`low_rank.inputs_forward` in a graph, where `live` is a mask."""
-    return _inputs(hidden, a, live.mask, dtype)
+    """`low_rank_inputs` in a graph, where `live` is a mask."""
+    return torch.ops.liger_rl.low_rank_inputs(hidden, a, live.mask, dtype)
