@@ -43,9 +43,9 @@ class Problem(NamedTuple):
 
 def problem(
     shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, bias=False, rank=0,
-    adapter_dtype=None,
+    adapter_dtype=None, seed=0,
 ) -> Problem:  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int, std: float) -> Tensor:
         return torch.randn(*size, generator=generator) * std
@@ -137,6 +137,11 @@ class Products(TorchDispatchMode):
     @property
     def flops(self) -> int:
         return sum(2 * a.numel() * b.shape[-1] for a, b in self.factors)
+
+    def logits(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(tokens, vocabulary entries) of each tile of logits: a product with the transpose of a weight's tile."""
+        tiles = [(a, b) for a, b in self.factors if b.shape[0] == hidden_size and b.stride(0) == 1]
+        return [(a.shape[0], b.shape[1]) for a, b in tiles]
 
     def largest(self) -> int:
         return max(math.prod(shape) for shape, _ in self.made)
