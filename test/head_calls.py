@@ -149,7 +149,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if name in ("mm", "addmm", "bmm", "baddbmm"):
-            self.factors.append(args[-2:])
+            self.factors.append(tuple([t for t in args if isinstance(t, Tensor)][-2:]))
         known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):

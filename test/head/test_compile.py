@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,17 +178,19 @@ def test_losses(name):
     x = tensors()
     options = {"dr_grpo": {"max_completion_length": 7}, "dro": {"dro_beta": 0.3}}.get(name, {})
     # A graph takes two passes, whatever eager mode takes.
-    loss = FusedLinearGRPOLoss(name, beta=0.1, metrics="basic", passes="two", **options)
+    auto, two = (
+        FusedLinearGRPOLoss(name, beta=0.1, metrics="basic", passes=passes, **options) for passes in ("auto", "two")
+    )
     advantages, old = torch.tensor([1.0, -0.5, 0.3]), torch.full(SHAPE, -4.0)
 
-    def step(hidden, weight):
+    def step(loss, hidden, weight):
         columns = {"old_per_token_logps": old, "ref_per_token_logps": old}
         result = loss(hidden, weight, x["targets"], advantages, x["mask"], **columns)
         return result.loss, *(metric.total.detach().float() for metric in result.metrics.values())
 
     graphs = Graphs()
     leaves = x["hidden"], x["weight"]
-    assert_same(solve(compiled(step, graphs), *leaves), solve(step, *leaves))
+    assert_same(solve(compiled(partial(step, auto), graphs), *leaves), solve(partial(step, two), *leaves))
     assert graphs.names().count("liger_rl.linear_logprobs.default") == 1
     assert not {"matmul", "mm", "addmm", "linear"} & {name.split(".")[-1] for name in graphs.names()}
 
