@@ -1,5 +1,7 @@
-"""How often the host waits for the device, and `fixed_shape`, which never does: same results, garbage kept out, CUDA
-graphs."""
+"""How often the host waits for the device, and `fixed_shape`, which never does: garbage kept out, CUDA graphs.
+
+That its results are those of a call without it is the fuzzer's.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -91,26 +93,10 @@ def solve(call: Callable, x: Inputs, **options) -> tuple[list[Tensor | None], li
     return [None if t is None else t.detach() for t in outputs[:2]], leaves.grads()
 
 
-def assert_each(compare: Callable, found: tuple, expected: tuple) -> None:
+def assert_identical(found: tuple, expected: tuple) -> None:
     for mine, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
         assert (mine is None) == (other is None)
-        if other is not None:
-            compare(mine, other)
-
-
-def close(mine: Tensor, other: Tensor) -> None:
-    torch.testing.assert_close(mine, other)
-
-
-def identical(mine: Tensor, other: Tensor) -> None:
-    assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_results(call, dtype, device):
-    x = inputs(device, dtype)
-    assert_each(close, solve(call, x, fixed_shape=True), solve(call, x))
+        assert other is None or torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -122,7 +108,7 @@ def test_a_target_outside_the_vocabulary_is_masked(call, device):
     mask[0, :2] = True
     found = solve(call, x.with_targets(targets, mask=mask), fixed_shape=True)
     assert (found[0][0][0, :2] == 0).all()
-    assert_each(identical, found, solve(call, x, fixed_shape=True))
+    assert_identical(found, solve(call, x, fixed_shape=True))
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
@@ -136,7 +122,7 @@ def test_nothing_under_the_mask_matters(call, garbage, device):
     dirty = Inputs(clean.x._replace(hidden=hidden, targets=targets), logits, counted)
     expected = solve(call, clean, fixed_shape=True)
     assert all(t is None or t.isfinite().all() for t in (*expected[0], *expected[1]))
-    assert_each(identical, solve(call, dirty, fixed_shape=True), expected)
+    assert_identical(solve(call, dirty, fixed_shape=True), expected)
 
 
 def test_a_row_without_gradient_may_hold_anything(device):
@@ -151,18 +137,6 @@ def test_a_row_without_gradient_may_hold_anything(device):
         grads.append(leaves.weight.grad)
     assert grads[0].isfinite().all()
     assert torch.equal(grads[0], grads[1])
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "buffer"])
-def test_places_of_the_logits_gradient(in_place, device):
-    grads = []
-    for fixed in (False, True):
-        x = inputs(device).leaves()
-        logits = x.logits.clone()
-        place = {"in_place": True} if in_place else {"grad_buffer": torch.ones_like(logits)}
-        functional(from_logits(x._replace(logits=logits), fixed_shape=fixed, **place)).backward()
-        grads.append(place.get("grad_buffer", x.logits.grad))
-    torch.testing.assert_close(grads[1], grads[0])
 
 
 def columns(device: torch.device, shape=SHAPE) -> dict[str, Tensor]:
@@ -224,17 +198,6 @@ def test_packed_segments_never_wait(device):
     old = torch.full((24,), -4.0, device=device)
     loss = FusedLinearGRPOLoss("gspo", metrics="basic", fixed_shape=True)
     assert_never_waits(lambda: head_loss(loss, packed, old_per_token_logps=old, segments=segments), device)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_fixed_loss_is_the_loss(loss_type, device):
-    results = []
-    for fixed in (False, True):
-        x = inputs(device).leaves()
-        value = head_loss(FusedLinearGRPOLoss(loss_type, fixed_shape=fixed), x, **columns(device))
-        value.backward()
-        results.append((value.detach(), x.x.hidden.grad, x.x.weight.grad))
-    torch.testing.assert_close(*results)
 
 
 def test_a_loss_leaves_a_target_outside_the_vocabulary_out(device):

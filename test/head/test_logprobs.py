@@ -181,10 +181,9 @@ def test_autocast_takes_mixed_dtypes(device):
     torch.testing.assert_close(found.logps, solve(inputs.to(torch.bfloat16)).logps, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", LOW[:1])
-def test_a_float32_bias_beside_a_bfloat16_head(dtype, device):
+def test_a_float32_bias_beside_a_bfloat16_head(device):
     """The bias is added in float32, so it need not be rounded to the head's dtype."""
-    inputs = problem(dtype=dtype, device=device)._replace(bias=torch.randn(129, device=device) * 3)
+    inputs = problem(dtype=torch.bfloat16, device=device)._replace(bias=torch.randn(129, device=device) * 3)
     found, exact = solve(inputs), truth(inputs)
     assert oracles.max_error(found.logps, exact.logps) < 2e-5
     assert found.grads["bias"].dtype == torch.float32

@@ -44,24 +44,6 @@ def test_the_gradient_is_added_and_the_weight_gets_none(dtype, options, device):
     assert torch.equal(found["bias"], plain["bias"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_micro_batches_in_place_equal_one_batch(dtype, device):
-    inputs = problem((8, 6), dtype=dtype, device=device, bias=True)
-    coefficients = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).to(device)
-
-    def run(rows, total):
-        leaves = inputs.leaves()
-        part = leaves._replace(hidden=leaves.hidden[rows], targets=leaves.targets[rows])
-        (call(part, weight_grad=total).logps * coefficients[rows]).sum().backward()
-
-    whole, parts = torch.zeros(2, *SHAPE, device=device)
-    run(slice(None), whole)
-    for start in range(0, 8, 2):
-        run(slice(start, start + 2), parts)
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert whole.any()
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_it_may_be_the_weights_own_gradient(rank, device):
     inputs = problem(rank=rank, device=device)

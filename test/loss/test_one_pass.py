@@ -43,49 +43,45 @@ def wide_batch(dtype=BF16, device="cpu") -> Batch:
     return batch(16, 24, dtype, device, vocab=517, hidden_size=64)
 
 
-TOKEN_LOCAL = {
-    "grpo": ("grpo", {}),
-    "grpo-kl": ("grpo", {"beta": 0.1, "metrics": "basic"}),
-    "dapo-entropy": ("dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"}),
-    "dr_grpo-all": ("dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
-    "luspo-softcap": ("luspo", {"softcap": 3.0, "temperature": 0.7}),
-    "dppo": ("dppo", {"metrics": "basic"}),
-}
-BY_SEQUENCE = {
-    "gspo": ("gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
-    "vespo": ("vespo", {}),
-    "gmpo-entropy": ("gmpo", {"entropy_coef": 0.02}),
-    "mean_advantages": ("grpo", {"mean_advantages": True}),
-    "off-policy mask": ("grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
-}
-BY_BATCH = {
-    "kl_cov": ("kl_cov", {"kl_cov_ratio": 0.1}),
-    "top entropy": ("grpo", {"corrections": (TopEntropyMask(top_entropy_quantile=0.3),), "entropy_coef": 0.1}),
-}
+KL = ("grpo", {"beta": 0.1, "metrics": "basic"})
+ENTROPY = ("dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"})
+CHUNKS = {"token": (None, 1, 7, 1000), "sequence": (None, 9, 20), "batch": (None,)}
+LOSSES = [  # what a token's gradient depends on, preset, options
+    ("token", "grpo", {}),
+    ("token", *KL),
+    ("token", *ENTROPY),
+    ("token", "dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
+    ("token", "luspo", {"softcap": 3.0, "temperature": 0.7}),
+    ("sequence", "gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
+    ("sequence", "vespo", {}),
+    ("sequence", "gmpo", {"entropy_coef": 0.02}),
+    ("sequence", "grpo", {"mean_advantages": True}),
+    ("sequence", "grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
+    ("batch", "kl_cov", {"kl_cov_ratio": 0.1}),
+    ("batch", "grpo", {"corrections": (TopEntropyMask(top_entropy_quantile=0.3),), "entropy_coef": 0.1}),
+]
 
 
 # --- the same as two passes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 1000])
-@pytest.mark.parametrize(("preset", "options"), TOKEN_LOCAL.values(), ids=TOKEN_LOCAL)
-def test_token_local_losses_in_any_chunks(preset, options, chunk_tokens, device):
-    data = batch(device=device)
-    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens))
-    projected = data.columns["mask"]
-    if not {"beta", "entropy_coef"} & options.keys() and "metrics" not in options:
-        projected = projected & (data.columns["advantages"] != 0)[:, None]
-    n = int(projected.sum())
-    chunks = 1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n))
-    assert taken(one(preset, chunk_tokens=chunk_tokens, **options), data) == (n, chunks)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 9, 20])
-@pytest.mark.parametrize(("preset", "options"), BY_SEQUENCE.values(), ids=BY_SEQUENCE)
-def test_losses_by_sequence_in_chunks_of_whole_sequences(preset, options, chunk_tokens, device):
+@pytest.mark.parametrize(
+    ("depends_on", "preset", "options", "chunk_tokens"),
+    [(*loss, chunk_tokens) for loss in LOSSES for chunk_tokens in CHUNKS[loss[0]]],
+)
+def test_losses_in_chunks(depends_on, preset, options, chunk_tokens, device):
+    """Any chunks, or such as hold whole sequences, or one."""
     data = batch(device=device)
     found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
-    assert (taken(one(preset, chunk_tokens=chunk_tokens, **options), data).chunks > 1) == (chunk_tokens is not None)
+    went = taken(one(preset, chunk_tokens=chunk_tokens, **options), data)
+    if depends_on == "token":
+        projected = data.columns["mask"]
+        if not {"beta", "entropy_coef"} & options.keys():
+            projected = projected & (data.columns["advantages"] != 0)[:, None]
+        n = int(projected.sum())
+        assert went == (n, 1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n)))
+    else:
+        assert went.chunks > 1 if chunk_tokens is not None else went.chunks == 1
     if preset != "vespo":
         assert_same(found, expected)
         return
@@ -97,13 +93,6 @@ def test_losses_by_sequence_in_chunks_of_whole_sequences(preset, options, chunk_
     assert 1e-7 < one_logp < 2e-6
     tolerance = head.targets.shape[1] * one_logp
     assert_same(found, expected, tolerance, loss_tolerance=tolerance)
-
-
-@pytest.mark.parametrize(("preset", "options"), BY_BATCH.values(), ids=BY_BATCH)
-def test_losses_of_a_whole_batch_in_one_chunk(preset, options, device):
-    data = batch(device=device)
-    assert_same(*both(preset, options, data))
-    assert taken(one(preset, **options), data).chunks == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -224,7 +213,7 @@ def test_autocast(device):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("preset", "options"), [TOKEN_LOCAL["grpo-kl"], TOKEN_LOCAL["dapo-entropy"]])
+@pytest.mark.parametrize(("preset", "options"), [KL, ENTROPY])
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     """The whole path with its Triton kernels; on CPU by the interpreter."""
