@@ -391,18 +391,19 @@ def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
             torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
-def qwen(**options):
+def model_of(family="Qwen3", **options):
     transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
     torch.manual_seed(0)
     sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
-    config = transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
-    return transformers.Qwen3ForCausalLM(config)
+    config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-def test_a_swapped_model(device):
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_a_swapped_model(family, device):
     from liger_rl.integrations.transformers import swap_lm_head
 
-    model = swap_lm_head(qwen().to(device))
+    model = swap_lm_head(model_of(family).to(device))
     ids = torch.randint(160, (2, 9), device=device)
     labels = ids.masked_fill(torch.arange(9, device=device) < 3, -100)
     before = {name: type(value) for name, value in vars(model.lm_head).items()}
@@ -433,7 +434,7 @@ def test_a_swapped_model(device):
 def test_a_swapped_model_whose_body_breaks_the_graph():
     from liger_rl.integrations.transformers import swap_lm_head
 
-    model = swap_lm_head(qwen())
+    model = swap_lm_head(model_of())
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
     ids = torch.randint(160, (2, 9))
     expected = model(input_ids=ids, labels=ids, fused=True).loss
@@ -447,7 +448,7 @@ def test_a_swapped_model_with_lora_on_its_head():
     from liger_rl.integrations.transformers import swap_lm_head
 
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)
-    model = swap_lm_head(peft.get_peft_model(qwen(tie_word_embeddings=False), config))
+    model = swap_lm_head(peft.get_peft_model(model_of(tie_word_embeddings=False), config))
     ids = torch.randint(160, (2, 9))
     in_a_graph = compiled(model)
     results = []
