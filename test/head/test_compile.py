@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from devices import NEEDS_GPU
+from head_calls import problem
 from liger_rl import (
     PRESETS,
     FusedLinearGRPOLoss,
@@ -32,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch invariant": {"batch_invariant": True, "entropy": True},
     "tolerance": {"grad_tolerance": 0.2, "entropy": True},
     "compute dtype": {"compute_dtype": torch.bfloat16},
+    "budget": {"max_extra_bytes": 0},  # the least that is possible
 }
 
 
@@ -56,21 +59,17 @@ class Graphs:
         return [str(node.target) for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
 
 
-def tensors(device: torch.device, shape=SHAPE, dtype=torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = {
-        "hidden": (*shape, HIDDEN),
-        "weight": (VOCAB, HIDDEN),
-        "bias": (VOCAB,),
-        "a": (2, HIDDEN),
-        "b": (VOCAB, 2),
-        "logits": (*shape, VOCAB),
-    }
-    floats = {name: torch.randn(size, generator=generator).to(device, dtype) for name, size in sizes.items()}
-    targets = torch.randint(VOCAB, shape, generator=generator).to(device)
-    mask = (torch.rand(shape, generator=generator) < 0.6).to(device)
-    targets.view(-1)[1] = -100
-    return {**{name: t.requires_grad_() for name, t in floats.items()}, "targets": targets, "mask": mask}
+def tensors(device="cpu", shape=SHAPE, dtype=torch.float32) -> dict[str, Tensor]:
+    x = problem(shape, HIDDEN, VOCAB, dtype, device, bias=True, rank=2)
+    x.targets.view(-1)[1] = -100
+    logits, mask = torch.randn(*shape, VOCAB), torch.rand(shape) < 0.6
+    logits = logits.to(device, dtype).requires_grad_()
+    return {**x.leaves().floats(), "logits": logits, "targets": x.targets, "mask": mask.to(device)}
+
+
+def compiled(function: Callable, backend: Any = "aot_eager", **options: Any) -> Callable:
+    """In one graph, of plain tensors: a NamedTuple as an argument is more than torch 2.8 traces."""
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
 def total(outputs) -> Tensor:
@@ -98,23 +97,19 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_linear_logprobs(options, device):
-    check_linear_logprobs(options, device)
-
-
-def test_linear_logprobs_within_a_budget(device):
-    least = plan_linear_logprobs(math.prod(SHAPE), VOCAB, HIDDEN, dtype=torch.float32, device=device, bias=True)
-    check_linear_logprobs({"max_extra_bytes": least.least_bytes}, device)
-
-
-def check_linear_logprobs(options: dict[str, Any], device: torch.device) -> None:
-    x = tensors(device)
+    x, options = tensors(device), dict(options)
+    if "max_extra_bytes" in options:
+        sizes = math.prod(SHAPE), VOCAB, HIDDEN
+        options["max_extra_bytes"] = plan_linear_logprobs(
+            *sizes, dtype=torch.float32, device=device, bias=True
+        ).least_bytes
 
     def head(hidden, weight, bias):
         return linear_logprobs(hidden, weight, x["targets"], mask=x["mask"], bias=bias, **options)
 
+    in_a_graph = compiled(head)
     leaves = x["hidden"], x["weight"], x["bias"]
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    expected, first, second = (solve(function, *leaves) for function in (head, compiled, compiled))
+    expected, first, second = (solve(function, *leaves) for function in (head, in_a_graph, in_a_graph))
     assert_same(second, first)
     if "grad_tolerance" not in options:
         assert_same(first, expected)
@@ -131,37 +126,28 @@ def test_low_rank_terms(fixed, device):
         return linear_logprobs(hidden, weight, x["targets"], mask=x["mask"], low_rank=terms, fixed_shape=fixed)
 
     leaves = x["hidden"], x["weight"], x["a"], x["b"]
-    found = solve(torch.compile(head, fullgraph=True, backend="aot_eager"), *leaves)
     # The rows of the term's small products are not gathered here, so their rounding may differ.
-    for mine, other in zip(found, solve(head, *leaves), strict=True):
+    for mine, other in zip(solve(compiled(head), *leaves), solve(head, *leaves), strict=True):
         torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("why", ["a named chunk", "a low-rank term", "no epilogue"])
-def test_a_backward_without_bounds_is_exact(why, device, monkeypatch):
+def test_a_backward_without_bounds_is_exact(why, device):
     """As in eager mode: where blocks cannot be told apart, none is left out, however little it matters."""
-    from liger_rl.head.engines import block_sparse, two_pass
-
     x = tensors(device, shape=(600,))
     weights = torch.where(torch.arange(600, device=device) % 10 == 0, 1.0, 1e-6)
-    options: dict[str, Any] = {"chunk_vocab": 64} if why == "a named chunk" else {}
-    if why == "no epilogue":  # as on CUDA for fewer live tokens than it takes
-        monkeypatch.setattr(block_sparse, "forward", two_pass.forward)
+    options: dict[str, Any] = {"mask": x["mask"], "chunk_vocab": 64 if why == "a named chunk" else None}
 
-    def head(tolerance):
+    def grads(tolerance):
         def solved(hidden, weight, a, b):
             terms = [LowRank(a=a, b=b)] if why == "a low-rank term" else []
-            given = {"mask": x["mask"], "low_rank": terms, "grad_tolerance": tolerance, **options}
-            return linear_logprobs(hidden, weight, x["targets"], **given).logps * weights
+            found = linear_logprobs(hidden, weight, x["targets"], low_rank=terms, grad_tolerance=tolerance, **options)
+            return found.logps * weights
 
-        return torch.compile(solved, fullgraph=True, backend="aot_eager")
+        leaves = [x[name] for name in ("hidden", "weight", "a", "b")]
+        return torch.autograd.grad(compiled(solved)(*leaves).sum(), leaves[: 4 if "low-rank" in why else 2])
 
-    leaves = [x[name] for name in ("hidden", "weight", "a", "b")[: 4 if why == "a low-rank term" else 2]]
-    found, expected = (
-        torch.autograd.grad(head(tolerance)(*leaves, *[None] * (4 - len(leaves))).sum(), leaves)
-        for tolerance in (0.2, 0.0)
-    )
-    assert_same(list(found), list(expected))
+    assert_same(grads(0.2), grads(0.0))
 
 
 @pytest.mark.parametrize("options", [{}, {"entropy": True}, {"entropy": True, "fixed_shape": True}], ids=str)
@@ -172,8 +158,7 @@ def test_logits_logprobs(options, dtype, device):
     def head(logits):
         return logits_logprobs(logits, x["targets"], mask=x["mask"], **options)
 
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    assert_same(solve(compiled, x["logits"]), solve(head, x["logits"]))
+    assert_same(solve(compiled(head), x["logits"]), solve(head, x["logits"]))
 
 
 def test_inductor(device):
@@ -184,42 +169,43 @@ def test_inductor(device):
         return linear_logprobs(hidden * 2, weight, x["targets"], mask=x["mask"], entropy=True)
 
     leaves = x["hidden"], x["weight"]
-    found = solve(torch.compile(step, fullgraph=True), *leaves)
-    for mine, other in zip(found, solve(step, *leaves), strict=True):
+    for mine, other in zip(solve(compiled(step, "inductor"), *leaves), solve(step, *leaves), strict=True):
         torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses(name):
-    x = tensors(torch.device("cpu"))
+    x = tensors()
     options = {"dr_grpo": {"max_completion_length": 7}, "dro": {"dro_beta": 0.3}}.get(name, {})
     # A graph takes two passes, whatever eager mode takes.
-    loss = FusedLinearGRPOLoss(name, beta=0.1, metrics="basic", passes="two", **options)
+    auto, two = (
+        FusedLinearGRPOLoss(name, beta=0.1, metrics="basic", passes=passes, **options) for passes in ("auto", "two")
+    )
     advantages, old = torch.tensor([1.0, -0.5, 0.3]), torch.full(SHAPE, -4.0)
 
-    def step(hidden, weight):
+    def step(loss, hidden, weight):
         columns = {"old_per_token_logps": old, "ref_per_token_logps": old}
         result = loss(hidden, weight, x["targets"], advantages, x["mask"], **columns)
         return result.loss, *(metric.total.detach().float() for metric in result.metrics.values())
 
     graphs = Graphs()
     leaves = x["hidden"], x["weight"]
-    assert_same(solve(torch.compile(step, fullgraph=True, backend=graphs), *leaves), solve(step, *leaves))
+    assert_same(solve(compiled(partial(step, auto), graphs), *leaves), solve(partial(step, two), *leaves))
     assert graphs.names().count("liger_rl.linear_values") == 1
     assert not {"matmul", "mm", "addmm", "linear"} & {name.split(".")[-1] for name in graphs.names()}
 
 
 def test_any_number_of_tokens_takes_one_graph():
-    x = tensors(torch.device("cpu"), shape=(4, 40))
+    x = tensors(shape=(4, 40))
     graphs = Graphs()
 
     def head(hidden, weight, targets):
         return linear_logprobs(hidden, weight, targets, entropy=True)
 
-    compiled = torch.compile(head, fullgraph=True, dynamic=True, backend=graphs)
+    in_a_graph = compiled(head, graphs, dynamic=True)
     for tokens in (40, 11, 23):
         batch = x["hidden"][:, :tokens].clone(), x["weight"], x["targets"][:, :tokens].clone()
-        assert torch.equal(compiled(*batch).logps, head(*batch).logps)
+        assert torch.equal(in_a_graph(*batch).logps, head(*batch).logps)
     assert len(graphs.graphs) == 1
 
 
@@ -231,18 +217,14 @@ def test_garbage_under_the_mask(device):
     def head(hidden, weight):
         return linear_logprobs(hidden, weight, targets, mask=x["mask"], entropy=True)
 
-    found = solve(torch.compile(head, fullgraph=True, backend="aot_eager"), hidden, x["weight"])
+    found = solve(compiled(head), hidden, x["weight"])
     assert_same(found, solve(head, hidden, x["weight"]))
     assert all(values.isfinite().all() for values in found)
 
 
 def test_a_target_outside_the_vocabulary_raises_when_it_runs():
-    x = tensors(torch.device("cpu"))
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def head(targets):
-        return linear_logprobs(x["hidden"], x["weight"], targets).logps
-
+    x = tensors()
+    head = compiled(lambda targets: linear_logprobs(x["hidden"], x["weight"], targets).logps)
     assert head(x["targets"]).isfinite().all()
     with pytest.raises(ValueError, match="targets must be token ids in"):
         head(x["targets"].masked_fill(x["mask"], VOCAB))
@@ -250,13 +232,9 @@ def test_a_target_outside_the_vocabulary_raises_when_it_runs():
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_frozen_inputs_get_no_gradient(frozen):
-    x = tensors(torch.device("cpu"))
+    x = tensors()
     x[frozen].requires_grad_(False)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def head(hidden, weight):
-        return linear_logprobs(hidden, weight, x["targets"]).logps.sum()
-
+    head = compiled(lambda hidden, weight: linear_logprobs(hidden, weight, x["targets"]).logps.sum())
     head(x["hidden"], x["weight"]).backward()
     assert x[frozen].grad is None
     assert x["weight" if frozen == "hidden" else "hidden"].grad is not None
@@ -264,14 +242,12 @@ def test_frozen_inputs_get_no_gradient(frozen):
 
 def test_backward_twice_and_not_through_itself():
     """As in eager mode: the same gradients again, and none of the gradients."""
-    x = tensors(torch.device("cpu"))
-    compiled = torch.compile(
-        lambda hidden: linear_logprobs(hidden, x["weight"], x["targets"]).logps, fullgraph=True, backend=Graphs()
-    )
-    value = compiled(x["hidden"]).sum()
+    x = tensors()
+    head = compiled(lambda hidden: linear_logprobs(hidden, x["weight"], x["targets"]).logps, Graphs())
+    value = head(x["hidden"]).sum()
     first, second = (torch.autograd.grad(value, x["hidden"], retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-    (grad,) = torch.autograd.grad(compiled(x["hidden"]).square().sum(), x["hidden"], create_graph=True)
+    (grad,) = torch.autograd.grad(head(x["hidden"]).square().sum(), x["hidden"], create_graph=True)
     with pytest.raises(RuntimeError):
         grad.square().sum().backward()
 
@@ -284,7 +260,7 @@ def test_autocast(device):
             return linear_logprobs(hidden, weight, x["targets"], entropy=True)
 
     leaves = x["hidden"], x["weight"]
-    assert_same(solve(torch.compile(head, fullgraph=True, backend="aot_eager"), *leaves), solve(head, *leaves))
+    assert_same(solve(compiled(head), *leaves), solve(head, *leaves))
 
 
 # Torch 2.8 names the exception, and not its message.
@@ -293,7 +269,7 @@ REFUSAL = r"under torch\.compile|raised exception ExceptionVariable\(<class 'Val
 
 def test_what_a_graph_cannot_hold():
     """It runs outside of the graph, or where there may be no outside it is refused."""
-    x = tensors(torch.device("cpu"))
+    x = tensors()
 
     def gathered(hidden):
         return linear_logprobs(hidden, x["weight"], x["targets"], gather=lambda *_: nullcontext()).logps
@@ -312,47 +288,8 @@ def test_what_a_graph_cannot_hold():
             torch.compile(function, backend="eager", fullgraph=True)(leaf)
 
 
-CHECKED = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-
-
-@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-def test_operators_keep_torchs_rules(fixed):
-    from liger_rl.given_logits import operator as logit_op
-    from liger_rl.head import operator as linear_op
-
-    x = tensors(torch.device("cpu"))
-    hidden, targets, live = x["hidden"].detach().flatten(0, 1), x["targets"].flatten(), x["mask"].flatten()
-    live = live & (targets >= 0)
-    options = linear_op.OpOptions(
-        temperature=1.0,
-        softcap=None,
-        scale=1.0,
-        entropy=True,
-        extras="is_top1",
-        compute_dtype=torch.float32,
-        chunk_tokens=None,
-        chunk_vocab=None,
-        grad_tolerance=0.0 if fixed else 0.1,
-        fixed_shape=fixed,
-        batch_invariant=False,
-        kernels_fit=False,
-        targets_name="targets",
-    )
-    head = (hidden, x["weight"].detach(), x["bias"].detach(), None, None, targets, live)
-    operator = linear_op.never_waiting if fixed else linear_op.waiting
-    torch.library.opcheck(operator, (*head, *options, not fixed), test_utils=CHECKED)
-    rows = (x["logits"], x["targets"], x["mask"])
-    operator = logit_op.never_waiting if fixed else logit_op.waiting
-    torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed, "targets"), test_utils=CHECKED)
-    low_rank = (hidden, x["a"].detach(), live, torch.float32)
-    torch.library.opcheck(linear_op._inputs, low_rank, test_utils=CHECKED)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
-@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-def test_operators_that_wait_for_the_device_say_so(fixed):
-    """And no other, which CUDA graphs are to hold."""
-    x = tensors(torch.device("cpu"))
+def tagged(function: Callable, leaves: list[Tensor]) -> dict[str, Any]:
+    """Operators of ours in the graphs of forward and backward, by name."""
     operators: dict[str, Any] = {}
 
     def recorded(graph: torch.fx.GraphModule, inputs) -> Callable:
@@ -361,22 +298,62 @@ def test_operators_that_wait_for_the_device_say_so(fixed):
                 operators[node.target._schema.name] = node.target
         return make_boxed_func(graph.forward)
 
-    def both(hidden, weight, a, b, logits):
-        given = {"mask": x["mask"], "fixed_shape": fixed}
+    compiled(function, aot_autograd(fw_compiler=recorded))(*leaves).backward()
+    return operators
+
+
+def every_operator(x: dict[str, Tensor], *, fixed: bool) -> tuple[Callable, list[Tensor]]:
+    given = {"mask": x["mask"], "fixed_shape": fixed}
+
+    def head(hidden, weight, bias, a, b, logits):
+        plain = linear_logprobs(
+            hidden, weight, x["targets"], bias=bias, entropy=True, extras=("is_top1",),
+            grad_tolerance=0.0 if fixed else 0.1, **given,
+        )  # fmt: skip
         terms = [LowRank(a=a, b=b)]
         return (
-            linear_logprobs(hidden, weight, x["targets"], low_rank=terms, **given).logps.sum()
-            + logits_logprobs(logits, x["targets"], **given).logps.sum()
+            (plain.logps + plain.entropy).sum()
+            + linear_logprobs(hidden, weight, x["targets"], low_rank=terms, **given).logps.sum()
+            + logits_logprobs(logits, x["targets"], entropy=True, **given).logps.sum()
         )
 
-    leaves = [x[name] for name in ("hidden", "weight", "a", "b", "logits")]
-    torch.compile(both, fullgraph=True, backend=aot_autograd(fw_compiler=recorded))(*leaves).backward()
+    return head, [x[name] for name in ("hidden", "weight", "bias", "a", "b", "logits")]
+
+
+CHECKED = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+def test_operators_keep_torchs_rules(fixed):
+    seen = []
+
+    class Calls(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if getattr(target, "namespace", None) == "liger_rl":
+                seen.append((target, args, kwargs))
+            return super().call_function(target, args, kwargs)
+
+    function, leaves = every_operator(tensors(), fixed=fixed)
+    compiled(function, lambda graph, inputs: Calls(graph).run)(*leaves)
+    names = ["linear_logprobs", "low_rank_inputs", "linear_logprobs", "logits_logprobs"]
+    suffixed = [name + "_fixed_shape" * (fixed and name != "low_rank_inputs") for name in names]
+    assert [target._schema.name.removeprefix("liger_rl::") for target, *_ in seen] == suffixed
+    for target, args, kwargs in seen:
+        args = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
+        torch.library.opcheck(target, tuple(args), kwargs, test_utils=CHECKED)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+def test_operators_that_wait_for_the_device_say_so(fixed):
+    """And no other, which CUDA graphs are to hold."""
+    operators = tagged(*every_operator(tensors(), fixed=fixed))
     suffix = "_fixed_shape" if fixed else ""
     waiting = {f"liger_rl::{name}" for name in ("linear_logprobs", "linear_logprobs_backward", "logits_logprobs")}
     marked = {name for name, operator in operators.items() if torch.Tag.cudagraph_unsafe in operator.tags}
     assert marked == (set() if fixed else waiting)
     names = {f"linear_logprobs{suffix}", f"linear_logprobs{suffix}_backward", f"logits_logprobs{suffix}"}
-    names |= {"logits_logprobs_backward", "low_rank_inputs", "low_rank_inputs_backward"}
+    names |= {"logits_logprobs_backward", "low_rank_inputs_forward", "low_rank_inputs_backward"}
     assert set(operators) == {f"liger_rl::{name}" for name in names}
 
 
@@ -387,66 +364,52 @@ def test_operators_that_wait_for_the_device_say_so(fixed):
 @pytest.mark.parametrize("kind", ["linear", "low rank", "logits"])
 def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
     """What waits for the device stays outside of them, and the rest is captured with the numbers of eager mode."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
-
-    hidden, weight, a, b = made(tokens, 64), made(512, 64), made(4, 64), made(512, 4)
-    targets = torch.randint(512, (tokens,), generator=generator).cuda()
-    mask = (torch.rand(tokens, generator=generator) < 0.6).cuda()
+    x = problem((tokens,), 64, 512, torch.bfloat16, "cuda", rank=4).leaves()
+    leaves = x.hidden, x.weight, x.a, x.b
+    mask = torch.rand(tokens).cuda() < 0.6
 
     def step(hidden, weight, a, b):
         given = {"mask": mask, "entropy": True, "fixed_shape": fixed}
         if kind == "logits":
-            found = logits_logprobs((hidden * 2) @ weight.T, targets, **given)
+            found = logits_logprobs((hidden * 2) @ weight.T, x.targets, **given)
         else:
             terms = [LowRank(a=a, b=b)] if kind == "low rank" else []
-            found = linear_logprobs(hidden * 2, weight, targets, low_rank=terms, **given)
+            found = linear_logprobs(hidden * 2, weight, x.targets, low_rank=terms, **given)
         return (found.logps * 3).sum() + found.entropy.square().sum()
 
     def solved(function) -> list[Tensor]:
         torch.compiler.cudagraph_mark_step_begin()
-        value = function(hidden, weight, a, b)
-        found = torch.autograd.grad(value, (hidden, weight, a, b), allow_unused=True)
+        value = function(*leaves)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
         return [value.detach().clone(), *(grad.clone() for grad in found if grad is not None)]
 
-    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    expected = solved(step)
+    in_graphs, expected = torch.compile(step, mode="reduce-overhead", fullgraph=True), solved(step)
     for _ in range(4):  # one to warm up, one to capture, two of replays
-        found = solved(compiled)
+        found = solved(in_graphs)
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
-def qwen(**options):
+def model_of(family="Qwen3", **options):
     transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
     torch.manual_seed(0)
     sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
-    config = transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
-    return transformers.Qwen3ForCausalLM(config)
+    config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-def gemma():
-    transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
-    config = transformers.Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    return transformers.Gemma2ForCausalLM(config)
-
-
-@pytest.mark.parametrize("make", [qwen, gemma])
-def test_a_swapped_model(make, device):
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_a_swapped_model(family, device):
     from liger_rl.integrations.transformers import swap_lm_head
 
-    model = swap_lm_head(make().to(device))
+    model = swap_lm_head(model_of(family).to(device))
     ids = torch.randint(160, (2, 9), device=device)
     labels = ids.masked_fill(torch.arange(9, device=device) < 3, -100)
     before = {name: type(value) for name, value in vars(model.lm_head).items()}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    in_a_graph = compiled(model)
     results = []
-    for call in (model, compiled, compiled):
+    for call in (model, in_a_graph, in_a_graph):
         model.zero_grad()
         out = call(input_ids=ids, labels=labels, fused=True, entropy=True, temperature=0.8)
         (out.loss + out.entropy.sum()).backward()
@@ -454,7 +417,7 @@ def test_a_swapped_model(make, device):
         results.append([out.loss.detach(), out.per_token_logps.detach(), out.entropy.detach(), *grads])
     assert_same(results[2], results[1])
     # The fused head changes no number, but old compilers round some of the body's otherwise.
-    if torch.equal(compiled(input_ids=ids).logits, model(input_ids=ids).logits):
+    if torch.equal(in_a_graph(input_ids=ids).logits, model(input_ids=ids).logits):
         assert_same(results[1], results[0])
     for mine, other in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine, other)
@@ -471,12 +434,12 @@ def test_a_swapped_model(make, device):
 def test_a_swapped_model_whose_body_breaks_the_graph():
     from liger_rl.integrations.transformers import swap_lm_head
 
-    model = swap_lm_head(qwen())
+    model = swap_lm_head(model_of())
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
     ids = torch.randint(160, (2, 9))
     expected = model(input_ids=ids, labels=ids, fused=True).loss
-    compiled = torch.compile(model, backend="aot_eager")
-    assert torch.equal(compiled(input_ids=ids, labels=ids, fused=True).loss, expected)
+    broken = torch.compile(model, backend="aot_eager")
+    assert torch.equal(broken(input_ids=ids, labels=ids, fused=True).loss, expected)
     assert "forward" not in vars(model.lm_head)
 
 
@@ -485,11 +448,11 @@ def test_a_swapped_model_with_lora_on_its_head():
     from liger_rl.integrations.transformers import swap_lm_head
 
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)
-    model = swap_lm_head(peft.get_peft_model(qwen(tie_word_embeddings=False), config))
+    model = swap_lm_head(peft.get_peft_model(model_of(tie_word_embeddings=False), config))
     ids = torch.randint(160, (2, 9))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    in_a_graph = compiled(model)
     results = []
-    for call in (model, compiled):
+    for call in (model, in_a_graph):
         model.zero_grad()
         loss = call(input_ids=ids, labels=ids, fused=True).loss
         loss.backward()

@@ -1,142 +1,87 @@
 """The weight's gradient added to a float32 tensor in place: the same sum, without a (V, H) tensor on the way."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from test_logprobs import CPU, Problem, Products, functional, problem, solve
 from torch import Tensor
 
 import oracles
-from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
+from head_calls import Products, call, functional, problem, solve
+from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 
 SHAPE = (129, 16)
+OPTIONS = {
+    "whole": {},
+    "tiles": {"chunk_tokens": 7, "chunk_vocab": 50},
+    "fixed shape": {"fixed_shape": True},
+    "batch invariant": {"batch_invariant": True},
+    "budget": {"max_extra_bytes": 1 << 27},
+}
 
 
-def add_to(total, inputs, **options):
-    """One forward and backward that adds to `total` -> the leaves."""
-    leaves = inputs.leaves()
-    found = linear_logprobs(
-        leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, entropy=True, weight_grad=total, **options
-    )
-    functional(found[:2]).backward()
-    return leaves
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        {},
-        {"chunk_tokens": 7, "chunk_vocab": 50},
-        {"fixed_shape": True},
-        {"batch_invariant": True},
-        {"max_extra_bytes": 1 << 27},
-    ],
-    ids=["whole", "tiles", "fixed shape", "batch invariant", "budget"],
-)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_added_and_the_weight_gets_none(dtype, chunks, device):
+def test_the_gradient_is_added_and_the_weight_gets_none(dtype, options, device):
     inputs = problem(dtype=dtype, device=device, bias=True)
     start = torch.randn(SHAPE, device=device)
     total = start.clone()
-    leaves = add_to(total, inputs, **chunks)
-    wide = Problem(*(t.double() for t in inputs[:3]), inputs.targets)
+    found, plain = solve(inputs, weight_grad=total, **options).grads, solve(inputs, **options).grads
+    wide = inputs.to(torch.float64)
     z = oracles.linear_logits(wide.hidden, wide.weight, wide.bias).requires_grad_()
-    (of_logits,) = torch.autograd.grad(functional(oracles.logits_logprobs(z, wide.targets)), z)
+    (of_logits,) = torch.autograd.grad(functional(*oracles.logits_logprobs(z, wide.targets)), z)
 
     def weight_grad(of_logits: Tensor) -> Tensor:
         return of_logits.flatten(0, -2).mT @ wide.hidden.flatten(0, -2)
 
     truth, rounded = weight_grad(of_logits), weight_grad(of_logits.to(dtype).double())
-    plain = solve(inputs, **chunks).grads
-    assert leaves.weight.grad is None
     # Rounded nowhere but in the tiles of the gradient: rounded again to bfloat16 the error would be 1.4 times that.
     error = oracles.norm_error(total - start, truth)
     assert error < (1.1 * oracles.norm_error(rounded, truth) if dtype == torch.bfloat16 else 1e-6 * truth.norm())
-    assert torch.equal(leaves.hidden.grad, plain[0])
-    assert torch.equal(leaves.bias.grad, plain[2])
+    assert found["weight"] is None
+    assert torch.equal(found["hidden"], plain["hidden"])
+    assert torch.equal(found["bias"], plain["bias"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_micro_batches_in_place_equal_one_batch(dtype, device):
-    inputs = problem((8, 6), dtype=dtype, device=device, bias=True)
-    generator = torch.Generator().manual_seed(3)
-    coefficients = torch.randn(8, 6, generator=generator).to(device)
-
-    def run(rows, total):
-        leaves = inputs.leaves()
-        logps = linear_logprobs(
-            leaves.hidden[rows], leaves.weight, leaves.targets[rows], bias=leaves.bias, weight_grad=total
-        ).logps
-        (logps * coefficients[rows]).sum().backward()
-
-    whole, parts = torch.zeros(2, *SHAPE, device=device)
-    run(slice(None), whole)
-    for start in range(0, 8, 2):
-        run(slice(start, start + 2), parts)
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert whole.any()
-
-
-def test_it_may_be_the_weights_own_gradient(device):
-    inputs = problem(device=device).leaves()
-    inputs.weight.grad = torch.ones(SHAPE, device=device)
-    place = inputs.weight.grad
-    logps = linear_logprobs(inputs.hidden, inputs.weight, inputs.targets, weight_grad=place).logps
-    logps.sum().backward()
-    plain = problem(device=device).leaves()
-    linear_logprobs(plain.hidden, plain.weight, plain.targets).logps.sum().backward()
-    assert inputs.weight.grad is place
-    torch.testing.assert_close(place, plain.weight.grad + 1, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_it_may_be_the_weights_own_gradient(rank, device):
+    inputs = problem(rank=rank, device=device)
+    leaves = inputs.leaves()
+    place = leaves.weight.grad = torch.ones(SHAPE, device=device)
+    functional(*call(leaves, entropy=True, weight_grad=place)[:2]).backward()
+    assert leaves.weight.grad is place
+    torch.testing.assert_close(place, solve(inputs).grads["weight"] + 1, rtol=1e-5, atol=1e-6)
 
 
 def test_every_backward_adds(device):
-    inputs = problem(device=device)
-    leaves, total = inputs.leaves(), torch.zeros(SHAPE, device=device)
-    logps = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, weight_grad=total).logps
+    leaves, total = problem(device=device).leaves(), torch.zeros(SHAPE, device=device)
+    logps = call(leaves, weight_grad=total).logps
     assert not total.any()  # a forward alone adds nothing
     logps.sum().backward(retain_graph=True)
     once = total.clone()
     logps.sum().backward()
-    torch.testing.assert_close(total, 2 * once)
     with torch.no_grad():
-        linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, weight_grad=total)
+        call(leaves, weight_grad=total)
     torch.testing.assert_close(total, 2 * once)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_the_weights_size_is_made(dtype):
     tokens, hidden_size, vocab, chunk_tokens, chunk_vocab = 64, 4, 1000, 16, 50
-    inputs = problem((tokens,), hidden_size, vocab, dtype, bias=True)
-    total = torch.zeros(vocab, hidden_size)
+    inputs, total = problem((tokens,), hidden_size, vocab, dtype, bias=True), torch.zeros(vocab, hidden_size)
     with Products() as products:
-        add_to(total, inputs, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
-    allowed = max(chunk_tokens * chunk_vocab, tokens * hidden_size, vocab)
-    assert max(math.prod(shape) for shape, _ in products.made) <= allowed
+        solve(inputs, weight_grad=total, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
+    assert products.largest() <= max(chunk_tokens * chunk_vocab, tokens * hidden_size, vocab)
     assert total.any()
 
 
 def test_frozen_hidden_states_cost_no_product():
-    inputs = problem((6,), 8, 50)
-    weight, total = inputs.weight.requires_grad_(), torch.zeros(50, 8)
-    found = linear_logprobs(inputs.hidden, weight, inputs.targets, weight_grad=total)
+    leaves, total = problem((6,), 8, 50).leaves(["hidden"]), torch.zeros(50, 8)
+    found = call(leaves, weight_grad=total)
     with Products() as backward:
         found.logps.sum().backward()
     assert backward.flops == 2 * 2 * 6 * 8 * 50
-
-
-def test_beside_a_low_rank_term():
-    inputs = problem()
-    low_rank = [LowRank(a=torch.randn(2, 16), b=torch.randn(129, 2).requires_grad_())]
-    leaves, total = inputs.leaves(), torch.zeros(SHAPE)
-    linear_logprobs(
-        leaves.hidden, leaves.weight, leaves.targets, low_rank=low_rank, weight_grad=total
-    ).logps.sum().backward()
-    other = inputs.leaves()
-    linear_logprobs(other.hidden, other.weight, other.targets, low_rank=low_rank).logps.sum().backward()
-    torch.testing.assert_close(total, other.weight.grad)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +97,18 @@ def test_beside_a_low_rank_term():
     ids=["type", "dtype", "shape", "device", "strides", "leaf"],
 )
 def test_a_tensor_that_does_not_fit_is_named(total, error, message):
-    inputs = problem(device=CPU).leaves()
+    inputs = problem().leaves()
     with Products() as products, pytest.raises(error, match=f"weight_grad .*{message}"):
-        linear_logprobs(inputs.hidden, inputs.weight, inputs.targets, weight_grad=total)
+        call(inputs, weight_grad=total)
     assert products.flops == 0
 
 
 def test_what_it_does_not_go_with_is_named():
     inputs, total = problem().leaves(), torch.zeros(SHAPE)
     with pytest.raises(ValueError, match="weight must require a gradient"):
-        linear_logprobs(inputs.hidden, inputs.weight.detach(), inputs.targets, weight_grad=total)
+        call(inputs.leaves(["weight"]), weight_grad=total)
     with pytest.raises(ValueError, match=r"grad_tolerance must be 0.0 with weight_grad, got 0.001"):
-        linear_logprobs(inputs.hidden, inputs.weight, inputs.targets, weight_grad=total, grad_tolerance=1e-3)
+        call(inputs, weight_grad=total, grad_tolerance=1e-3)
 
 
 @pytest.mark.parametrize("of", ["weight", "hidden", "bias"])

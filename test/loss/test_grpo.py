@@ -1,16 +1,17 @@
-"""FusedLinearGRPOLoss against oracle log-probabilities in an oracle loss, and against liger-kernel's Triton loss."""
+"""FusedLinearGRPOLoss: what it is made of, what it refuses, which tokens it projects; liger-kernel's Triton loss.
+
+Presets and options against oracle log-probabilities in an oracle loss are the fuzzer's.
+"""
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import oracles
+from head_calls import Products
 from liger_rl import (
     FusedLinearGRPOLoss,
-    KLPenalty,
     OffPolicySequenceMask,
     PolicyBatch,
     PPOClip,
@@ -19,206 +20,79 @@ from liger_rl import (
     TokenMean,
     TopEntropyMask,
     linear_logprobs,
-    one_pass_loss,
     ppo_loss_fn,
 )
-from liger_rl import grpo as grpo_module
-from liger_rl.head.run import log_probs
-from liger_rl.kernels import gemm
-from liger_rl.policy.loss import PolicyTerms
-from liger_rl.policy.penalties import k3
-from liger_rl.policy.presets import build_preset
+from loss_calls import Batch, assert_same, batch, step, taken
 
 TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class Head(NamedTuple):
-    hidden: Tensor  # (B, T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor  # (V,)
-
-
-def problem(batch=4, length=7, hidden_size=16, vocab=129, *, device="cpu", noise=0.3, transform=None):
-    """-> head, ids, and the columns of a batch whose ratios cross the usual bounds."""
-    head = Head(
-        torch.randn(batch, length, hidden_size, device=device),
-        torch.randn(vocab, hidden_size, device=device) / math.sqrt(hidden_size),
-        torch.randn(vocab, device=device),
-    )
-    ids = torch.randint(vocab, (batch, length), device=device)
-    current = oracles.logprobs(head.hidden, head.weight, ids, head.bias, **(transform or {}))[0].float()
-    lengths = 1 + (torch.arange(batch, device=device) * 5 + length - 1) % length
-    columns = {
-        "advantages": torch.randn(batch, device=device),
-        "mask": torch.arange(length, device=device) < lengths[:, None],
-        "old_per_token_logps": current + noise * torch.randn(batch, length, device=device),
-        "ref_per_token_logps": current + noise * torch.randn(batch, length, device=device),
-        "importance_ratio": torch.exp(0.2 * torch.randn(batch, length, device=device)),
-    }
-    return head, ids, columns
-
-
-def leaves_of(head: Head, dtype=torch.float32) -> Head:
-    return Head(*(t.detach().to(dtype, copy=True).requires_grad_() for t in head))
-
-
-def oracle(head, ids, columns, reduction, transform, counts, **options):
-    """-> loss and gradients in float64."""
-    leaves = leaves_of(Head(*(t.cpu() for t in head)), torch.float64)
-    columns = {name: value.cpu() for name, value in columns.items()}
-    logps = oracles.logprobs(leaves.hidden, leaves.weight, ids.cpu(), leaves.bias, **transform)[0]
-    losses = oracles.token_losses(
-        logps,
-        columns["advantages"],
-        columns["mask"],
-        old=columns["old_per_token_logps"].double(),
-        ref=columns["ref_per_token_logps"].double(),
-        importance_ratio=columns["importance_ratio"],
-        **options,
-    )
-    loss = oracles.reduce(losses, reduction, **counts)
-    return loss.detach(), torch.autograd.grad(loss, leaves)
-
-
-PRESET_CASES = [
-    # preset, module options, transform, num_items_in_batch, loop options, loop counts
-    ("grpo", {"beta": 0.1}, {}, None, {"beta": 0.1}, {}),
-    ("bnpo", {"delta": 1.3}, {"temperature": 0.7}, None, {"delta": 1.3}, {}),
-    ("dapo", {"epsilon_high": 0.28}, {"softcap": 3.0}, None, {"eps_high": 0.28}, {}),
-    ("dapo", {"world_size": 2}, {}, 51, {}, {"num_items_in_batch": 51, "world_size": 2}),
-    ("dr_grpo", {"max_completion_length": 11}, {"scale": 0.5}, None, {}, {"max_completion_length": 11}),
-    (
-        "gspo",
-        {"epsilon_low": 0.03, "epsilon_high": 0.04, "beta": 0.04},
-        {"temperature": 1.4, "softcap": 4.0, "scale": 2.0},
-        None,
-        {"eps_low": 0.03, "eps_high": 0.04, "beta": 0.04, "level": "sequence"},
-        {},
-    ),
-]
-
-
-@pytest.mark.parametrize(("preset", "options", "transform", "count", "told", "counts"), PRESET_CASES)
-@pytest.mark.parametrize("chunks", [{}, {"chunk_tokens": 5, "chunk_vocab": 50}], ids=["default", "tiny"])
-def test_presets(preset, options, transform, count, told, counts, chunks, device):
-    head, ids, columns = problem(device=device, transform=transform)
-    leaves = leaves_of(head)
-    module = FusedLinearGRPOLoss(preset, **options, **transform, **chunks)
-    found = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, num_items_in_batch=count, **columns)
-    found.loss.backward()
-    loss, gradients = oracle(head, ids, columns, preset, transform, counts, **told)
-    assert found.loss.dtype == torch.float32
-    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    for leaf, expected in zip(leaves, gradients, strict=True):
-        assert expected.any()
-        torch.testing.assert_close(leaf.grad.double().cpu(), expected, rtol=1e-4, atol=1e-6)
-    assert set(found.metrics) == {"clip_low", "clip_high", "clip_ratio"} | ({"kl_ref"} if "beta" in options else set())
+def problem(rows=4, length=7, dtype=torch.float32, device="cpu", **more) -> Batch:
+    data = batch(rows, length, dtype, device, idle=False, **more)
+    return data.changed(importance_ratio=torch.exp(0.2 * torch.randn(rows, length)).to(device))
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
-def test_nothing_under_the_mask_matters(garbage, device):
-    head, ids, columns = problem(device=device)
-    keep = columns["mask"]
-    module = FusedLinearGRPOLoss("gspo", beta=0.1)
-
-    def run(hidden, ids, columns):
-        leaves = leaves_of(head._replace(hidden=hidden))
-        result = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns)
-        result.loss.backward()
-        return [
-            result.loss.detach(),
-            *(leaf.grad for leaf in leaves),
-            *(metric.value for metric in result.metrics.values()),
-        ]
-
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "gspo"}, {"passes": "one"}, {"passes": "one", "chunk_tokens": 5}, {"passes": "two"}]
+)
+def test_nothing_under_the_mask_matters(options, garbage, device):
+    data, module = problem(device=device), FusedLinearGRPOLoss(**options, beta=0.1)
+    keep, head = data.columns["mask"], data.head
     dirty = {
         name: value.masked_fill(~keep, garbage) if name.endswith(("logps", "ratio")) else value
-        for name, value in columns.items()
+        for name, value in data.columns.items()
     }
-    found = run(head.hidden.masked_fill(~keep[..., None], garbage), ids.masked_fill(~keep, 10**9), dirty)
-    for mine, expected in zip(found, run(head.hidden, ids, columns), strict=True):
-        assert torch.equal(mine, expected)
+    hidden = head.hidden.masked_fill(~keep[..., None], garbage)
+    others = [Batch(head._replace(hidden=hidden, targets=head.targets.masked_fill(~keep, 10**9)), dirty)]
     # A negative id masks as the mask does.
-    by_id = run(head.hidden, ids.masked_fill(~keep, -100), {**columns, "mask": None})
-    for mine, expected in zip(by_id, run(head.hidden, ids, columns), strict=True):
-        assert torch.equal(mine, expected)
-
-
-def test_packed_tokens():
-    head, ids, columns = problem()
-    padded = FusedLinearGRPOLoss("dapo")(head.hidden, head.weight, ids, bias=head.bias, **columns).loss
-    keep = columns["mask"]
-    columns["advantages"] = columns["advantages"][:, None].expand(keep.shape)
-    packed = {name: value[keep] for name, value in columns.items() if name != "mask"}
-    found = FusedLinearGRPOLoss("dapo")(head.hidden[keep], head.weight, ids[keep], bias=head.bias, **packed).loss
-    torch.testing.assert_close(found, padded, rtol=1e-6, atol=1e-7)
-
-
-def test_low_precision_head():
-    head, ids, columns = problem()
-    head = Head(*(t.bfloat16() for t in head))
-    leaves = leaves_of(head, torch.bfloat16)
-    found = FusedLinearGRPOLoss("grpo")(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns).loss
-    found.backward()
-    loss, gradients = oracle(head, ids, columns, "grpo", {}, {})
-    assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
-    for leaf, expected in zip(leaves, gradients, strict=True):
-        assert leaf.grad.dtype == torch.bfloat16
-        scale = torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
-        torch.testing.assert_close(leaf.grad.double(), expected, rtol=0.0, atol=2 * scale)
+    by_id = data._replace(head=head._replace(targets=head.targets.masked_fill(~keep, -100)))
+    others.append(by_id.changed(mask=None))
+    expected = step(module, data)
+    for other in others:
+        found = step(module, other)
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=0.0, atol=0.0)
 
 
 def test_own_objective():
     """A callable in place of a name; the penalty and the importance ratio still apply."""
-    head, ids, columns = problem()
+    data = problem()
+    columns = data.columns
 
     def reinforce(logps, batch):
         return TokenLoss(-batch.advantages * logps)
 
-    leaves = leaves_of(head)
-    module = FusedLinearGRPOLoss(reinforce, reduction=TokenMean(), beta=0.1, temperature=0.9)
-    found = module(leaves.hidden, leaves.weight, ids, bias=leaves.bias, **columns)
-    doubles = leaves_of(head, torch.float64)
-    logps = oracles.logprobs(doubles.hidden, doubles.weight, ids, doubles.bias, temperature=0.9)[0]
+    found = step(FusedLinearGRPOLoss(reinforce, reduction=TokenMean(), beta=0.1, temperature=0.9), data)
+    leaves = data.head.to(torch.float64).leaves()
+    logps = oracles.logprobs(leaves.hidden, leaves.weight, leaves.targets, leaves.bias, temperature=0.9)[0]
     kl = torch.exp(columns["ref_per_token_logps"] - logps) - (columns["ref_per_token_logps"] - logps) - 1
     tokens = -columns["importance_ratio"] * columns["advantages"][:, None] * logps + 0.1 * kl
     expected = tokens[columns["mask"]].mean()
+    expected.backward()
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert set(found.metrics) == {"kl_ref"}
-    for mine, other in zip(
-        torch.autograd.grad(found.loss, leaves), torch.autograd.grad(expected, doubles), strict=True
-    ):
-        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-6)
+    for name, other in leaves.grads().items():
+        torch.testing.assert_close(found.grads[name].double(), other, rtol=1e-4, atol=1e-6)
 
 
 def test_own_reduction_in_place_of_a_presets():
-    head, ids, columns = problem()
-    mine = FusedLinearGRPOLoss("grpo", reduction=TokenMean())(head.hidden, head.weight, ids, **columns).loss
-    other = FusedLinearGRPOLoss("bnpo")(head.hidden, head.weight, ids, **columns).loss
-    assert torch.equal(mine, other)
+    data = problem()
+    assert_same(step(FusedLinearGRPOLoss("grpo", reduction=TokenMean()), data), step(FusedLinearGRPOLoss("bnpo"), data))
+    with pytest.raises(ValueError, match="no option world_size"):
+        FusedLinearGRPOLoss("dapo", reduction=TokenMean(), world_size=4)
+    FusedLinearGRPOLoss("dr_grpo", reduction=TokenMean())  # which needs no length
 
 
 def test_reference_logps_use_the_modules_transform_and_carry_no_gradient():
-    head, ids, columns = problem()
-    leaves = leaves_of(head)
+    data = problem()
+    head, keep = data.head.leaves(), data.columns["mask"]
     module = FusedLinearGRPOLoss("grpo", temperature=0.6, softcap=5.0)
-    found = module.reference_logps(leaves.hidden, leaves.weight, ids, columns["mask"], bias=leaves.bias)
-    expected = oracles.logprobs(head.hidden, head.weight, ids, head.bias, temperature=0.6, softcap=5.0)[0]
+    found = module.reference_logps(head.hidden, head.weight, head.targets, keep, bias=head.bias)
+    expected = oracles.logprobs(head.hidden, head.weight, head.targets, head.bias, temperature=0.6, softcap=5.0)[0]
     assert found.dtype == torch.float32
     assert not found.requires_grad
-    keep = columns["mask"]
     torch.testing.assert_close(found[keep].double(), expected[keep], rtol=1e-5, atol=1e-5)
     assert (found[~keep] == 0).all()
-
-
-def test_on_policy_without_old_has_ratio_one():
-    head, ids, columns = problem()
-    module = FusedLinearGRPOLoss("bnpo")
-    result = module(head.hidden, head.weight, ids, columns["advantages"], columns["mask"])
-    expected = -columns["advantages"][:, None].expand(ids.shape)[columns["mask"]].mean()
-    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert result.metrics["clip_ratio"].value == 0
 
 
 @pytest.mark.parametrize(
@@ -242,18 +116,15 @@ def test_on_policy_without_old_has_ratio_one():
         ("num_items_in_batch", ValueError, {"num_items_in_batch": math.nan}),
         ("num_sequences", ValueError, {"num_sequences": -4}),
         ("num_sequences", ValueError, {"num_sequences": math.inf}),
+        ("vocab_parallel must be a VocabParallel or None, got str", TypeError, {"vocab_parallel": "all of it"}),
     ],
 )
-def test_bad_arguments_are_named_before_any_product(name, error, arguments, monkeypatch):
-    head, ids, columns = problem()
-    good = {"hidden": head.hidden, "weight": head.weight, "selected_token_ids": ids, **columns}
-
-    def fail(*args):
-        pytest.fail("a product was computed")
-
-    monkeypatch.setattr(gemm, "matmul", fail)
-    with pytest.raises(error, match=rf"\b{name}\b"):
-        FusedLinearGRPOLoss("grpo", beta=0.1)(**{**good, **arguments})
+def test_bad_arguments_are_named_before_any_product(name, error, arguments):
+    data = problem()
+    good = {"hidden": data.head.hidden, "weight": data.head.weight, "selected_token_ids": data.head.targets}
+    with Products() as products, pytest.raises(error, match=rf"\b{name}\b"):
+        FusedLinearGRPOLoss("grpo", beta=0.1)(**{**good, **data.columns, **arguments})
+    assert products.flops == 0
 
 
 @pytest.mark.parametrize(
@@ -281,6 +152,11 @@ def test_bad_arguments_are_named_before_any_product(name, error, arguments, monk
         ("dro_beta", ValueError, {"loss_type": "dro"}),
         ("divergence_low", ValueError, {"loss_type": "dppo", "divergence_low": 2}),
         ("metrics", ValueError, {"loss_type": "grpo", "metrics": ["basic"]}),
+        ("epsilon_low", TypeError, {"loss_type": "grpo", "epsilon_low": "a"}),
+        ("beta", TypeError, {"loss_type": "grpo", "beta": None}),
+        ("delta", TypeError, {"loss_type": "grpo", "delta": "1"}),
+        ("chunk_vocab", ValueError, {"loss_type": "grpo", "chunk_vocab": 0}),
+        (r"passes must be one of \['auto', 'one', 'two'\], got 'three'", ValueError, {"passes": "three"}),
     ],
 )
 def test_bad_options(match, error, arguments):
@@ -288,146 +164,10 @@ def test_bad_options(match, error, arguments):
         FusedLinearGRPOLoss(**arguments)
 
 
-# --- liger-kernel's Triton loss, on full logits -----------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    batch: int
-    length: int
-    hidden_size: int
-    vocab: int
-    loss_type: str = "dapo"
-    level: str = "token"
-    beta: float = 0.0
-    temperature: float = 1.0
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    delta: float | None = None
-    masked: bool = True
-    old: bool = True
-    count: int | None = None
-
-
-SEQUENCE = {"level": "sequence", "eps_low": 0.03, "eps_high": 0.04}
-CASES = [
-    Case(1, 17, 8, 33, "grpo"),
-    Case(3, 9, 12, 131, "grpo", beta=0.04),
-    Case(4, 6, 16, 1000, "grpo", beta=0.1, temperature=0.7, masked=False),
-    Case(5, 7, 20, 257, "grpo", eps_low=0.1, eps_high=0.3, delta=1.5),
-    Case(6, 5, 7, 77, "grpo", beta=0.04, **SEQUENCE),
-    Case(8, 4, 16, 513, "grpo", temperature=1.3, masked=False, **SEQUENCE),
-    Case(2, 11, 9, 300, "bnpo"),
-    Case(7, 3, 31, 65, "bnpo", beta=0.2, temperature=0.9),
-    Case(6, 6, 10, 129, "bnpo", delta=1.02, **SEQUENCE),
-    Case(3, 8, 24, 2500, "dapo", eps_high=0.28),
-    Case(4, 5, 16, 99, "dapo", beta=0.04, count=37, temperature=0.9),
-    Case(5, 5, 5, 55, "dapo", count=80, **SEQUENCE),
-    Case(2, 13, 16, 4099, "dapo", masked=False, delta=1.3),
-    Case(3, 10, 11, 222, "dr_grpo"),
-    Case(6, 4, 13, 101, "dr_grpo", beta=0.1, temperature=1.5),
-    Case(7, 4, 18, 401, "dr_grpo", beta=0.02, **SEQUENCE),
-    Case(4, 5, 16, 129, "grpo", beta=0.1, old=False),
-    Case(4, 5, 16, 129, "grpo", old=False, **SEQUENCE),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.loss_type}-{c.level}-{c.batch}x{c.length}x{c.vocab}")
-def test_chunked_vs_triton_grpo_loss(case):
-    """Tiles of logits and autograd here, full logits and a hand-written backward there."""
-    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss", reason="liger-kernel is not installed")
-    head, ids, columns = problem(
-        case.batch, case.length, case.hidden_size, case.vocab,
-        device=TRITON_DEVICE, transform={"temperature": case.temperature},
-    )  # fmt: skip
-    # That loss has no bias and reads one position more than there are ids.
-    current = oracles.logprobs(head.hidden, head.weight, ids, temperature=case.temperature)[0].float()
-    old = current + 0.3 * torch.randn_like(current) if case.old else None
-    ref = current + 0.3 * torch.randn_like(current) if case.beta else None
-    mask = columns["mask"] if case.masked else None
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    length = 2 * case.length if case.loss_type == "dr_grpo" else None
-    extended = torch.cat([head.hidden, torch.randn_like(head.hidden[:, :1])], 1)
-
-    def theirs(reduce):
-        hidden, weight = extended.clone().requires_grad_(), head.weight.clone().requires_grad_()
-        result = liger.triton_grpo_loss(
-            (hidden @ weight.mT).contiguous(), old, ref, ids, columns["advantages"],
-            None if mask is None else mask.float(), case.temperature, case.beta, case.eps_low, case.eps_high, False,
-            case.loss_type, length, case.level, reduce, delta=case.delta, num_items_in_batch=case.count,
-        )  # fmt: skip
-        return result, (hidden, weight)
-
-    options = {"epsilon_low": case.eps_low, "epsilon_high": case.eps_high, "delta": case.delta, "beta": case.beta}
-    options["importance_sampling_level"] = case.level
-    if length is not None:
-        options["max_completion_length"] = length
-    module = FusedLinearGRPOLoss(
-        case.loss_type, **options, temperature=case.temperature, chunk_tokens=5, chunk_vocab=48
-    )
-    hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
-
-    # Token by token.
-    objective, _, penalty, _ = build_preset(case.loss_type, **options)
-    batch = PolicyBatch(
-        advantages=columns["advantages"], completion_mask=mask, old_per_token_logps=old, ref_per_token_logps=ref
-    )
-    logps = linear_logprobs(hidden, weight, ids, mask=mask, transform=module.transform).logps
-    tokens = ppo_loss_fn(logps, batch, objective, None, kl=penalty).loss
-    (their_tokens, their_kl, their_clipped), _ = theirs(reduce=False)
-    torch.testing.assert_close(tokens, their_tokens, rtol=1e-5, atol=1e-5)
-    clipping = objective(logps, batch.checked(ids.shape, ids.device).cleaned(torch.float32))
-    clipped = (clipping.clip_low | clipping.clip_high).expand_as(ids) & counted
-    assert torch.equal(clipped, their_clipped.bool())
-    assert clipped.any() == case.old
-    if case.beta:
-        torch.testing.assert_close(k3(logps, ref)[counted], their_kl[counted], rtol=1e-5, atol=1e-5)
-
-    # Reduced, with gradients of the head.
-    found = module(
-        hidden, weight, ids, columns["advantages"], mask,
-        old_per_token_logps=old, ref_per_token_logps=ref, num_items_in_batch=case.count,
-    )  # fmt: skip
-    (their_loss, their_metrics), their_leaves = theirs(reduce=True)
-    torch.testing.assert_close(found.loss, their_loss, rtol=1e-5, atol=1e-6)
-    names = ["kl_ref", "clip_ratio"] if case.beta else ["clip_ratio"]
-    for name, value in zip(names, their_metrics, strict=True):
-        torch.testing.assert_close(found.metrics[name].value, value, rtol=1e-5, atol=1e-6)
-    mine = torch.autograd.grad(found.loss, (hidden, weight))
-    grad_hidden, grad_weight = torch.autograd.grad(their_loss, their_leaves)
-    assert grad_weight.any()
-    for a, b in ((mine[0], grad_hidden[:, :-1]), (mine[1], grad_weight)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
-
-
-def test_kl_penalty_is_k3_with_its_coefficient():
-    logps, ref = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
-    assert k3(logps, ref).item() == pytest.approx(math.exp(-0.5) + 0.5 - 1, rel=1e-6)
-    batch = PolicyBatch(advantages=torch.zeros(1), ref_per_token_logps=ref)
-    loss = ppo_loss_fn(logps, batch, build_preset("grpo")[0], TokenMean(), kl=KLPenalty(beta=3.0)).loss
-    assert loss.item() == pytest.approx(3 * (math.exp(-0.5) - 0.5), rel=1e-6)
-
-
 def test_an_objective_that_returns_no_token_loss_is_named():
-    head, ids, columns = problem()
     loss = FusedLinearGRPOLoss(lambda logps, batch: -logps, reduction=TokenMean())
     with pytest.raises(TypeError, match="objective must be of type TokenLoss, got Tensor"):
-        loss(head.hidden, head.weight, ids, **columns)
-
-
-def test_other_policies_get_no_gradient():
-    head, ids, columns = problem()
-    columns = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in columns.items()}
-    for passes in ("two", "one"):
-        FusedLinearGRPOLoss("grpo", beta=0.1, passes=passes)(
-            head.hidden.clone().requires_grad_(), head.weight, ids, **columns
-        ).loss.backward()
-        assert all(column.grad is None for column in columns.values())
-
-
-def test_options_of_a_replaced_reduction_are_unknown():
-    with pytest.raises(ValueError, match="no option world_size"):
-        FusedLinearGRPOLoss("dapo", reduction=TokenMean(), world_size=4)
-    FusedLinearGRPOLoss("dr_grpo", reduction=TokenMean())  # which needs no length
+        step(loss, problem())
 
 
 @pytest.mark.parametrize(
@@ -440,49 +180,84 @@ def test_options_of_a_replaced_reduction_are_unknown():
         {"loss_type": "dapo", "sampler_correction": SamplerCorrection(level="sequence")},
     ],
 )
-def test_packed_tokens_without_segments_are_refused_before_any_product(options, monkeypatch):
-    monkeypatch.setattr(gemm, "matmul", lambda *_: pytest.fail("a product ran"))
+def test_packed_tokens_without_segments_are_refused_before_any_product(options):
     hidden, weight, ids = torch.randn(6, 8), torch.randn(11, 8), torch.zeros(6, dtype=torch.long)
-    with pytest.raises(ValueError, match="segments must"):
-        FusedLinearGRPOLoss(**options)(
-            hidden, weight, ids, torch.ones(6), old_per_token_logps=torch.zeros(6),
-            sampling_per_token_logps=torch.zeros(6),
-        )  # fmt: skip
+    columns = {"old_per_token_logps": torch.zeros(6), "sampling_per_token_logps": torch.zeros(6)}
+    with Products() as products, pytest.raises(ValueError, match="segments must"):
+        FusedLinearGRPOLoss(**options)(hidden, weight, ids, torch.ones(6), **columns)
+    assert products.flops == 0
 
 
-def test_options_of_a_wrong_type_are_named():
-    for name, options in {"epsilon_low": {"epsilon_low": "a"}, "beta": {"beta": None}, "delta": {"delta": "1"}}.items():
-        with pytest.raises(TypeError, match=name):
-            FusedLinearGRPOLoss("grpo", **options)
-    with pytest.raises(ValueError, match="chunk_vocab"):
-        FusedLinearGRPOLoss("grpo", chunk_vocab=0)
+# --- liger-kernel's Triton loss, on full logits -----------------------------------------------------------------------
+
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}
+CASES = [
+    # (B, T, H, V), preset, its options, temperature, what of the batch is not given or added
+    ((1, 17, 8, 33), "grpo", {}, 1.0, {}),
+    ((4, 6, 16, 1000), "grpo", {"beta": 0.1}, 0.7, {"mask": None}),
+    ((5, 7, 20, 257), "grpo", {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5}, 1.0, {}),
+    ((9, 5, 7, 77), "grpo", {"beta": 0.04, **SEQUENCE}, 1.0, {}),
+    ((7, 3, 31, 65), "bnpo", {"beta": 0.2}, 0.9, {}),
+    ((6, 6, 10, 129), "bnpo", {"delta": 1.02, **SEQUENCE}, 1.0, {}),
+    ((4, 5, 16, 99), "dapo", {"beta": 0.04}, 0.9, {"num_items_in_batch": 37}),
+    ((5, 5, 5, 55), "dapo", SEQUENCE, 1.0, {"num_items_in_batch": 80}),
+    ((2, 13, 16, 4099), "dapo", {"delta": 1.3}, 1.0, {"mask": None}),
+    ((6, 4, 13, 101), "dr_grpo", {"beta": 0.1, "max_completion_length": 8}, 1.5, {}),
+    ((7, 4, 18, 401), "dr_grpo", {"beta": 0.02, "max_completion_length": 8, **SEQUENCE}, 1.0, {}),
+    ((4, 5, 16, 129), "grpo", {"beta": 0.1}, 1.0, {"old_per_token_logps": None}),
+    ((4, 5, 16, 129), "grpo", SEQUENCE, 1.0, {"old_per_token_logps": None}),
+]
 
 
-def test_another_default_dtype_changes_nothing():
-    hidden, weight, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
-    expected = linear_logprobs(hidden, weight, ids, entropy=True)
-    for dtype in (torch.bfloat16, torch.float64):
-        torch.set_default_dtype(dtype)
-        try:
-            found = linear_logprobs(hidden, weight, ids, entropy=True)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found[:2], expected[:2], strict=True))
+@pytest.mark.parametrize(("sizes", "preset", "options", "temperature", "changes"), CASES)
+def test_chunked_vs_triton_grpo_loss(sizes, preset, options, temperature, changes):
+    """Tiles of logits and autograd here, full logits and a hand-written backward there."""
+    liger = pytest.importorskip("liger_kernel.transformers.grpo_loss", reason="liger-kernel is not installed")
+    rows, length, hidden_size, vocab = sizes
+    data = batch(
+        rows, length, device=TRITON_DEVICE, vocab=vocab, hidden_size=hidden_size, idle=False, temperature=temperature
+    )
+    # That loss has no bias and reads one position more than there are ids.
+    data = data._replace(head=data.head._replace(bias=None))
+    head = data.head
+    current = oracles.logprobs(head.hidden, head.weight, head.targets, temperature=temperature)[0].float()
+    near = {name: current + 0.3 * torch.randn_like(current) for name in ("old_per_token_logps", "ref_per_token_logps")}
+    data = data.changed(**{**near, **({} if options.get("beta") else {"ref_per_token_logps": None}), **changes})
+    mask, columns = data.columns.get("mask"), data.columns
+    hidden = torch.cat([head.hidden, torch.randn_like(head.hidden[:, :1])], 1).requires_grad_()
+    weight = head.weight.clone().requires_grad_()
+    their_loss, their_metrics = liger.triton_grpo_loss(
+        (hidden @ weight.mT).contiguous(), columns.get("old_per_token_logps"), columns.get("ref_per_token_logps"),
+        head.targets, columns["advantages"], None if mask is None else mask.float(), temperature,
+        options.get("beta", 0.0), options.get("epsilon_low", 0.2), options.get("epsilon_high", 0.2), False, preset,
+        options.get("max_completion_length"), options.get("importance_sampling_level", "token"), True,
+        delta=options.get("delta"), num_items_in_batch=columns.get("num_items_in_batch"),
+    )  # fmt: skip
+    found = step(FusedLinearGRPOLoss(preset, **options, temperature=temperature, chunk_tokens=5, chunk_vocab=48), data)
+    torch.testing.assert_close(found.loss, their_loss, rtol=1e-5, atol=1e-6)
+    names = ["kl_ref", "clip_ratio"] if options.get("beta") else ["clip_ratio"]
+    for name, value in zip(names, their_metrics, strict=True):
+        torch.testing.assert_close(found.metrics[name], value, rtol=1e-5, atol=1e-6)
+    assert (found.metrics["clip_ratio"] > 0) == ("old_per_token_logps" in columns)
+    grad_hidden, grad_weight = torch.autograd.grad(their_loss, (hidden, weight))
+    assert grad_weight.any()
+    for name, other in (("hidden", grad_hidden[:, :-1]), ("weight", grad_weight)):
+        torch.testing.assert_close(found.grads[name], other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
 
 
-def test_what_is_not_a_sharded_head_is_refused():
-    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
-    with pytest.raises(TypeError, match="vocab_parallel must be a VocabParallel or None, got str"):
-        FusedLinearGRPOLoss("grpo")(
-            hidden, weight, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2), vocab_parallel="all of it"
-        )
+# --- what counts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("passes", ["two", "one"])
-@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_other_policies_get_no_gradient(passes):
+    data = problem()
+    columns = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in data.columns.items()}
+    step(FusedLinearGRPOLoss("grpo", beta=0.1, passes=passes), data._replace(columns=columns))
+    assert all(column.grad is None for column in columns.values())
+
+
+@pytest.mark.parametrize(("passes", "fixed_shape"), [("two", False), ("two", True), ("one", False)])
 def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(passes, fixed_shape):
-    if passes == "one" and fixed_shape:
-        pytest.skip("one pass has no fixed shape")
     hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(300, 4)
     ids = torch.tensor([[1, 2, 3], [44, 100, 127]])
     loss = FusedLinearGRPOLoss("gpg", passes=passes, fixed_shape=fixed_shape)
@@ -535,48 +310,27 @@ IDLE_CASES = [  # preset, its options, whether tokens without an advantage are l
 
 @pytest.mark.parametrize("passes", ["two", "one"])
 @pytest.mark.parametrize(("preset", "options", "left_out"), IDLE_CASES)
-def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, options, left_out, passes, monkeypatch):
-    head, ids, columns = problem()
-    columns["advantages"][:2] = 0.0
-    reference = columns.pop("ref_per_token_logps")
-    if "beta" in options:
-        columns["ref_per_token_logps"] = reference
+def test_tokens_without_advantage_are_left_out_where_nothing_needs_them(preset, options, left_out, passes):
+    data = problem()
+    data.columns["advantages"][:2] = 0.0
+    columns = data.columns
+    if "beta" not in options:
+        data = data.changed(ref_per_token_logps=None)
     if "corrections" in options:
-        columns["sampling_per_token_logps"] = columns["old_per_token_logps"] + 0.1
+        data = data.changed(sampling_per_token_logps=columns["old_per_token_logps"] + 0.1)
     if preset == "vespo":
-        columns.pop("importance_ratio")
-
-    def solve():
-        leaves = leaves_of(head)
-        found = FusedLinearGRPOLoss(preset, passes=passes, **options)(
-            leaves.hidden, leaves.weight, ids, bias=leaves.bias, num_items_in_batch=20, **columns
-        )
-        grads = torch.autograd.grad(found.loss, leaves)
-        return found, grads
-
-    seen = []
-
-    def counted(function):
-        def spy(*args, **kwargs):
-            projected = function(*args, **kwargs)
-            seen.append((projected.logps != 0).sum().item())
-            return projected
-
-        return spy
-
-    monkeypatch.setattr(grpo_module, "log_probs", counted(log_probs))
-    monkeypatch.setattr(one_pass_loss, "one_pass", counted(one_pass_loss.one_pass))
-    found, grads = solve()
-    expected_tokens = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
-    assert seen == [expected_tokens.sum().item()]
-    with monkeypatch.context() as patch:
-        patch.setattr(PolicyTerms, "tokens_to_project", lambda self, given: None)
-        expected, expected_grads = solve()
-    torch.testing.assert_close(found.loss, expected.loss)
-    for name, metric in expected.metrics.items():
-        torch.testing.assert_close(found.metrics[name].value, metric.value)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected_grad)
+        data = data.changed(importance_ratio=None)
+    data = data.changed(num_items_in_batch=20)
+    module = FusedLinearGRPOLoss(preset, passes=passes, **options)
+    wanted = columns["mask"] & (columns["advantages"] != 0)[:, None] if left_out else columns["mask"]
+    assert taken(module, data).tokens == wanted.sum()
+    if left_out:  # metrics of every token keep them
+        every = FusedLinearGRPOLoss(preset, passes=passes, **{**options, "metrics": "basic"})
+        assert taken(every, data).tokens == columns["mask"].sum()
+        found, expected = step(module, data), step(every, data)
+        assert found.metrics.keys() <= expected.metrics.keys()
+        expected = expected._replace(metrics={name: expected.metrics[name] for name in found.metrics})
+        torch.testing.assert_close(found, expected)
 
 
 class Damped(PPOClip):
@@ -619,30 +373,28 @@ class OtherModule(Module):
     [(Damped, False), (Weighted, True), (Renamed, True), (Module, True), (OtherModule, False)],
 )
 def test_a_formula_of_its_own_has_to_say_that_an_advantage_of_zero_silences_it(objective, left_out, passes):
-    head, ids, columns = problem()
-    advantages = torch.zeros_like(columns["advantages"])
-    leaves = leaves_of(head)
+    data = problem().changed(importance_ratio=None, old_per_token_logps=None, ref_per_token_logps=None)
+    data = data.changed(advantages=torch.zeros(4))
     loss = FusedLinearGRPOLoss(objective(), reduction=TokenMean(), passes=passes)
-    found = loss(leaves.hidden, leaves.weight, ids, advantages, columns["mask"], bias=leaves.bias).loss
-    batch = PolicyBatch(advantages=advantages, completion_mask=columns["mask"])
-    logps = linear_logprobs(leaves.hidden, leaves.weight, ids, bias=leaves.bias).logps
-    expected = ppo_loss_fn(logps, batch, objective(), TokenMean()).loss
-    torch.testing.assert_close(found, expected)
-    for mine, theirs in zip(*(torch.autograd.grad(value, leaves) for value in (found, expected)), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    given = loss.terms.check(batch, ids.shape, ids.device)
-    say = loss.terms.tokens_to_project(given)
-    assert (say is not None) == left_out
-    assert say is None or not say.any()
+    leaves = data.head.leaves()
+    logps = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias).logps
+    given = PolicyBatch(advantages=data.columns["advantages"], completion_mask=data.columns["mask"])
+    expected = ppo_loss_fn(logps, given, objective(), TokenMean()).loss
+    expected.backward()
+    found = step(loss, data)
+    torch.testing.assert_close(found.loss, expected.detach())
+    torch.testing.assert_close(found.grads, leaves.grads())
+    assert taken(loss, data).tokens == (0 if left_out else data.columns["mask"].sum())
 
 
 def test_a_batch_is_taken_as_it_is():
-    head, ids, columns = problem()
-    loss, advantages, mask = FusedLinearGRPOLoss("dapo", beta=0.1), columns.pop("advantages"), columns.pop("mask")
-    given = loss(head.hidden, head.weight, ids, advantages, mask, **columns)
+    data, loss = problem(), FusedLinearGRPOLoss("dapo", beta=0.1)
+    hidden, weight, ids, columns = data.head.hidden, data.head.weight, data.head.targets, dict(data.columns)
+    advantages, mask = columns.pop("advantages"), columns.pop("mask")
+    given = loss(hidden, weight, ids, advantages, mask, **columns)
     whole = PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
-    assert torch.equal(loss(head.hidden, head.weight, ids, whole).loss, given.loss)
+    assert torch.equal(loss(hidden, weight, ids, whole).loss, given.loss)
     with pytest.raises(TypeError, match="mask, num_sequences must be in the PolicyBatch"):
-        loss(head.hidden, head.weight, ids, whole, mask, num_sequences=3)
+        loss(hidden, weight, ids, whole, mask, num_sequences=3)
     with pytest.raises(TypeError, match="unexpected argument 'old_logps'; its columns are old_per_token_logps"):
-        loss(head.hidden, head.weight, ids, advantages, mask, old_logps=None)
+        loss(hidden, weight, ids, advantages, mask, old_logps=None)

@@ -1,224 +1,122 @@
-"""One pass against two: the same loss, metrics and gradients; what it may hold, and when it is chosen."""
+"""One pass against two: the same loss, metrics and gradients; what it may hold, and when it is chosen.
+
+Losses and options in all their combinations, in one pass and in two, are the fuzzer's.
+"""
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
-from test_logprobs import Products
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 import oracles
+from head_calls import Products, run_triton
+from host_reads import host_reads
 from liger_rl import (
     FusedLinearGRPOLoss,
     LowRank,
     OffPolicySequenceMask,
-    PolicyBatch,
-    SamplerCorrection,
     Segments,
     TokenLoss,
     TokenMean,
     TopEntropyMask,
-    grpo,
     linear_logprobs,
-    one_pass_loss,
     plan_linear_logprobs,
 )
-from liger_rl.head.engines import choose, one_pass
-from liger_rl.head.engines import two_pass as projection
-from liger_rl.head.options import EngineOptions
-from liger_rl.kernels import saved_exponentials_triton as kept_triton
-from liger_rl.kernels import tile_triton as triton
-from liger_rl.kernels.saved_exponentials import Kept
+from loss_calls import HIDDEN, VOCAB, Batch, Step, assert_same, batch, error, loss_of, step, taken, truth
 
-VOCAB, HIDDEN = 129, 16
+F32, BF16 = torch.float32, torch.bfloat16
+EVERY_TOKEN = {"metrics": "basic"}  # reads all log-probabilities, those of tokens without an advantage too
 
 
-class Batch(NamedTuple):
-    hidden: Tensor  # (B, T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor  # (V,)
-    ids: Tensor  # (B, T)
-    columns: dict[str, Tensor]
-
-
-def batch(rows=6, length=9, dtype=torch.float32, device="cpu", vocab=VOCAB, hidden_size=HIDDEN) -> Batch:
-    """Ratios cross the usual bounds, lengths differ, every third sequence has no advantage."""
-    hidden = torch.randn(rows, length, hidden_size).to(device, dtype)
-    weight = (torch.randn(vocab, hidden_size) / math.sqrt(hidden_size)).to(device, dtype)
-    bias = torch.randn(vocab).to(device, dtype)
-    ids = torch.randint(vocab, (rows, length)).to(device)
-    current = oracles.logprobs(hidden, weight, ids, bias)[0].float()
-
-    def near(noise: float) -> Tensor:
-        return current + noise * torch.randn(rows, length).to(device)
-
-    advantages = torch.randn(rows).to(device)
-    advantages[::3] = 0.0
-    lengths = 1 + (torch.arange(rows, device=device) * 5 + length - 1) % length
-    columns = {
-        "advantages": advantages,
-        "mask": torch.arange(length, device=device) < lengths[:, None],
-        "old_per_token_logps": near(0.3),
-        "ref_per_token_logps": near(0.3),
-    }
-    return Batch(hidden, weight, bias, ids, columns)
-
-
-class Step(NamedTuple):
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    grads: list[Tensor | None]  # hidden, weight, bias
-
-
-def leaves_of(data: Batch, frozen=()) -> list[Tensor]:
-    named = {"hidden": data.hidden, "weight": data.weight, "bias": data.bias}
-    return [t.detach().clone().requires_grad_(name not in frozen) for name, t in named.items()]
-
-
-def step(module: FusedLinearGRPOLoss, data: Batch, factor: float = 1.0, frozen=(), **more) -> Step:
-    hidden, weight, bias = leaves = leaves_of(data, frozen)
-    loss, metrics = module(hidden, weight, data.ids, bias=bias, **{**data.columns, **more})
-    (loss * factor).backward()
-    values = {name: metric.value for name, metric in metrics.items()}
-    return Step(loss.detach(), values, [leaf.grad for leaf in leaves])
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    norm = torch.linalg.norm(expected.double()).item()
-    return torch.linalg.norm(found.double() - expected.double()).item() / max(norm, 1e-30)
-
-
-def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(found.loss, expected.loss, rtol=loss_tolerance, atol=1e-7)
-    assert found.metrics.keys() == expected.metrics.keys()
-    for name, value in found.metrics.items():
-        torch.testing.assert_close(value, expected.metrics[name], rtol=1e-6, atol=1e-6, msg=name)
-    for mine, other in zip(found.grads, expected.grads, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None:
-            assert mine.dtype == other.dtype
-            assert error(mine, other) <= tolerance
+def one(loss_type="grpo", **options) -> FusedLinearGRPOLoss:
+    return FusedLinearGRPOLoss(loss_type, passes="one", **options)
 
 
 def both(loss_type, options, data, *, chunk_tokens=None, **more) -> tuple[Step, Step]:
     chunks = {"chunk_tokens": chunk_tokens, "chunk_vocab": None if chunk_tokens is None else 50}
-    one = FusedLinearGRPOLoss(loss_type, passes="one", **chunks, **options)
     two = FusedLinearGRPOLoss(loss_type, passes="two", **options)
-    return step(one, data, **more), step(two, data, **more)
+    return step(one(loss_type, **chunks, **options), data, **more), step(two, data, **more)
 
 
-@pytest.fixture
-def passes_taken(monkeypatch):
-    """The number of chunks of each one pass."""
-    taken = []
-
-    def counted(*args, **options):
-        taken.append(len(args[3]))
-        return one_pass.one_pass(*args, **options)
-
-    monkeypatch.setattr(one_pass_loss, "one_pass", counted)
-    return taken
+def wide_batch(dtype=BF16, device="cpu") -> Batch:
+    return batch(16, 24, dtype, device, vocab=517, hidden_size=64)
 
 
-EVERY_TOKEN = {"metrics": "basic"}  # reads all log-probabilities, those of tokens without an advantage too
-TOKEN_LOCAL = {
-    "grpo": ("grpo", {}),
-    "grpo-kl": ("grpo", {"beta": 0.1, "metrics": "basic"}),
-    "bnpo-delta": ("bnpo", {"delta": 1.3, "dual_clip": 2.0}),
-    "dapo-entropy": ("dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"}),
-    "dr_grpo-all": ("dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
-    "luspo-softcap": ("luspo", {"softcap": 3.0, "temperature": 0.7}),
-    "cispo-kl": ("cispo", {"beta": 0.1, "importance_weighted": True, "kl_estimator": "k2"}),
-    "sapo": ("sapo", {"metrics": "none"}),
-    "gpg": ("gpg", {}),
-    "dppo": ("dppo", {"metrics": "basic"}),
-}
-BY_SEQUENCE = {
-    "gspo": ("gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
-    "gspo_token-kl": ("gspo_token", {"beta": 0.1}),
-    "vespo": ("vespo", {}),
-    "gmpo-entropy": ("gmpo", {"entropy_coef": 0.02}),
-    "mean_advantages": ("grpo", {"mean_advantages": True}),
-    "off-policy mask": ("grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
-}
-BY_BATCH = {
-    "kl_cov": ("kl_cov", {"kl_cov_ratio": 0.1}),
-    "top entropy": ("grpo", {"corrections": (TopEntropyMask(top_entropy_quantile=0.3),), "entropy_coef": 0.1}),
-}
+KL = ("grpo", {"beta": 0.1, "metrics": "basic"})
+ENTROPY = ("dapo", {"entropy_coef": 0.02, "epsilon_high": 0.28, "metrics": "with_entropy"})
+CHUNKS = {"token": (None, 1, 7, 1000), "sequence": (None, 9, 20), "batch": (None,)}
+LOSSES = [  # what a token's gradient depends on, preset, options
+    ("token", "grpo", {}),
+    ("token", *KL),
+    ("token", *ENTROPY),
+    ("token", "dr_grpo", {"max_completion_length": 11, "beta": 0.1, "entropy_coef": -0.1, "scale": 0.5}),
+    ("token", "luspo", {"softcap": 3.0, "temperature": 0.7}),
+    ("sequence", "gspo", {"epsilon_low": 0.03, "epsilon_high": 0.04, "metrics": "basic"}),
+    ("sequence", "vespo", {}),
+    ("sequence", "gmpo", {"entropy_coef": 0.02}),
+    ("sequence", "grpo", {"mean_advantages": True}),
+    ("sequence", "grpo", {"corrections": (OffPolicySequenceMask(threshold=0.05),)}),
+    ("batch", "kl_cov", {"kl_cov_ratio": 0.1}),
+    ("batch", "grpo", {"corrections": (TopEntropyMask(top_entropy_quantile=0.3),), "entropy_coef": 0.1}),
+]
 
 
 # --- the same as two passes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 1000])
-@pytest.mark.parametrize(("preset", "options"), TOKEN_LOCAL.values(), ids=TOKEN_LOCAL)
-def test_token_local_losses_in_any_chunks(preset, options, chunk_tokens, device, passes_taken):
-    data = batch(device=device)
-    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens))
-    projected = data.columns["mask"]
-    if not {"beta", "entropy_coef"} & options.keys() and options.get("metrics", "loss") in ("none", "loss"):
-        projected = projected & (data.columns["advantages"] != 0)[:, None]
-    n = int(projected.sum())
-    assert passes_taken == [1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n))]
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 9, 20])
-@pytest.mark.parametrize(("preset", "options"), BY_SEQUENCE.values(), ids=BY_SEQUENCE)
-def test_losses_by_sequence_in_chunks_of_whole_sequences(preset, options, chunk_tokens, device, passes_taken):
+@pytest.mark.parametrize(
+    ("depends_on", "preset", "options", "chunk_tokens"),
+    [(*loss, chunk_tokens) for loss in LOSSES for chunk_tokens in CHUNKS[loss[0]]],
+)
+def test_losses_in_chunks(depends_on, preset, options, chunk_tokens, device):
+    """Any chunks, or such as hold whole sequences, or one."""
     data = batch(device=device)
     found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
-    assert (passes_taken[0] > 1) == (chunk_tokens is not None)
+    went = taken(one(preset, chunk_tokens=chunk_tokens, **options), data)
+    if depends_on == "token":
+        projected = data.columns["mask"]
+        if not {"beta", "entropy_coef"} & options.keys():
+            projected = projected & (data.columns["advantages"] != 0)[:, None]
+        n = int(projected.sum())
+        assert went == (n, 1 if chunk_tokens is None else math.ceil(n / min(chunk_tokens, n)))
+    else:
+        assert went.chunks > 1 if chunk_tokens is not None else went.chunks == 1
     if preset != "vespo":
         assert_same(found, expected)
         return
     # It takes the exponential of a sequence's sum of log-ratios: the errors of as many log-probabilities add up, and
     # each may be twice that of eager PyTorch.
-    given = data.hidden, data.weight, data.ids, data.bias
+    head = data.head
+    given = head.hidden, head.weight, head.targets, head.bias
     one_logp = 2 * oracles.max_error(oracles.eager_logprobs(*given)[0], oracles.logprobs(*given)[0])
     assert 1e-7 < one_logp < 2e-6
-    tolerance = data.ids.shape[1] * one_logp
+    tolerance = head.targets.shape[1] * one_logp
     assert_same(found, expected, tolerance, loss_tolerance=tolerance)
 
 
-@pytest.mark.parametrize(("preset", "options"), BY_BATCH.values(), ids=BY_BATCH)
-def test_losses_of_a_whole_batch_in_one_chunk(preset, options, device, passes_taken):
-    assert_same(*both(preset, options, batch(device=device)))
-    assert passes_taken == [1]
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_sampler_correction(level, chunk_tokens, device):
-    data = batch(device=device)
-    data.columns["sampling_per_token_logps"] = data.columns["old_per_token_logps"] + 0.2 * torch.randn(6, 9).to(device)
-    correction = SamplerCorrection(level=level, mode="truncate", ratio_max=1.2)
-    assert_same(*both("grpo", {"sampler_correction": correction}, data, chunk_tokens=chunk_tokens))
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_importance_ratios_and_advantages_per_token(chunk_tokens, device):
-    data = batch(device=device)
-    data.columns["importance_ratio"] = torch.rand(6, 9).to(device) + 0.5
-    data.columns["advantages"] = torch.randn(6, 9).to(device)
-    data.columns["num_items_in_batch"] = torch.tensor(51, device=device)
-    assert_same(*both("dapo", {"world_size": 2}, data, chunk_tokens=chunk_tokens))
-
-
-@pytest.mark.parametrize(("preset", "chunk_tokens"), [("grpo", 7), ("gspo", None)])
-def test_packed_tokens(preset, chunk_tokens, device, passes_taken):
-    data = batch(device=device)
-    keep = data.columns["mask"]
-    columns = {name: (c if c.dim() == 2 else c[:, None].expand(keep.shape))[keep] for name, c in data.columns.items()}
-    index = torch.arange(6, device=device)[:, None].expand(keep.shape)[keep]
-    packed = data._replace(hidden=data.hidden[keep], ids=data.ids[keep], columns=columns)
-    segments = Segments(index=index, count=6)
-    found, expected = both(preset, {"metrics": "basic"}, packed, chunk_tokens=chunk_tokens, segments=segments)
-    assert_same(found, expected)
-    padded = step(FusedLinearGRPOLoss(preset, passes="one", metrics="basic"), data)
-    torch.testing.assert_close(found.loss, padded.loss, rtol=1e-5, atol=1e-7)
-    assert error(found.grads[1], padded.grads[1]) < 1e-5
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
+    """Chunks of any lengths, none longer than was asked for; a sum in bfloat16 is rounded four times at most."""
+    torch.manual_seed(seed)
+    data = batch(12, 60, BF16, vocab=65, hidden_size=8, idle=False)
+    mask = torch.arange(60) < torch.randint(0, 60, (12, 1))
+    data, n = data.changed(mask=mask), int(mask.sum())
+    expected = step(FusedLinearGRPOLoss("gspo", passes="two"), data)
+    for chunk_tokens in (60, 100, 150, 400):
+        module = one("gspo", chunk_tokens=chunk_tokens)
+        with Products() as products:
+            found = loss_of(module, data.head.leaves(), data)
+        sizes = [tokens for tokens, _ in products.logits(8)]
+        # The gradient of a sequence that was parted would be that of other ratios.
+        assert sum(sizes) == n
+        assert max(sizes) <= chunk_tokens
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-7)
+        for name, mine in step(module, data).grads.items():
+            assert error(mine, expected.grads[name]) < 4e-3
+        options = {"chunk_tokens": chunk_tokens, "device": "cpu", "dtype": BF16, "passes": "one", "together": 60}
+        if "summed in bfloat16" in plan_linear_logprobs(n, 65, 8, bias=True, **options).reason:
+            assert len(sizes) <= 4
 
 
 class WeighedBySequence:
@@ -230,122 +128,50 @@ class WeighedBySequence:
         return TokenLoss(-batch.advantages * logps * (1.0 + batch.segments.index.to(logps.dtype)))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("objective", ["grpo", "gspo", WeighedBySequence()], ids=["grpo", "gspo", "own"])
-def test_chunks_where_every_token_counts(objective, packed, device, passes_taken):
+@pytest.mark.parametrize(
+    ("objective", "packed"),
+    [("grpo", False), ("gspo", False), ("grpo", True), ("gspo", True), (WeighedBySequence(), True)],
+)
+def test_chunks_where_every_token_counts(objective, packed, device):
     """Those are views and no gathered copies; the sequences that a packed batch names reach every objective."""
     data = batch(device=device)
-    data = data._replace(columns={**data.columns, "mask": torch.ones_like(data.columns["mask"])})
+    data = data.changed(mask=torch.ones_like(data.columns["mask"]))
+    rows, length = data.head.targets.shape
     more = {}
     if packed:
-        rows, length = data.ids.shape
+        head = data.head._replace(hidden=data.head.hidden.flatten(0, 1), targets=data.head.targets.flatten())
         columns = {name: c.view(rows, -1).expand(rows, length).flatten() for name, c in data.columns.items()}
-        data = data._replace(hidden=data.hidden.flatten(0, 1), ids=data.ids.flatten(), columns=columns)
+        data = Batch(head, columns)
         more["segments"] = Segments(index=torch.arange(rows, device=device).repeat_interleave(length), count=rows)
-    elif not isinstance(objective, str):
-        pytest.skip("rows of a padded batch are no segments in two passes")
     options = {} if isinstance(objective, str) else {"reduction": TokenMean()}
     chunk_tokens = 7
     if objective == "gspo":
-        chunk_tokens = None if packed else 2 * data.ids.shape[1]  # a packed batch is in one chunk, a padded one in rows
+        chunk_tokens = None if packed else 2 * length  # a packed batch is in one chunk, a padded one in rows
     assert_same(*both(objective, options, data, chunk_tokens=chunk_tokens, **more))
-    assert passes_taken[0] > 1 or chunk_tokens is None
-
-
-def test_on_policy_without_old(device):
-    data = batch(device=device)
-    del data.columns["old_per_token_logps"]
-    assert_same(*both("grpo", {"metrics": "basic"}, data, chunk_tokens=7))
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_nothing_under_the_mask_matters(chunk_tokens, device):
-    data = batch(device=device)
-    keep = data.columns["mask"]
-    dirty = data._replace(
-        hidden=data.hidden.masked_fill(~keep[..., None], math.nan),
-        ids=data.ids.masked_fill(~keep, 10**9),
-        columns={n: c.masked_fill(~keep, math.inf) if n.endswith("logps") else c for n, c in data.columns.items()},
-    )
-    module = FusedLinearGRPOLoss("grpo", beta=0.1, passes="one", chunk_tokens=chunk_tokens)
-    found, expected = step(module, dirty), step(module, data)
-    assert torch.equal(found.loss, expected.loss)
-    for mine, other in zip(found.grads, expected.grads, strict=True):
-        assert torch.equal(mine, other)
+    chunks = taken(one(objective, chunk_tokens=chunk_tokens, **options), data, **more).chunks
+    assert chunks > 1 or chunk_tokens is None
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_no_live_token(loss_type, device):
+@pytest.mark.parametrize("silent", ["mask", "advantages"])
+def test_no_row_with_a_gradient(silent, loss_type, device):
     data = batch(device=device)
-    data.columns["mask"] = torch.zeros_like(data.columns["mask"])
+    data = data.changed(**{silent: torch.zeros_like(data.columns[silent])})
     found, expected = both(loss_type, {}, data, chunk_tokens=9)
     assert_same(found, expected)
-    assert not any(grad.any() for grad in found.grads)
-
-
-def test_no_row_with_a_gradient(device):
-    data = batch(device=device)
-    data.columns["advantages"] = torch.zeros(6, device=device)
-    found, expected = both("grpo", {}, data, chunk_tokens=9)
-    assert_same(found, expected)
-    assert not any(grad.any() for grad in found.grads)
-
-
-def test_a_live_target_outside_the_vocabulary_is_an_error(device):
-    data = batch(device=device)
-    data.ids[0, 0] = VOCAB
-    with pytest.raises(ValueError, match="token ids in"):
-        step(FusedLinearGRPOLoss("grpo", passes="one"), data)
+    assert not any(grad.any() for grad in found.grads.values())
 
 
 def test_a_nan_reaches_the_gradients(device):
     data = batch(device=device)
-    data.hidden[1, 0] = math.nan
-    for mine, other in zip(*(result.grads for result in both("gpg", {}, data)), strict=True):
+    data.head.hidden[1, 0] = math.nan
+    found, expected = both("gpg", {}, data)
+    for name, mine in found.grads.items():
         assert mine.isnan().any()
-        assert torch.equal(mine.isnan(), other.isnan())
-
-
-def bfloat16_shape(tokens, vocab, hidden_size, device, *, needs=(True, True), chunk_tokens=None) -> choose.HeadShape:
-    return choose.HeadShape(
-        tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.bfloat16, weight_dtype=torch.bfloat16,
-        device=torch.device(device), needs=needs, bias=False, rank=0, in_place=False,
-        options=EngineOptions(compute_dtype=torch.bfloat16, chunk_tokens=chunk_tokens),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_sequences_are_kept_whole_in_as_few_chunks_as_planned(seed):
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(0, 60, (12,), generator=generator).tolist()
-    for chunk_tokens in (60, 100, 150, 200, 400):
-        shape = bfloat16_shape(sum(counts), 100, 8, "cpu", chunk_tokens=chunk_tokens)
-        plan = choose.plan_one_pass(shape, "one", together=max(counts))
-        assert plan.chunk_tokens <= chunk_tokens
-        chunks = one_pass_loss._whole_rows(counts, plan.chunk_tokens)
-        ends = {0, *torch.tensor(counts).cumsum(0).tolist()}
-        assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), sum(counts)]
-        assert all(c.start in ends and 0 <= c.stop - c.start <= plan.chunk_tokens for c in chunks)
-        if plan.sum_dtype == torch.bfloat16:
-            assert len(chunks) <= choose.MAX_ROUNDINGS
+        assert torch.equal(mine.isnan(), expected.grads[name].isnan())
 
 
 # --- low precision ----------------------------------------------------------------------------------------------------
-
-
-def truth(data: Batch, loss_type, **options) -> Step:
-    """The loss and its gradients in float64."""
-    doubles = [t.detach().double().requires_grad_() for t in (data.hidden, data.weight, data.bias)]
-    transform = {name: options[name] for name in ("softcap", "temperature", "scale") if name in options}
-    logps, entropy = oracles.logprobs(doubles[0], doubles[1], data.ids, doubles[2], **transform)
-    module = FusedLinearGRPOLoss(loss_type, **options)
-    columns = dict(data.columns)
-    given = PolicyBatch(completion_mask=columns.pop("mask"), **columns)
-    given = module.terms.check(given, data.ids.shape, data.ids.device)
-    prepared = module.terms.prepared(given, torch.float64)
-    loss = prepared.evaluate(logps, entropy).loss
-    loss.backward()
-    return Step(loss.detach(), {}, [leaf.grad for leaf in doubles])
 
 
 @pytest.mark.parametrize(("chunk_tokens", "chunks"), [(None, 1), (128, 2), (48, 4)])
@@ -354,86 +180,73 @@ def truth(data: Batch, loss_type, **options) -> Step:
     [EVERY_TOKEN, {"beta": 0.1, "entropy_coef": 0.05}, {"softcap": 4.0, "entropy_coef": 0.05, "temperature": 0.8}],
     ids=["plain", "kl and entropy", "softcap"],
 )
-def test_bfloat16_error(options, chunk_tokens, chunks, device, passes_taken):
+def test_bfloat16_error(options, chunk_tokens, chunks, device):
     """At most 3e-3, whether the sum over chunks is rounded after each of two, or float32."""
-    data = batch(16, 24, torch.bfloat16, device, vocab=517, hidden_size=64)
-    expected = truth(data, "dapo", **options)
-    found = step(FusedLinearGRPOLoss("dapo", passes="one", chunk_tokens=chunk_tokens, **options), data)
-    assert passes_taken == [chunks]
+    data = wide_batch(device=device)
+    expected, module = truth(data, "dapo", **options), one("dapo", chunk_tokens=chunk_tokens, **options)
+    found = step(module, data)
+    assert taken(module, data).chunks == chunks
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=2e-5, abs=1e-6)
-    for mine, other in zip(found.grads[:2], expected.grads[:2], strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert error(mine, other) < 3e-3
+    for name in ("hidden", "weight"):
+        assert found.grads[name].dtype == BF16
+        assert error(found.grads[name], expected.grads[name]) < 3e-3
 
 
-def test_bfloat16_error_of_four_roundings(passes_taken):
+def test_bfloat16_error_of_four_roundings():
     """Within a budget that has no room for a float32 sum: twice the error of one rounding, at most."""
-    data = batch(17, 61, torch.bfloat16, vocab=517, hidden_size=64)
+    data = batch(17, 61, BF16, vocab=517, hidden_size=64, idle=False)
     data.columns["mask"][:] = True
-    data.columns["advantages"][:] = torch.randn(17)
-    sizes = {"needs": (True, True), "bias": True, "device": "cpu", "dtype": torch.bfloat16, "passes": "one"}
-    least = plan_linear_logprobs(1037, 517, 64, **sizes).one_pass_bytes
-    module = FusedLinearGRPOLoss("dapo", passes="one", max_extra_bytes=least)
+    sizes = {"needs": (True, True), "bias": True, "device": "cpu", "dtype": BF16, "passes": "one"}
+    module = one("dapo", max_extra_bytes=plan_linear_logprobs(1037, 517, 64, **sizes).one_pass_bytes)
     found, expected = step(module, data), truth(data, "dapo")
-    assert passes_taken == [4]
-    for mine, other in zip(found.grads[:2], expected.grads[:2], strict=True):
-        assert error(mine, other) < 3.5e-3
+    assert taken(module, data).chunks == 4
+    for name in ("hidden", "weight"):
+        assert error(found.grads[name], expected.grads[name]) < 3.5e-3
 
 
 def test_autocast(device):
     data = batch(device=device)
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, BF16):
         found, expected = both("grpo", {"beta": 0.1}, data, chunk_tokens=20)
-    assert found.grads[1].dtype == torch.float32
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-7)
-    for mine, other in zip(found.grads, expected.grads, strict=True):
-        assert error(mine, other) < 3e-3
+    assert_same(found, expected, 3e-3)
+    assert found.grads["weight"].dtype == F32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("preset", "options"), [TOKEN_LOCAL["grpo-kl"], TOKEN_LOCAL["dapo-entropy"]])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("preset", "options"), [KL, ENTROPY])
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     """The whole path with its Triton kernels; on CPU by the interpreter."""
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
-    for module in (projection, one_pass):
-        monkeypatch.setattr(module, "kept_for", lambda device: kept_triton)
-    monkeypatch.setattr(projection, "for_device", lambda device: triton)
-    if dtype == torch.float16:  # which the interpreter rounds to as it should, unlike bfloat16
-        monkeypatch.setattr(grpo, "one_pass_obstacle", lambda *_, **__: None)
+    run_triton(monkeypatch)
     data = batch(2, 5, dtype, device, vocab=300)
-    found, expected = both(preset, options, data, chunk_tokens=chunk_tokens)
-    assert_same(found, expected, 1e-6 if dtype == torch.float32 else 2e-3)
+    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens), 1e-6 if dtype == F32 else 2e-3)
 
 
-def improbable(data: Batch, size: float) -> Batch:
-    """Each second hidden state away from its target's row, so that logits reach from -size to size."""
-    rows = data.weight[data.ids].float()
-    hidden = data.hidden.float() * (size / 4)
-    hidden[:, ::2] -= size * (rows / rows.square().sum(-1, keepdim=True))[:, ::2]
-    return data._replace(hidden=hidden.to(data.hidden.dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("softcap", [1.0, 5.0, 30.0, 50.0, 1e4])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 @pytest.mark.parametrize("chunk_tokens", [None, 48])
 def test_improbable_targets_under_a_softcap(softcap, entropy_coef, dtype, chunk_tokens, device):
-    data = improbable(batch(8, 24, dtype, device, vocab=517, hidden_size=64), 2 * min(softcap, 100.0))
+    """Each second hidden state is away from its target's row, so that logits reach far beyond the cap."""
+    data, size = batch(8, 24, dtype, device, vocab=517, hidden_size=64), 2 * min(softcap, 100.0)
+    rows = data.head.weight[data.head.targets].float()
+    hidden = data.head.hidden.float() * (size / 4)
+    hidden[:, ::2] -= size * (rows / rows.square().sum(-1, keepdim=True))[:, ::2]
+    data = Batch(data.head._replace(hidden=hidden.to(dtype)), data.columns)
+    data = data.changed(old_per_token_logps=None)  # ratios of 1: the gradient of no token is cut
     options = {"softcap": softcap, "entropy_coef": entropy_coef, "scale": 0.5, "temperature": 0.8}
-    del data.columns["old_per_token_logps"]  # ratios of 1: the gradient of no token is cut
-    expected = truth(data, "gpg", **options)
-    one, two = (
-        step(FusedLinearGRPOLoss("gpg", passes=passes, **options, **chunks), data)
-        for passes, chunks in (("one", {"chunk_tokens": chunk_tokens}), ("two", {}))
-    )
-    for mine, other, exact in zip(one.grads, two.grads, expected.grads, strict=True):
-        assert error(mine, exact) < 1.3 * error(other, exact) + (2e-3 if dtype == torch.bfloat16 else 1e-6)
+    exact = truth(data, "gpg", **options).grads
+    found = step(one("gpg", chunk_tokens=chunk_tokens, **options), data).grads
+    other = step(FusedLinearGRPOLoss("gpg", passes="two", **options), data).grads
+    for name, mine in found.items():
+        allowed = 1.3 * error(other[name], exact[name]) + (2e-3 if dtype == BF16 else 1e-6)
+        assert error(mine, exact[name]) < allowed
 
 
 def test_the_gradient_of_one_improbable_target():
-    hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(300, 1, dtype=torch.bfloat16)
+    hidden, weight = torch.ones(1, 1, dtype=BF16), torch.zeros(300, 1, dtype=BF16)
     weight[0], weight[1] = 30, -10
     weight.requires_grad_()
     loss = FusedLinearGRPOLoss("gpg", softcap=30.0)(hidden, weight, torch.tensor([1]), torch.tensor([1.0])).loss
@@ -446,44 +259,36 @@ def test_the_gradient_of_one_improbable_target():
 
 @pytest.mark.parametrize("factor", [65536.0, 0.25, 1 / 3, 0.0])
 def test_the_loss_may_be_scaled(factor, device):
-    """By GradScaler, by the number of micro-batches, by hand: the gradients of two passes."""
-    assert_same(*both("dapo", {"beta": 0.1}, batch(device=device), factor=factor))
+    """By GradScaler, by the number of micro-batches, by hand, by a gradient: the gradients of two passes."""
+    data = batch(device=device)
+    found, expected = both("dapo", {"beta": 0.1}, data, factor=factor)
+    assert_same(found, expected)
+    leaves = data.head.leaves()
+    loss_of(one("dapo", beta=0.1), leaves, data).loss.backward(gradient=torch.tensor(factor, device=device))
+    for name, grad in leaves.grads().items():
+        assert error(grad, expected.grads[name]) < 1e-6
 
 
 @pytest.mark.parametrize("factor", [65536.0, 1 / 3])
 def test_a_scaled_loss_in_bfloat16(factor, device):
     """A power of two changes no digit, any other factor costs one more rounding."""
-    data = batch(16, 24, torch.bfloat16, device, vocab=517, hidden_size=64)
-    expected = truth(data, "dapo", beta=0.1)
-    module = FusedLinearGRPOLoss("dapo", beta=0.1, passes="one")
-    found, plain = step(module, data, factor=factor), step(module, data)
-    for mine, other, unscaled in zip(found.grads[:2], expected.grads[:2], plain.grads[:2], strict=True):
-        assert error(mine, factor * other) < 3e-3
-        assert torch.equal(mine.double(), factor * unscaled.double()) == (factor == 65536.0)
-
-
-def test_backward_with_a_gradient(device):
-    data = batch(device=device)
-    hidden, weight, bias = leaves_of(data)
-    loss = FusedLinearGRPOLoss("grpo", passes="one")(hidden, weight, data.ids, bias=bias, **data.columns).loss
-    loss.backward(gradient=torch.tensor(3.0, device=device))
-    expected = step(FusedLinearGRPOLoss("grpo", passes="two"), data, factor=3.0)
-    for mine, other in zip((hidden, weight, bias), expected.grads, strict=True):
-        assert error(mine.grad, other) < 1e-6
+    data, module = wide_batch(device=device), one("dapo", beta=0.1)
+    found, plain = step(module, data, factor=factor).grads, step(module, data).grads
+    exact = truth(data, "dapo", beta=0.1).grads
+    for name in ("hidden", "weight"):
+        assert error(found[name], factor * exact[name]) < 3e-3
+        assert torch.equal(found[name].double(), factor * plain[name].double()) == (factor == 65536.0)
 
 
 def test_second_backward_gives_the_same_gradients(device):
     data = batch(device=device)
-    leaves = leaves_of(data)
-    loss = FusedLinearGRPOLoss("grpo", passes="one")(
-        leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns
-    ).loss
+    head = data.head.leaves()
+    leaves, loss = list(head.floats().values()), loss_of(one(), head, data).loss
     first = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
     kept = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()  # whoever got them may write to them
-    second = torch.autograd.grad(2 * loss, leaves)
-    for mine, other in zip(second, kept, strict=True):
+    for mine, other in zip(torch.autograd.grad(2 * loss, leaves), kept, strict=True):
         assert torch.equal(mine, other)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, leaves)
@@ -492,88 +297,52 @@ def test_second_backward_gives_the_same_gradients(device):
 @pytest.mark.parametrize("in_place", [False, True], ids=["returned", "in place"])
 def test_saved_tensors_are_never_written_to(in_place, device):
     """Hooks are given tensors, clone or move them, and give back their own; none of these may change."""
-    data = batch(device=device)
-    expected = step(FusedLinearGRPOLoss("grpo", passes="one"), data, factor=3.0)
-    seen = []
+    data, seen = batch(device=device), []
+    expected = step(one(), data, factor=3.0).grads
 
-    def pack(tensor):
+    def see(tensor):
         seen.append((tensor, tensor.clone()))
         return tensor
 
-    def unpack(tensor):
-        seen.append((tensor, tensor.clone()))
-        return tensor
-
-    leaves = leaves_of(data)
-    more = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
-    module = FusedLinearGRPOLoss("grpo", passes="one")
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        loss = module(leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns, **more).loss
-        (3 * loss).backward()
+    for hooks in (torch.autograd.graph.saved_tensors_hooks(see, see), torch.autograd.graph.save_on_cpu()):
+        total = torch.zeros_like(data.head.weight) if in_place else None
+        leaves = data.head.leaves()
+        with hooks:
+            loss = loss_of(one(), leaves, data, weight_grad=total).loss
+            (3 * loss).backward()
+        for name, other in expected.items():
+            mine = total if in_place and name == "weight" else leaves.grads()[name]
+            assert error(mine, other) < 1e-6
     assert seen or not in_place
     assert all(torch.equal(tensor, before) for tensor, before in seen)
-    with torch.autograd.graph.save_on_cpu():
-        others = leaves_of(data)
-        again = {"weight_grad": torch.zeros_like(data.weight)} if in_place else {}
-        loss = module(others[0], others[1], data.ids, bias=others[2], **data.columns, **again).loss
-    (3 * loss).backward()
-    for found, buffers in ((leaves, more), (others, again)):
-        grads = [leaf.grad for leaf in found]
-        grads[1] = buffers.get("weight_grad", grads[1])
-        for mine, other in zip(grads, expected.grads, strict=True):
-            assert error(mine, other) < 1e-6
 
 
-def test_a_backward_gives_its_gradients_away(device):
-    """What the forward made is the weight's `grad`, scaled where it lies, and nothing else keeps it alive."""
-    data = batch(device=device)
-    leaves = leaves_of(data)
-    loss = FusedLinearGRPOLoss("grpo", passes="one")(
-        leaves[0], leaves[1], data.ids, bias=leaves[2], **data.columns
-    ).loss
-    made = [gradient.data_ptr() for gradient in loss.grad_fn.gradients]
-    (3 * loss).backward()
-    assert [leaf.grad.data_ptr() for leaf in leaves[1:]] == made[1:]
-    assert loss.grad_fn.gradients is None
+def test_a_backward_gives_its_gradients_away():
+    """What the forward made is the weight's `grad`, scaled where it lies: the backward makes none."""
+    data = batch()
+    leaves = data.head.leaves()
+    loss = loss_of(one(), leaves, data).loss
+    with Products() as backward:
+        (3 * loss).backward()
+    assert leaves.weight.grad.any()
+    assert (VOCAB, HIDDEN) not in {shape for shape, _ in backward.made}
 
 
 def test_gradients_accumulate(device):
     data = batch(device=device)
-    module = FusedLinearGRPOLoss("grpo", passes="one")
-    hidden, weight, bias = leaves_of(data)
-    once = step(module, data)
+    leaves, once = data.head.leaves(), step(one(), data).grads
     for _ in range(2):
-        module(hidden, weight, data.ids, bias=bias, **data.columns).loss.backward()
-    torch.testing.assert_close(weight.grad, 2 * once.grads[1])
-    torch.testing.assert_close(hidden.grad, 2 * once.grads[0])
+        loss_of(one(), leaves, data).loss.backward()
+    for name, grad in leaves.grads().items():
+        torch.testing.assert_close(grad, 2 * once[name])
 
 
 def test_inputs_are_left_alone(device):
     data = batch(device=device)
-    before = [t.clone() for t in (*data[:4], *data.columns.values())]
-    step(FusedLinearGRPOLoss("grpo", passes="one"), data)
-    for mine, other in zip((*data[:4], *data.columns.values()), before, strict=True):
-        assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_two_runs_are_bitwise_equal(chunk_tokens, device):
-    data = batch(device=device)
-    module = FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=chunk_tokens)
-    runs = [step(module, data) for _ in range(2)]
-    assert torch.equal(runs[0].loss, runs[1].loss)
-    for mine, other in zip(runs[0].grads, runs[1].grads, strict=True):
-        assert torch.equal(mine, other)
-
-
-def test_strided_hidden_states(device):
-    data = batch(device=device)
-    wide = torch.randn(6, 10, 2 * HIDDEN, device=device)
-    wide[:, :-1, ::2] = data.hidden
-    leaf = wide.requires_grad_()
-    module = FusedLinearGRPOLoss("grpo", passes="one")
-    module(leaf[:, :-1, ::2], data.weight, data.ids, bias=data.bias, **data.columns).loss.backward()
-    assert error(leaf.grad[:, :-1, ::2], step(module, data).grads[0]) < 1e-6
+    given = [*data.head[:4], *data.columns.values()]
+    before = [t.clone() for t in given]
+    step(one(), data)
+    assert all(torch.equal(mine, other) for mine, other in zip(given, before, strict=True))
 
 
 # --- what costs nothing -----------------------------------------------------------------------------------------------
@@ -582,129 +351,89 @@ def test_strided_hidden_states(device):
 @pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "weight"), ("weight", "bias")])
 def test_frozen_inputs_get_none_and_cost_no_product(frozen):
     data = batch()
-    found, expected = both("grpo", EVERY_TOKEN, data, chunk_tokens=20, frozen=frozen)
-    assert_same(found, expected)
-    hidden, weight, bias = leaves_of(data, frozen)
-    n = int(data.columns["mask"].sum())
-    rows = found_rows(data)
+    assert_same(*both("grpo", EVERY_TOKEN, data, chunk_tokens=20, frozen=frozen))
+    head, mask, advantages = data.head, data.columns["mask"], data.columns["advantages"][:, None]
     with Products() as products:
-        FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=20, **EVERY_TOKEN)(
-            hidden, weight, data.ids, bias=bias, **data.columns
-        ).loss.backward()
-    wanted = ("hidden" not in frozen) + ("weight" not in frozen)
-    assert products.flops == 2 * HIDDEN * VOCAB * (n + wanted * rows)
-
-
-def found_rows(data: Batch) -> int:
-    """Tokens with a gradient under "grpo"."""
-    logps = linear_logprobs(data.hidden, data.weight, data.ids, bias=data.bias, mask=data.columns["mask"]).logps
+        step(one(chunk_tokens=20, **EVERY_TOKEN), data, frozen=frozen)
+    logps = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, mask=mask).logps
     ratio = (logps - data.columns["old_per_token_logps"]).exp()
-    advantages = data.columns["advantages"][:, None]
     cut = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0)) | (advantages == 0)
-    return int((data.columns["mask"] & ~cut).sum())
+    wanted = ("hidden" not in frozen) + ("weight" not in frozen)
+    assert products.flops == 2 * HIDDEN * VOCAB * int(mask.sum() + wanted * (mask & ~cut).sum())
 
 
-class Picks(TorchDispatchMode):
-    """Counts what waits for a device to know how many rows there are, or what a number is."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("advantages", "expected"), [("all", 0), ("some", 3)])
-def test_rows_are_picked_once_a_chunk_and_only_where_that_pays(advantages, expected):
+@pytest.mark.parametrize(("advantages", "picks"), [("all", 0), ("some", 3)])
+def test_rows_are_picked_once_a_chunk_and_only_where_that_pays(advantages, picks):
+    """Each pick waits for the device; so does the count of the tokens."""
     data = batch(6, 9)
     data.columns["mask"][:] = True
     if advantages == "all":
-        data.columns["advantages"] = torch.rand(6) + 0.1
-    hidden, weight, bias = leaves_of(data)
-    module = FusedLinearGRPOLoss("grpo", passes="one", chunk_tokens=18, **EVERY_TOKEN)
-    with Picks() as picks:
-        module(hidden, weight, data.ids, bias=bias, **data.columns).loss.backward()
-    assert picks.count == expected
+        data.columns["advantages"][:] = torch.rand(6) + 0.1
+    with host_reads(torch.device("cpu")) as reads:
+        step(one(chunk_tokens=18, **EVERY_TOKEN), data)
+    assert len(reads.names) == 1 + picks, reads.names
 
 
 @pytest.mark.parametrize("gradients", ["none wanted", "switched off"])
-def test_no_gradient_asked_for_runs_the_forward_alone(gradients, passes_taken):
+def test_no_gradient_asked_for_runs_the_forward_alone(gradients):
     data = batch()
     frozen = ("hidden", "weight", "bias") if gradients == "none wanted" else ()
-    hidden, weight, bias = leaves_of(data, frozen)
-    n = int(data.columns["mask"].sum())
     with Products() as products, torch.set_grad_enabled(gradients == "none wanted"):
-        module = FusedLinearGRPOLoss("grpo", passes="one", **EVERY_TOKEN)
-        loss = module(hidden, weight, data.ids, bias=bias, **data.columns).loss
-    assert products.flops == 2 * n * HIDDEN * VOCAB
+        loss = loss_of(one(**EVERY_TOKEN), data.head.leaves(frozen), data).loss
+    assert products.flops == 2 * int(data.columns["mask"].sum()) * HIDDEN * VOCAB
     assert not loss.requires_grad
-    assert not passes_taken
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk_tokens", [8, 40], ids=["float32 sum", "rounded sum"])
 def test_no_tensor_larger_than_what_a_chunk_keeps(dtype, chunk_tokens):
     """One gradient of the weight, one float32 sum where the plan says so, no tile beyond chunk_tokens x V."""
     data = batch(8, 8, dtype, vocab=1000, hidden_size=4)
     data.columns["mask"][:] = True
-    hidden, weight, bias = leaves_of(data)
-    module = FusedLinearGRPOLoss("grpo", passes="one", beta=0.1, chunk_tokens=chunk_tokens, chunk_vocab=64)
     with Products() as products:
-        module(hidden, weight, data.ids, bias=bias, **data.columns).loss.backward()
-    itemsize = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.bool: 1, torch.int64: 8}
+        step(one(beta=0.1, chunk_tokens=chunk_tokens, chunk_vocab=64), data)
     kept = chunk_tokens * 1000 * dtype.itemsize
-    large = [(shape, kind) for shape, kind in products.made if math.prod(shape) * itemsize[kind] >= 8000]
-    weights = [(shape, kind) for shape, kind in large if shape == (1000, 4)]
-    summed = torch.float32 if chunk_tokens == 8 else dtype
-    assert {kind for _, kind in weights} == {dtype, summed}
-    assert all(math.prod(shape) * itemsize[kind] <= max(kept, 4 * chunk_tokens * 64) for shape, kind in large)
+    large = [(shape, kind) for shape, kind in products.made if math.prod(shape) * kind.itemsize >= 8000]
+    summed = F32 if chunk_tokens == 8 else dtype
+    assert {kind for shape, kind in large if shape == (1000, 4)} == {dtype, summed}
+    assert all(math.prod(shape) * kind.itemsize <= max(kept, 4 * chunk_tokens * 64) for shape, kind in large)
 
 
 # --- the weight's gradient in place -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_four_micro_batches_in_place_equal_one_batch(dtype, passes, device):
     data = batch(8, 9, dtype, device)
     data.columns["num_items_in_batch"] = int(data.columns["mask"].sum())
     module = FusedLinearGRPOLoss("dapo", beta=0.1, passes=passes)
-    whole = step(FusedLinearGRPOLoss("dapo", beta=0.1, passes="two"), data, factor=0.5)
+    whole = step(FusedLinearGRPOLoss("dapo", beta=0.1, passes="two"), data, factor=0.5).grads
     total = torch.zeros(VOCAB, HIDDEN, device=device)
     for start in range(0, 8, 2):
         rows = slice(start, start + 2)
-        columns = {n: c[rows] if isinstance(c, Tensor) else c for n, c in data.columns.items()}
-        part = data._replace(hidden=data.hidden[rows], ids=data.ids[rows], columns=columns)
-        found = step(module, part, factor=0.5, weight_grad=total)
-        assert found.grads[1] is None
-        assert error(found.grads[0], whole.grads[0][rows]) < (1e-6 if dtype == torch.float32 else 4e-3)
-    assert error(total, whole.grads[1]) < (2e-6 if dtype == torch.float32 else 4e-3)
+        found = step(module, data.rows(rows), factor=0.5, weight_grad=total).grads
+        assert found["weight"] is None
+        assert error(found["hidden"], whole["hidden"][rows]) < (1e-6 if dtype == F32 else 4e-3)
+    assert error(total, whole["weight"]) < (2e-6 if dtype == F32 else 4e-3)
 
 
 def test_a_forward_adds_nothing_and_every_backward_adds(device):
-    data = batch(device=device)
-    total = torch.zeros(VOCAB, HIDDEN, device=device)
-    hidden, weight, bias = leaves_of(data)
-    loss = FusedLinearGRPOLoss("grpo", passes="one")(
-        hidden, weight, data.ids, bias=bias, weight_grad=total, **data.columns
-    ).loss
+    data, total = batch(device=device), torch.zeros(VOCAB, HIDDEN, device=device)
+    loss = loss_of(one(), data.head.leaves(), data, weight_grad=total).loss
     assert not total.any()
     loss.backward(retain_graph=True)
     once = total.clone()
-    assert error(once, step(FusedLinearGRPOLoss("grpo", passes="two"), data).grads[1]) < 1e-6
+    assert error(once, step(FusedLinearGRPOLoss("grpo", passes="two"), data).grads["weight"]) < 1e-6
     loss.backward()
     torch.testing.assert_close(total, 2 * once)
 
 
 def test_no_tensor_of_the_weights_size_is_made_in_place():
-    data = batch(2, 4, torch.bfloat16, vocab=1000, hidden_size=64)
-    hidden, weight, bias = leaves_of(data)
-    total = torch.zeros(1000, 64)
+    data, total = batch(2, 4, BF16, vocab=1000, hidden_size=64), torch.zeros(1000, 64)
     with Products() as products:
-        FusedLinearGRPOLoss("grpo", passes="one", beta=0.1)(
-            hidden, weight, data.ids, bias=bias, weight_grad=total, **data.columns
-        ).loss.backward()
-    assert max(math.prod(shape) for shape, _ in products.made) <= 1000 * 64 / 2
+        step(one(beta=0.1), data, weight_grad=total)
+    assert products.largest() <= 1000 * 64 / 2
     assert total.any()
 
 
@@ -726,6 +455,10 @@ class Scaled(nn.Module):
         return TokenLoss(-self.factor * batch.advantages * logps)
 
 
+ADAPTER = {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}
+IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
+
+
 @pytest.mark.parametrize(
     ("message", "loss_type", "options", "call"),
     [
@@ -734,127 +467,49 @@ class Scaled(nn.Module):
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
         (r"max_extra_bytes of at least \d+ .* got 250000", "grpo", {"max_extra_bytes": 250000}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
-        ("a head without low_rank", "grpo", {}, {"low_rank": [LowRank(a=torch.ones(1, 16), b=torch.ones(129, 1))]}),
+        ("a head without low_rank", "grpo", {}, ADAPTER),
         ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
         ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),
-        (
-            "room in one chunk for 54 tokens that the gradient of one .* it holds 53,",
-            "kl_cov",
-            {"chunk_tokens": 53},
-            {},
-        ),
-        (
-            "room in one chunk for 54 tokens with weight_grad; it holds 50,",
-            "grpo",
-            {"chunk_tokens": 50},
-            {"weight_grad": torch.zeros(129, 16)},
-        ),
+        ("room in one chunk for 54 tokens that the .* it holds 53,", "kl_cov", {"chunk_tokens": 53}, {}),
+        ("room in one chunk for 54 tokens with weight_grad; it holds 50,", "grpo", {"chunk_tokens": 50}, IN_PLACE),
     ],
 )
-def test_what_one_pass_needs_is_named(message, loss_type, options, call, passes_taken):
+def test_what_one_pass_needs_is_named(message, loss_type, options, call):
     data = batch()
     data.columns["mask"][:] = True  # or a budget might be enough for those that count
-    hidden, weight, bias = leaves_of(data)
     with Products() as products, pytest.raises(ValueError, match=f'passes="one" needs {message}'):
-        FusedLinearGRPOLoss(loss_type, passes="one", **options)(
-            hidden, weight, data.ids, bias=bias, **data.columns, **call
-        )
+        step(one(loss_type, **options), data, **call)
     assert products.flops == 0
-    step(FusedLinearGRPOLoss(loss_type, **options), data, **call)  # by itself it takes two
-    assert not passes_taken
+    by_itself = FusedLinearGRPOLoss(loss_type, **options)
+    assert taken(by_itself, data, **call).chunks == 0
+    step(by_itself, data, **call)
 
 
-def test_float16_and_split_sequences_take_two_passes(passes_taken):
-    data = batch(dtype=torch.float16)
-    with pytest.raises(ValueError, match="bfloat16 or float32 products"):
-        step(FusedLinearGRPOLoss("grpo", passes="one"), data)
-    step(FusedLinearGRPOLoss("grpo"), data)
+def test_split_sequences_take_two_passes():
     data = batch(1, 9)
     columns = {name: c[0] if c.dim() == 2 else c.expand(9) for name, c in data.columns.items()}
-    packed = data._replace(hidden=data.hidden[0], ids=data.ids[0], columns=columns)
+    packed = Batch(data.head._replace(hidden=data.head.hidden[0], targets=data.head.targets[0]), columns)
     split = Segments(index=torch.zeros(9, dtype=torch.long), count=1, all_reduce=lambda sums: sums)
     with pytest.raises(ValueError, match="whole sequences on each rank"):
-        step(FusedLinearGRPOLoss("gspo", passes="one"), packed, segments=split)
-    step(FusedLinearGRPOLoss("gspo"), packed, segments=split)
-    assert not passes_taken
+        step(one("gspo"), packed, segments=split)
+    assert taken(FusedLinearGRPOLoss("gspo"), packed, segments=split).chunks == 0
 
 
-@pytest.mark.parametrize("narrow", ["hidden", "weight"])
-def test_float16_gradients_of_other_products_take_two_passes(narrow, passes_taken):
+@pytest.mark.parametrize("narrow", [("hidden", "weight", "bias"), ("hidden", "bias"), ("weight", "bias")], ids=str)
+def test_float16_takes_two_passes(narrow):
     """Autocast makes the products' dtype, not that of the gradients, which are rounded before the loss is scaled."""
     data = batch()
-    data = data._replace(**{name: getattr(data, name).half() for name in (narrow, "bias")})
-    with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match="products and gradients"):
-            step(FusedLinearGRPOLoss("grpo", passes="one"), data)
-        step(FusedLinearGRPOLoss("grpo"), data)
-        assert not passes_taken
-        step(FusedLinearGRPOLoss("grpo"), data, frozen=(narrow, "bias"))
-    assert passes_taken == [1]
+    data = data._replace(head=data.head._replace(**{name: getattr(data.head, name).half() for name in narrow}))
+    auto, every = FusedLinearGRPOLoss("grpo"), len(narrow) == 3
+    with torch.autocast("cpu", BF16, enabled=not every):
+        with pytest.raises(ValueError, match="bfloat16 or float32 products" if every else "products and gradients"):
+            step(one(), data)
+        assert taken(auto, data).chunks == 0
+        assert every or taken(auto, data, frozen=narrow).chunks == 1
 
 
-def test_passes_is_one_of_three():
-    with pytest.raises(ValueError, match=r"passes must be one of \['auto', 'one', 'two'\], got 'three'"):
-        FusedLinearGRPOLoss("grpo", passes="three")
-
-
-def test_what_auto_takes(passes_taken, monkeypatch):
+def test_what_auto_takes():
     data = batch()
-    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
-    assert passes_taken == [1]
-    step(FusedLinearGRPOLoss("grpo", passes="auto", chunk_tokens=8), data)
-    step(FusedLinearGRPOLoss("grpo", passes="auto", chunk_vocab=8), data)
-    step(FusedLinearGRPOLoss("grpo", passes="two"), data)
-    assert passes_taken == [1]
-    step(FusedLinearGRPOLoss("grpo"), data)
-    assert passes_taken == [1, 1]
-    passes_taken.pop()
-    # 20 tokens a chunk: worth it if that counts as enough, and otherwise not.
-    monkeypatch.setitem(choose.CHUNK_BYTES, "cpu", 20 * 4 * (VOCAB + 1 + HIDDEN))
-    step(FusedLinearGRPOLoss("grpo", passes="auto"), data)
-    assert passes_taken == [1]
-    monkeypatch.setitem(choose.MIN_CHUNK_TOKENS, "cpu", 20)
-    step(FusedLinearGRPOLoss("grpo", passes="auto", **EVERY_TOKEN), data)
-    assert len(passes_taken) == 2
-    assert passes_taken[1] > 1
-
-
-def test_under_torch_compile_auto_takes_two_passes(passes_taken):
-    data = batch()
-    module = FusedLinearGRPOLoss("grpo", passes="auto")
-    found = step(torch.compile(module, backend="eager"), data)
-    assert not passes_taken
-    assert_same(found, step(module, data))
-    assert passes_taken == [1]
-
-
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("tokens", "vocab", "hidden_size", "needs_weight", "sum_dtype", "chunks", "extra_mib"),
-    [
-        (8192, 128256, 4096, True, torch.bfloat16, 1, 2150),
-        (8192, 128256, 4096, False, None, 4, 540),
-        (18000, 128256, 4096, True, torch.bfloat16, 2, 2400),
-        (32768, 128256, 4096, True, torch.float32, 16, 2548),
-        (8192, 151936, 2048, True, torch.bfloat16, 2, 1230),
-        (8192, 256000, 2304, True, torch.bfloat16, 2, 2052),
-    ],
-)
-def test_plans(tokens, vocab, hidden_size, needs_weight, sum_dtype, chunks, extra_mib):
-    """Under 544 MiB, and 4 V H bytes with a 16-bit weight's gradient: a float32 sum, or larger chunks in its place."""
-    shape = bfloat16_shape(tokens, vocab, hidden_size, "cuda", needs=(True, needs_weight))
-    plan = choose.plan_one_pass(shape, "one")
-    assert plan.sum_dtype == sum_dtype
-    assert math.ceil(tokens / plan.chunk_tokens) == chunks
-    per_token = Kept.bytes_per_token(vocab, torch.bfloat16, 256) + 4 * hidden_size
-    sums = 4 * vocab * hidden_size * (sum_dtype == torch.float32)
-    held = sums + per_token * plan.chunk_tokens
-    room = 544 * MIB + needs_weight * 4 * vocab * hidden_size
-    assert held <= min(extra_mib * MIB, room)
-    assert held < plan.extra_bytes < 1.25 * room + 350 * MIB
-    for live in (1, tokens // 9, tokens // 3, tokens - 1000):
-        fewer = choose.plan_one_pass(shape, "one", tokens=live)
-        assert fewer.extra_bytes <= plan.extra_bytes
+    for options, chunks in (({}, 1), ({"chunk_tokens": 8}, 0), ({"chunk_vocab": 8}, 0), ({"passes": "two"}, 0)):
+        assert taken(FusedLinearGRPOLoss("grpo", **options), data).chunks == chunks

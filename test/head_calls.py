@@ -1,0 +1,173 @@
+"""A head, calls of it, and what their products cost: what the tests of the head and of its losses share."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import oracles
+from liger_rl import LowRank, linear_logprobs
+
+SCALING = 1.5
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class Problem(NamedTuple):
+    hidden: Tensor  # (B, T, H) or (N, H)
+    weight: Tensor  # (V, H)
+    targets: Tensor
+    bias: Tensor | None = None  # (V,)
+    a: Tensor | None = None  # (r, H)
+    b: Tensor | None = None  # (V, r)
+
+    def floats(self) -> dict[str, Tensor]:
+        parts = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def leaves(self, frozen=()) -> "Problem":
+        """Fresh leaves with the same values and strides."""
+        return self._replace(**{k: t.detach().requires_grad_(k not in frozen) for k, t in self.floats().items()})
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        return self._replace(**{name: t.to(dtype) for name, t in self.floats().items()})
+
+    def low_rank(self) -> list[LowRank]:
+        return [] if self.a is None else [LowRank(a=self.a, b=self.b, scaling=SCALING)]
+
+    def grads(self) -> dict[str, Tensor | None]:
+        return {name: t.grad for name, t in self.floats().items()}
+
+
+def problem(
+    shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, bias=False, rank=0,
+    adapter_dtype=None, seed=0,
+) -> Problem:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int, std: float) -> Tensor:
+        return torch.randn(*size, generator=generator) * std
+
+    hidden, weight = random(*shape, hidden_size, std=1.0), random(vocab, hidden_size, std=2 / math.sqrt(hidden_size))
+    parts = {}
+    if rank:
+        parts["a"] = random(rank, hidden_size, std=1 / math.sqrt(hidden_size))
+        parts["b"] = random(vocab, rank, std=1 / math.sqrt(rank))
+    if bias:
+        parts["bias"] = random(vocab, std=1.0)
+    found = Problem(hidden, weight, torch.randint(vocab, shape, generator=generator).to(device), **parts)
+    dtypes = {"a": adapter_dtype or dtype, "b": adapter_dtype or dtype}
+    return found._replace(**{name: t.to(device, dtypes.get(name, dtype)) for name, t in found.floats().items()})
+
+
+def call(x: Problem, **options):
+    return linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, low_rank=x.low_rank(), **options)
+
+
+def functional(*outputs: Tensor | None) -> Tensor:
+    """A fixed random linear functional of log-probabilities and entropies."""
+    generator = torch.Generator().manual_seed(7)
+    total = 0.0
+    for values in outputs:
+        if values is not None:
+            total = total + (values * torch.randn(values.shape, generator=generator).to(values)).sum()
+    return total
+
+
+class Result(NamedTuple):
+    logps: Tensor
+    entropy: Tensor | None
+    grads: dict[str, Tensor | None]
+
+
+def finish(outputs, leaves: Problem) -> Result:
+    functional(*outputs[:2]).backward()
+    return Result(outputs[0].detach(), None if outputs[1] is None else outputs[1].detach(), leaves.grads())
+
+
+def solve(inputs: Problem, *, frozen=(), **options) -> Result:
+    """Values and gradients of `functional`."""
+    leaves = inputs.leaves(frozen)
+    return finish(call(leaves, **{"entropy": True, **options}), leaves)
+
+
+def truth(inputs: Problem, **transform) -> Result:
+    """The full logits, of the merged weight, in float64."""
+    leaves = inputs.to(torch.float64).leaves()
+    weight = leaves.weight if leaves.a is None else leaves.weight + SCALING * leaves.b @ leaves.a
+    return finish(oracles.logprobs(leaves.hidden, weight, leaves.targets, leaves.bias, **transform), leaves)
+
+
+def eager(inputs: Problem, **transform) -> Result:
+    """What one writes without thinking; an adapter's own forward adds two products, rounded to the head's dtype."""
+    leaves, linear = inputs.leaves(), torch.nn.functional.linear
+    logits = linear(leaves.hidden, leaves.weight, leaves.bias)
+    if leaves.a is not None:
+        term = linear(linear(leaves.hidden.to(leaves.a.dtype), leaves.a), leaves.b) * SCALING
+        logits = (logits + term).to(logits.dtype)
+    return finish(oracles.logits_logprobs(logits.float(), leaves.targets, **transform), leaves)
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    """Bit for bit."""
+    for mine, other in zip(tree_leaves(tuple(found)), tree_leaves(tuple(expected)), strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+def assert_close(found: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    for mine, other in zip(tree_leaves(tuple(found)), tree_leaves(tuple(expected)), strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(mine.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+class Products(TorchDispatchMode):
+    """The factors and FLOPs of every matrix product, and the shape and dtype of every tensor made.
+
+    On CUDA the backward runs in a thread of its own, out of the mode's sight, and so do products in Triton.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[Tensor, Tensor]] = []
+        self.made: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    @property
+    def flops(self) -> int:
+        return sum(2 * a.numel() * b.shape[-1] for a, b in self.factors)
+
+    def logits(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(tokens, vocabulary entries) of each tile of logits: a product with the transpose of a weight's tile."""
+        tiles = [(a, b) for a, b in self.factors if b.shape[0] == hidden_size and b.stride(0) == 1]
+        return [(a.shape[0], b.shape[1]) for a, b in tiles]
+
+    def largest(self) -> int:
+        return max(math.prod(shape) for shape, _ in self.made)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        if name in ("mm", "addmm", "bmm", "baddbmm"):
+            self.factors.append(tuple([t for t in args if isinstance(t, Tensor)][-2:]))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.made.append((tuple(t.shape), t.dtype))
+        return result
+
+
+def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
+    """All kernels are Triton's, on CPU in its interpreter; with `epilogue` 16-bit products of any tokens have one."""
+    import pytest
+
+    from liger_rl.kernels import devices
+
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(devices, "compiles", lambda device: True)
+    if epilogue:
+        monkeypatch.setattr(devices, "MIN_TOKENS", 1)
+        monkeypatch.setattr(
+            devices, "applies", lambda x, weight: devices.call_lacks(*x.shape, x.dtype, weight.dtype) is None
+        )

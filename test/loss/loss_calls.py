@@ -1,0 +1,122 @@
+"""Batches for a policy loss of a head, steps of it, and how many tokens and passes a step took."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import oracles
+from head_calls import Problem, Products
+from liger_rl import PRESETS, EntropyBonus, FusedLinearGRPOLoss, KLPenalty, PolicyBatch, ppo_loss_fn
+
+VOCAB, HIDDEN = 129, 16
+
+
+class Batch(NamedTuple):
+    head: Problem
+    columns: dict[str, Tensor]
+
+    def changed(self, **columns: Tensor | None) -> "Batch":
+        """With other columns, and without those that are None."""
+        merged = {**self.columns, **columns}
+        return self._replace(columns={name: column for name, column in merged.items() if column is not None})
+
+    def rows(self, rows: slice) -> "Batch":
+        head = self.head._replace(hidden=self.head.hidden[rows], targets=self.head.targets[rows])
+        return Batch(head, {name: c[rows] if isinstance(c, Tensor) else c for name, c in self.columns.items()})
+
+
+def batch(
+    rows=6, length=9, dtype=torch.float32, device="cpu", *, vocab=VOCAB, hidden_size=HIDDEN, idle=True, **transform
+) -> Batch:
+    """Ratios cross the usual bounds, lengths differ; with `idle` every third sequence has no advantage."""
+    head = Problem(
+        torch.randn(rows, length, hidden_size).to(device, dtype),
+        (torch.randn(vocab, hidden_size) / math.sqrt(hidden_size)).to(device, dtype),
+        torch.randint(vocab, (rows, length)).to(device),
+        torch.randn(vocab).to(device, dtype),
+    )
+    current = oracles.logprobs(head.hidden, head.weight, head.targets, head.bias, **transform)[0].float()
+
+    def near() -> Tensor:
+        return current + 0.3 * torch.randn(rows, length).to(device)
+
+    advantages = torch.randn(rows).to(device)
+    if idle:
+        advantages[::3] = 0.0
+    lengths = 1 + (torch.arange(rows, device=device) * 5 + length - 1) % length
+    columns = {
+        "advantages": advantages,
+        "mask": torch.arange(length, device=device) < lengths[:, None],
+        "old_per_token_logps": near(),
+        "ref_per_token_logps": near(),
+    }
+    return Batch(head, columns)
+
+
+def loss_of(module: FusedLinearGRPOLoss, leaves: Problem, data: Batch, **more):
+    return module(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, **{**data.columns, **more})
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+
+
+def step(module: FusedLinearGRPOLoss, data: Batch, factor: float = 1.0, frozen=(), **more) -> Step:
+    leaves = data.head.leaves(frozen)
+    loss, metrics = loss_of(module, leaves, data, **more)
+    (loss * factor).backward()
+    return Step(loss.detach(), {name: metric.value for name, metric in metrics.items()}, leaves.grads())
+
+
+def truth(data: Batch, preset: str, **options) -> Step:
+    """The loss and its gradients in float64, with the preset's own reduction."""
+    transform = {name: options.pop(name) for name in ("softcap", "temperature", "scale") if name in options}
+    leaves = data.head.to(torch.float64).leaves()
+    logps, entropy = oracles.logprobs(leaves.hidden, leaves.weight, leaves.targets, leaves.bias, **transform)
+    columns = dict(data.columns)
+    loss = ppo_loss_fn(
+        logps,
+        PolicyBatch(completion_mask=columns.pop("mask"), **columns),
+        PRESETS[preset].objective(),
+        PRESETS[preset].reduction(),
+        entropy=entropy,
+        kl=KLPenalty(beta=options.get("beta", 0.0)),
+        entropy_bonus=EntropyBonus(entropy_coef=options.get("entropy_coef", 0.0)),
+    ).loss
+    loss.backward()
+    return Step(loss.detach(), {}, leaves.grads())
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    norm = torch.linalg.norm(expected.double()).item()
+    return torch.linalg.norm(found.double() - expected.double()).item() / max(norm, 1e-30)
+
+
+def assert_same(found: Step, expected: Step, tolerance: float = 1e-6, loss_tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(found.loss, expected.loss, rtol=loss_tolerance, atol=1e-7)
+    torch.testing.assert_close(found.metrics, expected.metrics, rtol=1e-6, atol=1e-6)
+    for name, mine in found.grads.items():
+        other = expected.grads[name]
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert mine.dtype == other.dtype
+            assert error(mine, other) <= tolerance, name
+
+
+class Taken(NamedTuple):
+    tokens: int  # whose logits the forward computed
+    chunks: int  # of one pass; 0 of two
+
+
+def taken(module, data: Batch, frozen=(), **more) -> Taken:
+    """How a call went, read off the products of its forward: one pass makes the gradients there, too."""
+    with Products() as products:
+        loss_of(module, data.head.leaves(frozen), data, **more)
+    vocab, hidden_size = data.head.weight.shape
+    tiles = products.logits(hidden_size)
+    one_pass = len(products.factors) > len(tiles)
+    return Taken(sum(m * v for m, v in tiles) // vocab, sum(v for _, v in tiles) // vocab if one_pass else 0)
