@@ -614,11 +614,3 @@ def test_modules_are_given_by_name(loaded, modules):
     with pytest.raises(TypeError, match="modules must be names"):
         patch_liger(modules=modules)
     assert not patched_now(loaded)
-
-
-def test_patched_code_runs(loaded):
-    call, options = problem(), options_of("grpo")
-    trainer = loaded["trl.trainer.an_old_trainer"]
-    expected = run(trainer.renamed, options, call)
-    with patched_liger():
-        assert_same(run(trainer.renamed, options, call), expected)
