@@ -177,7 +177,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             warnings.warn("ref_per_token_logps and ref_input are given; ref_per_token_logps is used", stacklevel=2)
         hidden, weight, bias = _head(_input, lin_weight, bias)
         loss, metrics = fused(
-            *(hidden, weight, selected_token_ids, advantages, counted),
+            hidden,
+            weight,
+            selected_token_ids,
+            advantages,
+            counted,
             bias=bias,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
