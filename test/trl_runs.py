@@ -36,9 +36,9 @@ from trl import (
 from liger_rl.integrations import trl as integration
 from liger_rl.integrations.trl import patched_trl
 
-WORDS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
+TOKENS = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(37)))
 SIZES = {
-    "vocab_size": len(WORDS),
+    "vocab_size": len(TOKENS),
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -79,10 +79,10 @@ CPU_ARGS = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    splitter = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    splitter.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=splitter, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
 
 
@@ -128,7 +128,7 @@ def prompts() -> Dataset:
 
 
 def evenness(completion_ids, **columns) -> list[float]:
-    """A reward that any policy can raise and that differs within a group: the share of words with an even id."""
+    """A reward that any policy can raise and that differs within a group: the share of even token ids."""
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 

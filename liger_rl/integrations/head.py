@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,8 @@ from transformers import PreTrainedModel
 from liger_rl.head.checks import FLOAT_DTYPES
 from liger_rl.head.dtensors import is_dtensor
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.integrations.accelerate import runs_own_forward
 from liger_rl.integrations.peft import Head, read_head
+from liger_rl.kernels import eager
 from liger_rl.kernels.transform import LogitTransform
 
 # HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
@@ -36,6 +37,10 @@ TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integration
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
 LISTENER = -1  # the key of no other hook: torch counts them from 0
+
+# Hooks of accelerate (`device_map`, `dispatch_model`) set `module.forward` on the instance and keep what it was in
+# `module._old_forward`, which they call between moving the inputs in and the outputs out.
+KEPT_FORWARDS = ("forward", "_old_forward")
 
 
 def _comes_from(function: Any, modules: tuple[str, ...]) -> bool:
@@ -95,6 +100,40 @@ def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> N
                 f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
             )
+
+
+def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
+    """Let the forward that the instance keeps be that of class `after` where it is that of `before`.
+
+    Returns:
+        Whether a call of the module now reaches the forward of `after`: False where the instance has a forward of its
+        own that does not lead to its class's, and then nothing is changed.
+    """
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return True
+    own = [name for name in KEPT_FORWARDS if getattr(attributes.get(name), "__func__", None) is before.forward]
+    leads_there = "forward" in own or ("_old_forward" in own and "_hf_hook" in attributes)
+    if leads_there:
+        for name in own:
+            setattr(module, name, MethodType(after.forward, module))
+    return leads_there
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether a call of the module computes what its class's forward does, its inputs at most brought to its weights.
+
+    Not so with another function set on the instance, or with a hook that does more (offload, a user's own).
+    """
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return True
+    own: Any = type(module).forward
+    if getattr(attributes["forward"], "__func__", None) is own:
+        return True  # left behind by a hook that was removed
+    hook: Any = attributes.get("_hf_hook")
+    only_moves = all(type(h).__name__ == "AlignDevicesHook" and not h.offload for h in getattr(hook, "hooks", (hook,)))
+    return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is own
 
 
 class Request:
@@ -304,7 +343,8 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))
     for transform in candidates:
-        if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, _apply(transform, probe), rtol=1e-4):
+        expected = eager.transformed(probe, None, transform)
+        if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, expected, rtol=1e-4):
             return transform
     raise ValueError(
         f"the head of {name} cannot be swapped: it maps logits {PROBE_LOGITS} to {seen[0, -1].tolist()}, which none of "
@@ -323,8 +363,3 @@ def _candidates(model: PreTrainedModel) -> Iterator[LogitTransform]:
     for scale in dict.fromkeys([1.0, *scales, *(1.0 / scale for scale in scales)]):
         for softcap in (None, *named(SOFTCAP_NAMES)):
             yield LogitTransform(scale=scale, softcap=softcap)
-
-
-def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
-    logits = logits * transform.scale
-    return logits if transform.softcap is None else torch.tanh(logits / transform.softcap) * transform.softcap

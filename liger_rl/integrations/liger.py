@@ -10,7 +10,7 @@ Constructor, call and results are those of liger-kernel 0.8.5.
 
 import warnings
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from importlib import metadata
 from typing import Any
@@ -30,18 +30,6 @@ from liger_rl.policy.reductions import GlobalTokenMean
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Options that change what is computed only where the loss has them -> the value that asks for nothing.
 SWITCHES = {"delta": None, "importance_sampling_level": "token"}
-LOSS_OPTIONS = (
-    "epsilon_low",
-    "epsilon_high",
-    "max_completion_length",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    *SWITCHES,
-)
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -177,9 +165,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         _check_tensor("lin_weight", lin_weight, _input)
         check_mask = _ask_for_other_values(attention_mask)
         counted = (attention_mask != 0) & (selected_token_ids >= 0)
-        if num_items_in_batch is None and isinstance(fused.terms.reduction, GlobalTokenMean):
-            num_items_in_batch = _tokens_of_all_ranks(counted)
-        num_items_in_batch = _at_least_one_a_rank(num_items_in_batch)
+        global_mean = isinstance(fused.terms.reduction, GlobalTokenMean)
+        num_items_in_batch = _divisor(num_items_in_batch, counted, global_mean=global_mean)
         if vllm_is_ratio is not None and isinstance(fused.terms.objective, VESPO):
             vllm_is_ratio = _once_per_sequence(vllm_is_ratio, counted)
         if self.beta == 0.0:
@@ -242,7 +229,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         for name, off in SWITCHES.items():
             if name not in known and getattr(self, name) != off:
                 raise ValueError(f"{name} must be {off!r} with loss_type {self.loss_type!r}, got {getattr(self, name)}")
-        options = {name: getattr(self, name) for name in LOSS_OPTIONS if name in known}
+        options = {name: value for name, value in vars(self).items() if name in known}
         if "world_size" in known:
             options["world_size"] = _ranks()
         return FusedLinearGRPOLoss(
@@ -258,16 +245,15 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _tokens_of_all_ranks(counted: Tensor) -> Tensor:
-    count = counted.sum()
-    if _ranks() > 1:
-        dist.all_reduce(count)
-    return count
-
-
-def _at_least_one_a_rank(count: int | float | Tensor | None) -> int | float | Tensor | None:
-    """So that the divisor of one rank is at least 1, as Liger's is."""
-    ranks = _ranks()
+def _divisor(
+    num_items_in_batch: int | float | Tensor | None, counted: Tensor, *, global_mean: bool
+) -> int | float | Tensor | None:
+    """Tokens of all ranks, at least 1 of each rank, as Liger has it; None where the loss does not divide by them."""
+    count, ranks = num_items_in_batch, _ranks()
+    if count is None and global_mean:
+        count = counted.sum()
+        if ranks > 1:
+            dist.all_reduce(count)
     if isinstance(count, Tensor):
         return count.clamp(min=ranks)
     return ranks if isinstance(count, (int, float)) and 0 <= count < ranks else count
@@ -319,12 +305,12 @@ def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16) and not autocast:
         hidden = hidden.float()
-    return hidden, _whole(weight), None if bias is None else _whole(bias)
 
+    def whole(parameter: Tensor) -> Tensor:
+        # ZeRO-3 gathers a parameter for the forward and empties it again; DeepSpeed's id marks such a parameter.
+        return parameter.clone() if hasattr(parameter, "ds_id") else parameter
 
-def _whole(parameter: Tensor) -> Tensor:
-    # ZeRO-3 gathers a parameter for the forward and empties it again; its id is DeepSpeed's mark on such a parameter.
-    return parameter.clone() if hasattr(parameter, "ds_id") else parameter
+    return hidden, whole(weight), None if bias is None else whole(bias)
 
 
 def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
@@ -336,19 +322,14 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
 
 
 def _installed() -> type:
-    check_version("liger-kernel", _version(), (0, 8), (0, 9))
+    version = None
+    for name in ("liger-kernel-nightly", "liger-kernel"):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+    check_version("liger-kernel", version, (0, 8), (0, 9))
     from liger_kernel.chunked_loss import grpo_loss
 
     return grpo_loss.LigerFusedLinearGRPOLoss
-
-
-def _version() -> str | None:
-    for name in ("liger-kernel", "liger-kernel-nightly"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 _PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed, modules=("liger_kernel", "trl"))

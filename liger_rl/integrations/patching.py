@@ -1,5 +1,6 @@
 """One object in place of another in the loaded modules of the packages that are named, and back."""
 
+import inspect
 import re
 import sys
 import threading
@@ -104,6 +105,13 @@ def apply_all(*patches: GlobalPatch, also: Collection[str] = ()) -> None:
         originals = [patch.original if patch.applied else patch._find() for patch in patches]
         for patch, original in zip(patches, originals, strict=True):
             patch._put(original, frozenset(also))
+
+
+def check_parameters(name: str, function: Any, expected: tuple[str, ...]) -> None:
+    """Raises RuntimeError unless the function of that name takes the parameters of those names, in their order."""
+    found = tuple(inspect.signature(function).parameters) if callable(function) else (str(function),)
+    if found != expected:
+        raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(found)}); nothing was patched")
 
 
 def check_version(

@@ -88,9 +88,7 @@ def read_head(module: nn.Module, owner: str) -> Head:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-    inner = module
-    if isinstance(module, ModulesToSaveWrapper):
-        inner = _saved_module(module)
+    inner = _saved_module(module) if isinstance(module, ModulesToSaveWrapper) else module
     if isinstance(inner, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and type(inner) is not LoraLinear:
         raise TypeError(
             f"the head of {owner} carries a PEFT layer that the fused head does not know: "
@@ -112,14 +110,11 @@ def _saved_module(wrapper: Any) -> nn.Module:
 
 
 def _active_adapters(layer: Any, owner: str) -> tuple[Adapter, ...]:
-    if layer.disable_adapters:
-        if layer.merged:
-            layer.unmerge()  # as its own forward does
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()  # as its own forward does
+    if layer.disable_adapters or layer.merged:
         return ()
-    if layer.merged:
-        return ()
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    return tuple(_adapter(layer, name, owner) for name in names)
+    return tuple(_adapter(layer, name, owner) for name in layer.active_adapters if name in layer.lora_A)
 
 
 def _adapter(layer: Any, name: str, owner: str) -> Adapter:
@@ -130,8 +125,7 @@ def _adapter(layer: Any, name: str, owner: str) -> Adapter:
             "term of the logits; the fused head knows plain LoRA alone"
         )
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    expected = ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity)))
-    for part, kind in expected:
+    for part, kind in ((a, nn.Linear), (b, nn.Linear), (dropout, (nn.Dropout, nn.Identity))):
         if not isinstance(part, kind):
             raise TypeError(f"adapter {name!r} on the head of {owner} holds a {type(part).__name__}, not known here")
     return Adapter(a, b, dropout, float(layer.scaling[name]))

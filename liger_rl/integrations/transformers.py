@@ -9,6 +9,7 @@ in place of logits. So whatever the model does before the head (a final norm, a 
 what it does after the head (a softcap, a scale) is tried out at swap time and has to be one that we know.
 """
 
+import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, TransformersKwargs
 
-from liger_rl.integrations.accelerate import rebind_forward
 from liger_rl.integrations.head import (
     asking,
     checked_head,
@@ -30,9 +30,9 @@ from liger_rl.integrations.head import (
     listen,
     plain_type,
     probed_transform,
+    rebind_forward,
     stop_listening,
 )
-from liger_rl.integrations.liger_layers import apply_liger_layers, check_liger_layers
 from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
 
@@ -115,19 +115,38 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
             reason are named, and the model is left as it was.
     """
     swapped: Any = base_model(model)
-    if not _is_pretrained(swapped):
+    if not isinstance(swapped, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(swapped).__name__}")
     if liger_layers:
-        check_liger_layers(swapped)
+        _check_liger_layers(swapped)
     with _swapping:
         if not is_swapped(model):
             _swap(swapped)
     if liger_layers:
-        apply_liger_layers(swapped)
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=swapped, fused_linear_cross_entropy=False, cross_entropy=False)
     return model
 
 
 _swapping = threading.Lock()
+
+
+def _check_liger_layers(model: Any) -> None:
+    name = type(model).__name__
+    if model.device.type != "cuda":
+        raise ValueError(
+            f"liger_layers=True needs {name} on a CUDA device, its layers are Triton kernels; it is on {model.device}"
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError("liger_layers=True needs liger-kernel: pip install liger-kernel")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(
+            f"liger-kernel has no layers for {name}, model type {model.config.model_type!r}; it has them for "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
+        )
 
 
 def _swap(swapped: Any) -> None:
@@ -177,10 +196,6 @@ def unswap_lm_head(model: Model) -> Model:
 def is_swapped(model: nn.Module) -> bool:
     """Whether `model`, or the model inside a `peft.PeftModel`, has a fused head."""
     return isinstance(base_model(model), _FusedHead)
-
-
-def _is_pretrained(model: object) -> bool:
-    return isinstance(model, PreTrainedModel)
 
 
 def swapped_inside(model: nn.Module) -> Any:

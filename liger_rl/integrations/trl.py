@@ -9,7 +9,6 @@ replaced. Beside it, the trainers' refusal of LoRA adapters on the lm_head is (`
 """
 
 import importlib
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.integrations import trl_adapters
-from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_version
+from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
@@ -111,11 +110,7 @@ def _find_op() -> Any:
     original = vars(importlib.import_module(UTILS)).get(NAME)
     if original is None:
         raise RuntimeError(f"{UTILS} has no {NAME} here (TRL 1.15 needs Triton for it); nothing was patched")
-    found = tuple(inspect.signature(original.forward).parameters)[1:]
-    if found != PARAMETERS:
-        raise RuntimeError(
-            f"{UTILS}.{NAME} must take ({', '.join(PARAMETERS)}), found ({', '.join(found)}); nothing was patched"
-        )
+    check_parameters(f"{UTILS}.{NAME}", original.forward, ("ctx", *PARAMETERS))
     return original
 
 
@@ -124,12 +119,7 @@ _OP_PATCH = GlobalPatch(_op, _find_op, modules=("trl",))
 _ALL = (_OP_PATCH, *trl_adapters.PATCHES)
 
 
-def patch_trl(
-    *,
-    grad_tolerance: float = 0.0,
-    chunk_tokens: int | None = None,
-    chunk_vocab: int | None = None,
-) -> None:
+def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, chunk_vocab: int | None = None) -> None:
     """Put this package's head behind TRL's trainers, those that exist already and those that are built later.
 
     The trainers then take LoRA adapters on the lm_head too. Patching again only changes the options. Code outside of

@@ -10,9 +10,7 @@ an adapter out.
 
 import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
@@ -22,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.head import check_own_forwards, hook_count
-from liger_rl.integrations.patching import GlobalPatch
+from liger_rl.integrations.patching import GlobalPatch, check_parameters
 from liger_rl.integrations.peft import Head, read_head
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
@@ -131,25 +129,20 @@ def _naming_its_head(fused_forward: Callable) -> Callable:
         head = _read(self) if fused_lm_head else None
         if head is None or not head.adapters:
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        with _calling(head, type(self).__name__):
-            return fused_forward(self, *args, fused_lm_head=True, **kwargs)
+        call = _Call(head)
+        token = _call.set(call)
+        try:
+            output = fused_forward(self, *args, fused_lm_head=True, **kwargs)
+        finally:
+            _call.reset(token)
+        if not call.reached_op:
+            raise RuntimeError(
+                f"TRL's own op has left the adapters on the head of {type(self).__name__} out: patch_trl() must hold "
+                "for as long as the trainer is used, not only while it is built"
+            )
+        return output
 
     return forward
-
-
-@contextmanager
-def _calling(head: Head, owner: str) -> Iterator[None]:
-    call = _Call(head)
-    token = _call.set(call)
-    try:
-        yield
-    finally:
-        _call.reset(token)
-    if not call.reached_op:
-        raise RuntimeError(
-            f"TRL's own op has left the adapters on the head of {owner} out: patch_trl() must hold for as long as the "
-            "trainer is used, not only while it is built"
-        )
 
 
 def _read(model: Any) -> Head:
@@ -169,11 +162,7 @@ def _read(model: Any) -> Head:
 def _find_forward() -> Any:
     module = "trl.trainer.utils"
     original = vars(importlib.import_module(module)).get("add_fused_lm_head")
-    found = tuple(inspect.signature(original).parameters) if callable(original) else None
-    if found != PARAMETERS:
-        raise RuntimeError(
-            f"{module}.add_fused_lm_head must take ({', '.join(PARAMETERS)}), found {found}; nothing was patched"
-        )
+    check_parameters(f"{module}.add_fused_lm_head", original, PARAMETERS)
     return original
 
 

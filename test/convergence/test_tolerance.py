@@ -1,7 +1,6 @@
 """Policy optimisation with a tolerance on the gradient stays as close to the exact run as bfloat16 does to float32."""
 
 import copy
-import pydoc_data.topics
 from functools import cache
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
-tokenizers = pytest.importorskip("tokenizers", reason="the text is cut into words by tokenizers")
+from texts import sampled  # noqa: E402
 
 from devices import NEEDS_GPU  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
@@ -24,23 +23,13 @@ TOLERANCE = 1e-3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@cache
-def tokens() -> Tensor:
-    """The text of Python's own help pages, in words learnt from it."""
-    text = [page for _, page in sorted(pydoc_data.topics.topics.items())]
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(text, vocab_size=VOCAB, show_progress=False)
-    return torch.tensor(tokenizer.encode("\n".join(text)).ids)
-
-
 def rows(generator: torch.Generator) -> Tensor:
-    starts = torch.randint(len(tokens()) - LENGTH, (ROWS,), generator=generator)
-    return torch.stack([tokens()[start : start + LENGTH] for start in starts.tolist()])
+    return sampled((ROWS,), LENGTH, VOCAB, generator)
 
 
 @cache
 def pretrained() -> torch.nn.Module:
-    """A model that knows which words are rare: without that every tile of words matters to every token."""
+    """A model that knows which token ids are rare: without that every tile matters to every token."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,

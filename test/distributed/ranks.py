@@ -44,6 +44,15 @@ class Rank:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
 
+def message_of(call: Callable[[], Any]) -> str | None:
+    """Kind and text of what a call refuses; None where it takes it."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 class Ranks:
     """WORLD processes; a run takes the first so many of them."""
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
+from ranks import message_of
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
 
@@ -137,46 +138,40 @@ def test_shards_of_data_parallelism_are_gathered(ranks, shape, names):
 
 
 def refused(rank):
-    unnamed = rank.mesh()
-    hidden, weight, _, targets, _ = problem()
-    messages = []
-    weight_rows = distribute_tensor(weight, unnamed, [Shard(0)])
-    for arguments in (
-        (hidden + rank.index, distribute_tensor(weight, unnamed, [Shard(1)]), targets),
-        (hidden, weight_rows, targets.clamp(min=0) + rank.index),  # a data-parallel batch
-    ):
-        try:
-            linear_logprobs(*arguments)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    mesh, unnamed = rank.mesh("tp"), rank.mesh()
+    hidden, weight, bias, targets, advantages = problem()
+    sharded, columns = (distribute_tensor(weight, unnamed, [Shard(d)]) for d in (0, 1))
+    in_place, advantage = torch.zeros(VOCAB, HIDDEN), advantages[:, 0]
+    rows, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
+    rows.requires_grad_()
+
+    def loss(passes="auto", advantages=advantage, **options):
+        return FusedLinearGRPOLoss("grpo", passes=passes)(hidden, rows, targets, advantages, **options)
+
+    on_one_rank = torch.ones(BATCH + rank.index)
+    return [
+        message_of(lambda: linear_logprobs(hidden + rank.index, columns, targets)),
+        # A data-parallel batch.
+        message_of(lambda: linear_logprobs(hidden, sharded, targets.clamp(min=0) + rank.index)),
+        message_of(lambda: loss("two", weight_grad=in_place)),
+        message_of(lambda: loss(advantages=on_one_rank)),
+        message_of(lambda: loss(advantages=on_one_rank, bias=bias)),
+        message_of(lambda: loss("one")),
+    ]
 
 
 def test_what_cannot_be_is_named_on_every_rank(ranks):
     results = ranks.run(refused)
     assert results[0] == results[1]
-    assert results[0][0].startswith("weight must be Shard(0) or Replicate")
-    assert "the sum of targets must be the same on every rank" in results[0][1]
-
-
-def in_place_or_in_one_pass(rank):
-    hidden, weight, _, targets, advantages = problem()
-    weight = distribute_tensor(weight, rank.mesh("tp"), [Shard(0)]).requires_grad_()
-    messages = []
-    for passes, options in (("two", {"weight_grad": torch.zeros(VOCAB, HIDDEN)}), ("one", {})):
-        try:
-            FusedLinearGRPOLoss("grpo", passes=passes)(hidden, weight, targets, advantages[:, 0], **options)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_in_place_and_one_pass_are_refused(ranks):
-    for in_place, one_pass in ranks.run(in_place_or_in_one_pass):
-        assert in_place.startswith("weight_grad must be None with a DTensor weight")
-        assert one_pass == (
-            'passes="one" needs tensors that are whole on this rank, got a DTensor (rank 0 of vocab_parallel.group)'
-        )
+    placement, batch, in_place, *mistakes, one_pass = results[0]
+    assert placement.startswith("ValueError: weight must be Shard(0) or Replicate")
+    assert "the sum of targets must be the same on every rank" in batch
+    assert in_place.startswith("ValueError: weight_grad must be None with a DTensor weight")
+    assert one_pass.startswith('ValueError: passes="one" needs tensors that are whole on this rank, got a DTensor')
+    assert one_pass.endswith("(rank 0 of vocab_parallel.group)")
+    for message in mistakes:
+        assert message.startswith("ValueError: advantages must be (B, T) = (4, 8)")
+        assert message.endswith("(rank 1 of vocab_parallel.group)")
 
 
 def solve_loss(rank):
@@ -192,20 +187,3 @@ def solve_loss(rank):
 
 def test_the_policy_loss(ranks, world):
     assert_same(ranks.run(solve_loss, **world), solve_loss(None))
-
-
-def one_ranks_mistake(rank, bias_sharded):
-    weight = distribute_tensor(torch.randn(VOCAB, HIDDEN), rank.mesh("tp"), [Shard(0)])
-    bias = distribute_tensor(torch.zeros(VOCAB), rank.mesh("tp"), [Shard(0)]) if bias_sharded else None
-    ids, advantages = torch.zeros(BATCH, TIME).long(), torch.ones(BATCH + rank.index)
-    try:
-        FusedLinearGRPOLoss("grpo")(torch.randn(BATCH, TIME, HIDDEN), weight, ids, advantages, bias=bias)
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("bias_sharded", [False, True])
-def test_one_ranks_mistake_in_a_loss_is_raised_on_all(ranks, bias_sharded):
-    (message,) = set(ranks.run(one_ranks_mistake, bias_sharded))
-    assert message.startswith("advantages must be (B, T) = (4, 8)")
-    assert message.endswith("(rank 1 of vocab_parallel.group)")

@@ -1,12 +1,10 @@
 """One batch over ranks that hold parts of its sequences, or nothing: losses, gradients and metrics of one process."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from liger_rl import FusedLinearGRPOLoss, Segments, linear_logprobs, merge_over, reduce_metrics, sum_over
+from liger_rl import FusedLinearGRPOLoss, Segments, merge_over, reduce_metrics, sum_over
 from liger_rl.policy.segments import segment_sum
 
 HIDDEN, VOCAB, COUNT = 8, 30, 4
@@ -173,59 +171,6 @@ def test_data_parallel_with_other_numbers_of_tokens(ranks, live):
     for result in results:
         for found, truth in zip(result, expected, strict=True):
             torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
-
-
-# --- a weight in shards, as ZeRO-3 keeps it ---------------------------------------------------------------------------
-
-
-def in_shards(rank, live):
-    """A parameter that is its shard but in a context, whose gradient a hook scatters; -> what was entered, dW."""
-    torch.manual_seed(9)
-    inputs, whole = torch.randn(4, 6, HIDDEN), torch.randn(VOCAB, HIDDEN)
-    ids = torch.randint(VOCAB, (4, 6))
-    mask = torch.arange(6) < torch.tensor(live)[:, None]
-    hidden = inputs if rank is None else inputs[rank.index].clone()
-    ids, mask = (ids, mask) if rank is None else (ids[rank.index], mask[rank.index])
-    entered, fired = [], []
-    if rank is None:
-        weight, gather = whole.requires_grad_(), None
-    else:
-        weight = torch.nn.Parameter(whole.chunk(rank.world)[rank.index].clone())
-
-        @contextmanager
-        def gather(parameter):
-            entered.append(1)
-            shard = parameter.data
-            parts: list = [None] * rank.world
-            dist.all_gather_object(parts, shard, rank.group)  # of different sizes
-            parameter.data = torch.cat(parts)
-            yield
-            parameter.data = shard
-
-        def scatter(grad):
-            fired.append(1)
-            dist.all_reduce(grad, group=rank.group)
-            return grad
-
-        weight.register_hook(scatter)
-    hidden.requires_grad_()
-    found = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, gather=gather)
-    total = found.logps.sum() + found.entropy.sum()
-    if rank is None:
-        total.backward()
-        return weight.grad
-    # To accumulate a whole gradient beside a shard is up to the framework that shards.
-    (grad,) = torch.autograd.grad(total, [weight])
-    return entered, fired, grad
-
-
-@pytest.mark.parametrize("live", [[6, 3, 1, 4], [0, 6, 0, 1], [0, 0, 0, 0]], ids=str)
-def test_a_weight_gathered_by_ranks_with_other_numbers_of_tokens(ranks, live):
-    expected = in_shards(None, live)
-    for entered, fired, grad in ranks.run(in_shards, live, world=4):
-        assert len(entered) == 2
-        assert len(fired) == 1
-        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 # --- ranks that hang --------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ def test_bytes_on_the_wire():
     found = tensor_parallel.wire_bytes(tensor_parallel.Shape(8192, 4096, 128256), 2)
     assert found["forward"] == 8192 * 12  # two ranks send what they hold once
     assert found["forward_with_entropy"] == 8192 * 16
-    assert found["forward_verl"] == 8192 * (4 * 63 + 12)  # 64128 words are 63 splits
+    assert found["forward_verl"] == 8192 * (4 * 63 + 12)  # 64128 vocabulary entries are 63 splits
     assert found["backward"] == 8192 * 4096 * 4
-    assert tensor_parallel.wire_bytes(tensor_parallel.Shape(8, 8, 8), 4)["backward"] == 1.5 * 8 * 8 * 4
 
 
 def test_two_ranks_on_any_machine(tmp_path, monkeypatch):
@@ -35,28 +34,10 @@ def test_two_ranks_on_any_machine(tmp_path, monkeypatch):
 def test_the_page_has_the_predictions_of_the_results():
     text = scaling.PAGE.read_text(encoding="utf-8")
     assert scaling.filled(text) == text, "run python -m benchmark.scaling"
-    figures = scaling.Measured.load()
-    assert f"**{figures.forward_ms:.1f} / {figures.step_ms:.1f}**" in text
-
-
-def measured(**changes):
-    figures = {"tokens": 8192, "hidden_size": 4096, "vocab": 128256, "forward_ms": 12.0, "step_ms": 48.0, "sharded": {}}
-    return scaling.Measured(**figures | changes)
-
-
-def test_one_rank_is_what_was_measured():
-    assert scaling.predicted(measured(), 1, 8192)[:2] == (12.0, 48.0)
-    assert scaling.predicted(measured(), 1, 16384)[:2] == (24.0, 96.0)
 
 
 def test_more_ranks_take_less_time_until_the_wire_does():
-    steps = [scaling.predicted(measured(), ranks, 8192)[1] for ranks in (1, 2, 4, 8)]
+    figures = {"tokens": 8192, "hidden_size": 4096, "vocab": 128256, "forward_ms": 12.0, "step_ms": 48.0, "sharded": {}}
+    steps = [scaling.predicted(scaling.Measured(**figures), ranks, 8192)[1] for ranks in (1, 2, 4, 8)]
     assert steps == sorted(steps, reverse=True)
-    for ranks, step in zip((2, 4, 8), steps[1:], strict=True):
-        assert step >= 48.0 / ranks
-
-
-def test_a_measured_link_replaces_the_data_sheets():
-    row = {"bytes": {"backward": 1e8}, "hidden_grad_alone_ms": 1.0}
-    assert measured(sharded={2: row}).bandwidth(4) == pytest.approx(1e11)
-    assert measured(sharded={2: row}).bandwidth(16) == scaling.BANDWIDTH["between"]
+    assert all(step >= 48.0 / ranks for ranks, step in zip((1, 2, 4, 8), steps, strict=True))

@@ -11,14 +11,16 @@ from torch import Tensor
 import oracles
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs
-from liger_rl.head.engines import two_pass as projection
+from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import EXTRAS, TokenGradients
+from ranks import message_of
 
 HIDDEN = 12
-# Rows of each rank, by the number of ranks: a vocabulary of 601 words, cut evenly or not.
+# Rows of each rank, by the number of ranks: 601 vocabulary entries, cut evenly or not.
 SHARDS = {2: [(301, 300), (513, 88)], 4: [(151, 150, 150, 150), (7, 380, 1, 213)]}
 
 
@@ -145,11 +147,15 @@ def starts_of(sizes):
     return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 
-def solve_sharded(rank, case):
+def shard_of(rank, case) -> tuple[Problem, VocabParallel]:
     sizes = SHARDS[rank.world][case.shards]
-    start, rows = starts_of(sizes)[rank.index], sizes[rank.index]
-    shard = Problem.of(case, rank.device).shard(start, rows)
-    return shard.solve(case, VocabParallel(rank.group, start))
+    start = starts_of(sizes)[rank.index]
+    return Problem.of(case, rank.device).shard(start, sizes[rank.index]), VocabParallel(rank.group, start)
+
+
+def solve_sharded(rank, case):
+    shard, place = shard_of(rank, case)
+    return shard.solve(case, place)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -199,11 +205,9 @@ def test_against_full_logits_in_float64(ranks, case):
 
 def added_in_place(rank, case):
     """Gradients without and with `weight_grad`: this rank's rows, which hold something already."""
-    sizes = SHARDS[rank.world][case.shards]
-    start, rows = starts_of(sizes)[rank.index], sizes[rank.index]
-    shard, place = Problem.of(case, rank.device).shard(start, rows), VocabParallel(rank.group, start)
+    shard, place = shard_of(rank, case)
     expected = shard.solve(case, place)
-    hidden, weight, total = shard.hidden, shard.weight, torch.ones(rows, HIDDEN, device=rank.device)
+    hidden, weight, total = shard.hidden, shard.weight, torch.ones_like(shard.weight)
     found = linear_logprobs(hidden, weight, shard.targets, mask=shard.mask, vocab_parallel=place, weight_grad=total)
     (found.logps * shard.upstream[0]).sum().backward()
     assert weight.grad is None
@@ -218,29 +222,23 @@ def test_a_ranks_rows_of_the_gradient_are_added_in_place(ranks, world, masked):
         assert rows.any() == (masked == "some")
 
 
-def tied_words(rank):
-    """The largest logit twice, in one shard or in two: the earlier word is the first."""
+def equal_logits(rank):
+    """The largest logit three times, in one shard and in two: the smallest token id is the first."""
     weight = torch.zeros(8, 2)
     weight[3] = weight[5] = weight[6] = 1.0
     sizes = {2: (5, 3), 4: (2, 2, 2, 2)}[rank.world]
     start = starts_of(sizes)[rank.index]
-    found = linear_logprobs(
-        torch.ones(8, 2),
-        weight[start : start + sizes[rank.index]].clone(),
-        torch.arange(8),
-        extras=["is_top1"],
-        vocab_parallel=VocabParallel(rank.group, start),
-    )
-    return found.is_top1
+    shard, place = weight[start : start + sizes[rank.index]].clone(), VocabParallel(rank.group, start)
+    return linear_logprobs(torch.ones(8, 2), shard, torch.arange(8), extras=["is_top1"], vocab_parallel=place).is_top1
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_first_of_equal_words_is_on_top(ranks, count):
-    for found in ranks.run(tied_words, world=count):
-        assert found.tolist() == [False, False, False, True, False, False, False, False]
+def test_the_first_of_equal_logits_is_on_top(ranks, count):
+    for found in ranks.run(equal_logits, world=count):
+        assert found.nonzero().tolist() == [[3]]
 
 
-def banned_words(rank):
+def banned_shard(rank):
     """A bias of -inf over a whole shard, an entropy over the other one."""
     bias = torch.zeros(8)
     bias[:4] = -torch.inf
@@ -253,8 +251,8 @@ def banned_words(rank):
     return found.logps.detach(), found.entropy.detach(), hidden.grad, leaf.grad
 
 
-def test_a_shard_whose_words_are_all_banned(ranks):
-    results = ranks.run(banned_words, world=2)
+def test_a_shard_whose_entries_are_all_banned(ranks):
+    results = ranks.run(banned_shard, world=2)
     weight, hidden = torch.linspace(-1, 1, 16).view(8, 2).double(), torch.ones(3, 2).double().requires_grad_()
     leaf = weight[4:].requires_grad_()
     logps, entropy = oracles.logprobs(hidden, leaf, torch.tensor([0, 1, 3]))
@@ -264,163 +262,86 @@ def test_a_shard_whose_words_are_all_banned(ranks):
     assert not results[0][3].any()
 
 
-# --- the number of collectives ----------------------------------------------------------------------------------------
-
-
-def counted_collectives(rank, case):
-    """Names of the collectives of a second call with the same weight, and what the forward's carry."""
-    calls, before = [], dist.all_reduce
-    problem = Problem.of(case).shard(*((0, 301) if rank.index == 0 else (301, 300)))
-    place = VocabParallel(rank.group, 301 * rank.index)
-    problem.solve(case, place)
-
-    def counted(tensor, *args, **kwargs):
-        calls.append(tuple(tensor.shape))
-        return before(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        problem.solve(case, place)
-    finally:
-        dist.all_reduce = before
-    return calls
-
-
-@pytest.mark.parametrize("masked", ["none", "some", "all"])
-@pytest.mark.parametrize("chunk_vocab", [None, 32])
-def test_three_collectives_whatever_the_tiles_and_the_tokens(ranks, masked, chunk_vocab):
-    case = Case(masked=masked, chunk_vocab=chunk_vocab, chunk_tokens=None if chunk_vocab is None else 8)
-    results = ranks.run(counted_collectives, case, world=2)
-    assert results[0] == results[1]
-    n = {"none": 36, "all": 0}.get(masked, results[0][0][1])
-    assert results[0][:2] == [(2, n), (5, n)]  # peak and rival; sums, target, moment, squares, logits
-    assert len(results[0]) == 3
-    assert results[0][2][1] == HIDDEN
-    assert results[0][2][0] < max(n, 1)  # tokens without a gradient are not sent
-
-
-class Logged:
-    """A shard whose sum over ranks only says when it is started and awaited."""
-
-    vocab = 200
-
-    def __init__(self, log):
-        self.log = log
-
-    def pending_sum(self, *inputs):
-        return self
-
-    def start(self):
-        self.log.append("start")
-
-    def wait(self):
-        self.log.append("wait")
-
-
-@pytest.mark.parametrize("tokens", [0, 20])
-@pytest.mark.parametrize("chunk_tokens", [6, 20])
-def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens):
-    """dH has everything when it starts, and the one product that is left is of a whole tile, not of the rest."""
-    log, add = [], projection._WeightTotal.add
-
-    def logged(self, tile, hidden):
-        log.append(("dW", tile.shape[1]))
-        add(self, tile, hidden)
-
-    monkeypatch.setattr(projection._WeightTotal, "add", logged)
-    options = EngineOptions(compute_dtype=torch.float32, chunk_tokens=chunk_tokens, chunk_vocab=64)
-    hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
-    numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
-    head = Head(hidden, weight, None, None, None, targets, TokenSelection(tokens), shard=Logged(log))
-    projection.gradients(head, options, numbers, (True, True, False))
-    parts = -(-tokens // chunk_tokens)
-    products = [("dW", 22)] * parts + [("dW", 64)] * 2 * parts
-    assert log == [*products[:-1], *["start"][:parts], *products[-1:], "wait"]
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def provoked(rank, kind):
+def provoked(rank, on_all, on_last):
     """The error of a call that does not fit, and whether the ranks still work together after it."""
-    start, rows, dtype, tokens, size = 5 * rank.index, 5, torch.float32, 6, HIDDEN
-    options, last, summed = {}, rank.index == rank.world - 1, True
-    if kind == "a gap":
-        start += last
-    elif kind == "an overlap":
-        start -= last
-    elif kind == "a missing start":
-        start += 1
-    elif last:
-        if kind == "N":
-            tokens = 7
-        elif kind == "H":
-            size = HIDDEN + 1
-        elif kind == "dtype":
-            dtype = torch.bfloat16
-        elif kind == "entropy":
-            options = {"entropy": True}
-        elif kind == "transform":
-            options = {"transform": LogitTransform(temperature=0.5)}
-        elif kind == "bias":
-            options = {"bias": torch.zeros(5)}
-        elif kind == "sum_hidden_grad":
-            summed = False
-        elif kind == "mask":
-            options = {"mask": torch.arange(6) < 3}
-        elif kind == "weight_grad":
-            options = {"weight_grad": torch.zeros(10, HIDDEN)}
-        elif kind == "grad_tolerance":
-            options = {"grad_tolerance": 1e-3}
-        elif kind == "chunk_tokens":
-            options = {"chunk_tokens": 0}
-    hidden, weight = torch.randn(tokens, size, dtype=dtype), torch.randn(rows, size, dtype=dtype)
-    targets = torch.zeros(tokens, dtype=torch.long)
-    if kind == "one rank's own mistake" and last:
-        weight = torch.randn(rows, size + 1)
-    if kind == "targets" and last:
-        targets[2] = 1
-    if kind == "beyond":
-        targets[2] = 5 * rank.world
-    try:
-        linear_logprobs(hidden, weight, targets, vocab_parallel=VocabParallel(rank.group, start, summed), **options)
-    except (TypeError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}"
-    else:
-        message = None
+    given = {
+        "start": 0, "tokens": 6, "size": HIDDEN, "columns": HIDDEN, "dtype": torch.float32, "target": 0,
+        "sum_hidden_grad": True, "options": {},
+    }  # fmt: skip
+    given |= on_all | (on_last if rank.index == rank.world - 1 else {})
+    hidden = torch.randn(given["tokens"], given["size"], dtype=given["dtype"])
+    weight = torch.randn(5, given["columns"], dtype=given["dtype"])
+    targets = torch.zeros(given["tokens"], dtype=torch.long)
+    targets[2] = given["target"]
+    place = VocabParallel(rank.group, 5 * rank.index + given["start"], given["sum_hidden_grad"])
+    message = message_of(lambda: linear_logprobs(hidden, weight, targets, vocab_parallel=place, **given["options"]))
     again = torch.ones(1)
     dist.all_reduce(again, group=rank.group)
     return message, again.item()
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("a gap", r"ValueError: the shards of weight must cover .*\[0, 5\) on rank 0"),
-        ("an overlap", r"ValueError: the shards of weight must cover"),
-        ("a missing start", r"ValueError: the shards of weight must cover .*\[1, 6\) on rank 0"),
-        ("N", r"ValueError: hidden must be the same on every rank.*\(6, 12\).*\(7, 12\)"),
-        ("H", r"ValueError: hidden must be the same on every rank.*\(6, 12\).*\(6, 13\)"),
-        ("dtype", r"ValueError: hidden must be the same on every rank.*float32.*bfloat16"),
-        ("entropy", r"ValueError: entropy must be the same on every rank"),
-        ("transform", r"ValueError: transform must be the same on every rank.*0\.5"),
-        ("bias", r"ValueError: bias must be the same on every rank"),
-        ("mask", r"ValueError: the number of tokens that count must be the same"),
-        ("sum_hidden_grad", r"ValueError: vocab_parallel.sum_hidden_grad must be the same"),
-        ("targets", r"ValueError: the sum of targets must be the same"),
-        ("one rank's own mistake", r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
-        ("weight_grad", r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight.*rank 1"),
-        ("grad_tolerance", r"ValueError: grad_tolerance must be 0 with vocab_parallel.*rank 1"),
-        ("chunk_tokens", r"ValueError: chunk_tokens must be at least 1, got 0 .*rank 1"),
-        ("beyond", r"ValueError: targets must be token ids in \[0, 10\)"),
-    ],
-)
-def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, kind, expected):
-    results = ranks.run(provoked, kind, world=2)
-    messages = {message for message, _ in results}
-    assert len(messages) == 1
-    assert re.match(expected, messages.pop() or "")
+COVER, SAME = "ValueError: the shards of weight must cover", "must be the same on every rank"
+# What every rank does otherwise, what the last one alone does, and the error on all of them.
+MISTAKES = {
+    "a gap": ({}, {"start": 1}, rf"{COVER} .*\[0, 5\) on rank 0"),
+    "an overlap": ({}, {"start": -1}, COVER),
+    "a missing start": ({"start": 1}, {}, rf"{COVER} .*\[1, 6\) on rank 0"),
+    "N": ({}, {"tokens": 7}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(7, 12\)"),
+    "H": ({}, {"size": HIDDEN + 1, "columns": HIDDEN + 1}, rf"ValueError: hidden {SAME}.*\(6, 12\).*\(6, 13\)"),
+    "dtype": ({}, {"dtype": torch.bfloat16}, f"ValueError: hidden {SAME}.*float32.*bfloat16"),
+    "entropy": ({}, {"options": {"entropy": True}}, f"ValueError: entropy {SAME}"),
+    "transform": (
+        {}, {"options": {"transform": LogitTransform(temperature=0.5)}}, rf"ValueError: transform {SAME}.*0\.5"
+    ),
+    "bias": ({}, {"options": {"bias": torch.zeros(5)}}, f"ValueError: bias {SAME}"),
+    "mask": ({}, {"options": {"mask": torch.arange(6) < 3}}, f"ValueError: the number of tokens that count {SAME}"),
+    "sum_hidden_grad": ({}, {"sum_hidden_grad": False}, f"ValueError: vocab_parallel.sum_hidden_grad {SAME}"),
+    "targets": ({}, {"target": 1}, f"ValueError: the sum of targets {SAME}"),
+    "one rank's weight": ({}, {"columns": HIDDEN + 1}, r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
+    "weight_grad": (
+        {},
+        {"options": {"weight_grad": torch.zeros(10, HIDDEN)}},
+        r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight.*rank 1",
+    ),
+    "one rank's tolerance": (
+        {}, {"options": {"grad_tolerance": 1e-3}}, "ValueError: grad_tolerance must be 0 with vocab_parallel.*rank 1"
+    ),
+    "chunk_tokens": (
+        {}, {"options": {"chunk_tokens": 0}}, "ValueError: chunk_tokens must be at least 1, got 0 .*rank 1"
+    ),
+    "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
+    "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
+    "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
+    "max_extra_bytes": ({"options": {"max_extra_bytes": 1 << 30}}, {}, "ValueError: max_extra_bytes must"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("on_all", "on_last", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_all, on_last, expected):
+    results = ranks.run(provoked, on_all, on_last)
+    (message,) = {message for message, _ in results}
+    assert re.match(expected, message or "")
     assert [count for _, count in results] == [2, 2]
+
+
+def bad_places(rank):
+    places = ("group", 0), (rank.group, -1), (rank.group, 1.0)
+    messages = [message_of(lambda place=place: VocabParallel(*place)) for place in places]
+    weight, ids = torch.randn(5, HIDDEN), torch.zeros(2).long()
+    return [*messages, message_of(lambda: linear_logprobs(weight[:2], weight, ids, vocab_parallel=rank.group))]
+
+
+def test_bad_places_are_named(ranks):
+    for messages in ranks.run(bad_places):
+        assert [message.split(" must ")[0] for message in messages] == [
+            "TypeError: vocab_parallel.group",
+            "ValueError: vocab_parallel.vocab_start",
+            "ValueError: vocab_parallel.vocab_start",
+            "TypeError: vocab_parallel",
+        ]
 
 
 def provoked_in_the_loss(rank, kind, first_call):
@@ -431,23 +352,12 @@ def provoked_in_the_loss(rank, kind, first_call):
     size, advantages = HIDDEN, torch.ones(2)
     # Later calls tell the others nothing: then every rank has to be wrong.
     if rank.index == 1 or not first_call:
-        if kind == "H":
-            size = HIDDEN + 1
-        elif kind == "advantages":
-            advantages = torch.ones(3)
-        elif kind == "idle tokens":
-            advantages = torch.tensor([1.0, 0.0])
-        elif kind == "num_items_in_batch":
-            columns = {"num_items_in_batch": "6"}
-        elif kind == "fixed_shape":
-            options = {"fixed_shape": True}
-        elif kind == "passes":
-            options = {"passes": "one"}
-    hidden = torch.randn(2, 3, size, requires_grad=True)
-    try:
-        FusedLinearGRPOLoss("grpo", **options)(hidden, weight, ids, advantages, vocab_parallel=place, **columns)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        size += kind == "H"
+        advantages = {"advantages": torch.ones(3), "idle tokens": torch.tensor([1.0, 0.0])}.get(kind, advantages)
+        columns = {"num_items_in_batch": {"num_items_in_batch": "6"}}.get(kind, {})
+        options = {"fixed_shape": {"fixed_shape": True}, "passes": {"passes": "one"}}.get(kind, {})
+    hidden, loss = torch.randn(2, 3, size, requires_grad=True), FusedLinearGRPOLoss("grpo", **options)
+    return message_of(lambda: loss(hidden, weight, ids, advantages, vocab_parallel=place, **columns))
 
 
 @pytest.mark.parametrize("first_call", [True, False])
@@ -462,59 +372,24 @@ def provoked_in_the_loss(rank, kind, first_call):
     ],
 )
 def test_one_ranks_mistake_in_the_loss(ranks, kind, expected, first_call):
-    messages = set(ranks.run(provoked_in_the_loss, kind, first_call))
-    assert len(messages) == 1
-    message = messages.pop()
+    (message,) = set(ranks.run(provoked_in_the_loss, kind, first_call))
     assert re.match(expected, message)
     assert message.endswith("(rank 1 of vocab_parallel.group)") == first_call
 
 
 def test_ranks_that_would_leave_out_other_tokens(ranks):
     (message,) = set(ranks.run(provoked_in_the_loss, "idle tokens", True))
-    assert message.startswith("ValueError: the number of tokens that count must be the same on every rank")
+    assert message.startswith(f"ValueError: the number of tokens that count {SAME}")
     assert message.endswith("got 6 on rank 0, 3 on rank 1")
-
-
-def one_pass_loss(rank, passes):
-    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
-    hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
-    loss = FusedLinearGRPOLoss("grpo", passes=passes)
-    try:
-        return loss(hidden, weight, ids, torch.ones(2), vocab_parallel=place).loss.item()
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_loss_over_ranks_takes_two_passes(ranks):
-    assert set(ranks.run(one_pass_loss, "auto")) == set(ranks.run(one_pass_loss, "two"))
-    for message in ranks.run(one_pass_loss, "one"):
-        assert message.startswith('passes="one" needs vocab_parallel = None')
-
-
-def fixed_loss(rank):
-    weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
-    try:
-        FusedLinearGRPOLoss("grpo", fixed_shape=True)(
-            torch.randn(2, 3, HIDDEN), weight, ids, torch.ones(2), vocab_parallel=place
-        )
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_loss_of_fixed_shape_does_not_know_the_whole_vocabulary(ranks):
-    for message in ranks.run(fixed_loss):
-        assert message.startswith("fixed_shape must be False with vocab_parallel")
 
 
 def loss_with_an_id_outside(rank, advantage):
     weight, ids, place = torch.randn(5, HIDDEN), torch.ones(2, 3).long(), VocabParallel(rank.group, 5 * rank.index)
     ids[0, 0] = 1000
-    advantages = torch.tensor([advantage, 1.0])
-    loss = FusedLinearGRPOLoss("grpo")
-    try:
-        return loss(torch.zeros(2, 3, HIDDEN), weight, ids, advantages, vocab_parallel=place).loss.item()
-    except ValueError as error:
-        return str(error)
+    columns = torch.zeros(2, 3, HIDDEN), weight, ids, torch.tensor([advantage, 1.0])
+    losses = []
+    message = message_of(lambda: losses.append(FusedLinearGRPOLoss("grpo")(*columns, vocab_parallel=place).loss.item()))
+    return message or losses[0]
 
 
 def test_ids_of_tokens_without_a_say_are_not_looked_at(ranks):
@@ -550,92 +425,43 @@ def test_a_sharded_head_is_not_compiled(ranks):
         assert all(re.search(REFUSAL, message) for message in messages), messages
 
 
-def reads_of_the_host(rank):
-    """Of a call whose weight is known, and of its backward."""
-    case = Case(fixed_shape=True)
-    problem = Problem.of(case).shard(*((0, 301) if rank.index == 0 else (301, 300)))
-    place = VocabParallel(rank.group, 301 * rank.index)
-    problem.solve(case, place)
-    with host_reads(rank.device) as reads:
-        problem.solve(case, place)
-    return reads.names
-
-
-def test_a_fixed_shape_never_waits_for_the_device(ranks):
-    assert ranks.run(reads_of_the_host) == [[], []]
-
-
-def checked_calls(rank):
-    """How often ranks compare notes: once per weight and place, also after a call that failed."""
-    calls, before = [], dist.all_gather_object
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return before(*args, **kwargs)
-
-    dist.all_gather_object = counted
-    counts = []
-    try:
+def calls_seen(rank, case):
+    """Ranks compare notes once per weight and place; a call whose weight is known never waits for the device, and its
+    collectives are three. -> the number of comparisons after each call, host reads, shapes that are summed or merged.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        compared, reduced = [], []
+        gather, reduce = dist.all_gather_object, dist.all_reduce
+        patch.setattr(dist, "all_gather_object", lambda *a, **kw: (compared.append(1), gather(*a, **kw))[1])
+        counts = []
         weight, other = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
         for used, tokens in ((weight, 4), (weight, 9), (other, 4), (weight, 4), (other, 2)):
             place = VocabParallel(rank.group, 5 * rank.index)
             linear_logprobs(torch.randn(tokens, HIDDEN), used, torch.zeros(tokens).long(), vocab_parallel=place)
-            counts.append(len(calls))
-    finally:
-        dist.all_gather_object = before
-    return counts
+            counts.append(len(compared))
+        shard, place = shard_of(rank, case)
+        shard.solve(case, place)
+        patch.setattr(dist, "all_reduce", lambda t, *a, **kw: (reduced.append(tuple(t.shape)), reduce(t, *a, **kw))[1])
+        with host_reads(rank.device) as reads:
+            shard.solve(case, place)
+    return counts, reads.names, reduced
 
 
-def test_ranks_compare_notes_once_per_weight(ranks):
-    assert ranks.run(checked_calls, world=2) == [[1, 1, 2, 2, 2]] * 2
-
-
-def refused(rank):
-    place = VocabParallel(rank.group, 5 * rank.index)
-    messages = []
-    for error, arguments in (
-        (ValueError, {"grad_tolerance": 1e-3, "vocab_parallel": place}),
-        (ValueError, {"batch_invariant": True, "vocab_parallel": place}),
-        (ValueError, {"max_extra_bytes": 1 << 30, "vocab_parallel": place}),
-        (TypeError, {"vocab_parallel": rank.group}),
-    ):
-        try:
-            linear_logprobs(torch.randn(2, HIDDEN), torch.randn(5, HIDDEN), torch.zeros(2).long(), **arguments)
-        except error as found:
-            messages.append(str(found))
-    for error, arguments in (
-        (TypeError, ("group", 0)),
-        (ValueError, (rank.group, -1)),
-        (ValueError, (rank.group, 1.0)),
-    ):
-        try:
-            VocabParallel(*arguments)
-        except error as found:
-            messages.append(str(found))
-    return messages
-
-
-def test_bad_arguments_are_named(ranks):
-    for messages in ranks.run(refused, world=2):
-        found = " | ".join(messages)
-        assert [m.split(" must ")[0] for m in messages] == [
-            "grad_tolerance",
-            "batch_invariant",
-            "max_extra_bytes",
-            "vocab_parallel",
-            "vocab_parallel.group",
-            "vocab_parallel.vocab_start",
-            "vocab_parallel.vocab_start",
-        ], found
-
-
-# --- a fold over ranks ------------------------------------------------------------------------------------------------
-
-
-def test_a_fold_of_one_rank_stays_as_it_is():
-    state = Fold._make(torch.rand(7) + 1 for _ in range(7))
-    for found, expected in zip(state.over_ranks(lambda v: v, lambda v: v), state, strict=True):
-        torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("fixed_shape", [True, False])
+@pytest.mark.parametrize("masked", ["none", "some", "all"])
+def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
+    for chunks in ({}, {"chunk_tokens": 8, "chunk_vocab": 32}):
+        (first, other) = ranks.run(calls_seen, Case(masked=masked, fixed_shape=fixed_shape, **chunks))
+        assert first == other
+        counts, reads, shapes = first
+        assert counts == [1, 1, 2, 2, 2]
+        assert not (reads and fixed_shape)
+        n = shapes[0][1]
+        assert n == 37 if fixed_shape else n == {"none": 36, "all": 0}.get(masked, n)
+        assert shapes[:2] == [(2, n), (5, n)]  # peak and rival; sums, target, moment, squares, logits
+        assert len(shapes) == 3
+        assert shapes[2][1] == HIDDEN
+        assert fixed_shape or shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -708,3 +534,40 @@ def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
     (found.logps.sum() + found.entropy.sum()).backward()
     for pair in (results[:2], results[2:]):
         assert relative_error(torch.cat(pair), weight.grad) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 20), (20, 6), (20, 20)])
+def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens):
+    """dH has everything when it starts, and the one product that is left is of a whole tile, not of the rest."""
+    log, accumulate = [], gemm.accumulate
+
+    class Shard:
+        vocab = 200
+
+        def pending_sum(self, *inputs):
+            return self
+
+        def start(self):
+            log.append("start")
+
+        def wait(self):
+            log.append("wait")
+
+    def logged(total, left, right):
+        log.append(("product", tuple(left.shape)))
+        accumulate(total, left, right)
+
+    monkeypatch.setattr(gemm, "accumulate", logged)
+    hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
+    numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
+    head = Head(hidden, weight, None, None, None, targets, TokenSelection(tokens), shard=Shard())
+    options = EngineOptions(compute_dtype=torch.float32, chunk_tokens=chunk_tokens, chunk_vocab=64)
+    two_pass.gradients(head, options, numbers, (True, True, False, False, False))
+    if not tokens:
+        assert log == ["wait"]
+        return
+    start = log.index("start")
+    assert log[-1] == "wait"
+    last = tokens % chunk_tokens or chunk_tokens
+    assert [shape for _, shape in log[start + 1 : -1]] == [(64, last)]
+    assert sum(shape[1] == 64 or shape[1] == 22 for _, shape in log[:start]) == 3 * -(-tokens // chunk_tokens)

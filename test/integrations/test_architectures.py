@@ -3,7 +3,6 @@
 Small random float32 models; the fused call against the full logits of the same forward, to float32 rounding.
 """
 
-import math
 from importlib import import_module
 
 import pytest
@@ -12,8 +11,21 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+from hf_models import (  # noqa: E402
+    BATCH,
+    CONFIGS,
+    HEADS,
+    SIZES,
+    VOCAB,
+    assert_same_as_full_logits,
+    build,
+    full,
+    gradients,
+    make_batch,
+    randomised,
+)
+
 import oracles  # noqa: E402
-from liger_rl import LogitTransform  # noqa: E402
 from liger_rl.integrations.transformers import (  # noqa: E402
     FusedCausalLMOutput,
     is_swapped,
@@ -21,89 +33,15 @@ from liger_rl.integrations.transformers import (  # noqa: E402
     unswap_lm_head,
 )
 
-VOCAB, BATCH, LENGTH, IMAGE = 211, 2, 12, 5
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-HEADS = {**SIZES, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+IMAGE = 5
 VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 28,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
     "patch_size": 14,
-}
-# Model class without ForCausalLM -> options of its config.
-TEXT = {
-    "Llama": SIZES,
-    "Mistral": HEADS,
-    "Qwen2": SIZES,
-    "Qwen3": HEADS,
-    "Gemma": HEADS,
-    "Gemma2": {**HEADS, "final_logit_softcapping": 3.0},
-    "Gemma3Text": HEADS,
-    "Cohere": {**SIZES, "logit_scale": 0.25},
-    "Cohere2": {**HEADS, "logit_scale": 0.25},
-    "Granite": {**SIZES, "logits_scaling": 4.0},
-    "Phi": SIZES,
-    "Phi3": SIZES,
-    "GPT2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0},
-    "GPTNeoX": SIZES,
-    "Olmo2": SIZES,
-    "SmolLM3": SIZES,
-    "Starcoder2": SIZES,
-    "StableLm": SIZES,
-    "Glm4": HEADS,
-    "Nemotron": SIZES,
-    "Falcon": SIZES,
-    "OPT": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "Mixtral": {**SIZES, "num_local_experts": 4, "output_router_logits": True},
-    "Qwen3Moe": {**HEADS, **EXPERTS},
-    "Olmoe": {**SIZES, **EXPERTS},
-    "GraniteMoe": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
-    "DeepseekV3": {
-        **SIZES, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    },
 }  # fmt: skip
 ROUTED = ("Mixtral", "Qwen3Moe", "Olmoe")
 MROPE = {**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 
 on_both_attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
-on_every_device = pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))],
-)
-
-
-@torch.no_grad()
-def scaled(model: nn.Module) -> nn.Module:
-    """Three times the usual weights, and the head's more: distributions far from flat."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(3)
-            if not parameter.any():  # Gemma 3 begins with a blind projector
-                parameter.normal_(std=0.3)
-    model.get_output_embeddings().weight.mul_(5)
-    return model
-
-
-def text_model(name: str, attention: str = "sdpa", **overrides) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**TEXT[name], **overrides})
-    return scaled(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)).eval()
 
 
 def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
@@ -125,16 +63,7 @@ def image_text_model(name: str, attention: str) -> transformers.PreTrainedModel:
         options = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
         config = getattr(transformers, config_class)(text_config=MROPE, vision_config=vision, **options)
         model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-    return scaled(model_class._from_config(config, attn_implementation=attention)).eval()
-
-
-def make_batch() -> dict[str, Tensor]:
-    ids = torch.randint(9, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    attention_mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 3])[:, None]).long()
-    ids = torch.where(attention_mask == 1, ids, 0)
-    labels = torch.where(attention_mask == 1, ids, -100)
-    labels[:, :2] = -100
-    return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    return randomised(model_class._from_config(config, attn_implementation=attention)).eval()
 
 
 def make_image_batch(name: str) -> dict[str, Tensor]:
@@ -152,58 +81,13 @@ def make_image_batch(name: str) -> dict[str, Tensor]:
     return batch
 
 
-def full(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probabilities and entropies, aligned with the labels, from full logits."""
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    log_p = logits[:, :-1].float().log_softmax(-1)
-    targets = batch["labels"][:, 1:]
-    logps = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    return tuple(
-        nn.functional.pad(torch.where(targets >= 0, values, 0.0), (1, 0))
-        for values in (logps, -(log_p.exp() * log_p).sum(-1))
-    )
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
-    assert found.keys() == expected.keys()
-    size = math.sqrt(sum(g.double().square().sum().item() for g in expected.values()))
-    error = math.sqrt(sum((found[n] - g).double().square().sum().item() for n, g in expected.items()))
-    assert size > 1e-2
-    assert error <= 1e-5 * size
-    for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
-
-
-def assert_same_as_full_logits(model: nn.Module, batch: dict[str, Tensor]) -> FusedCausalLMOutput:
-    logps, entropy = full(model, batch)
-    assert logps[logps != 0].std() > 0.3, "logits too flat to tell conventions apart"
-    plain = model(**batch)
-    expected = gradients(model, plain.loss)
-    assert is_swapped(swap_lm_head(model))
-    fused = model(**batch, fused=True, entropy=True)
-    torch.testing.assert_close(fused.per_token_logps, logps, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fused.entropy, entropy, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-6, atol=1e-6)
-    assert_same_gradients(gradients(model, fused.loss), expected)
-    return fused
-
-
 # --- architectures ----------------------------------------------------------------------------------------------------
 
 
 @on_both_attentions
-@pytest.mark.parametrize("name", TEXT)
-@on_every_device
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture(name, attention, device):
-    model, batch = text_model(name, attention).to(device), {n: v.to(device) for n, v in make_batch().items()}
-    fused = assert_same_as_full_logits(model, batch)
+    fused = assert_same_as_full_logits(build(name, device, attention), make_batch(device))
     assert (fused.aux_loss is not None) == (name in ROUTED)
 
 
@@ -219,21 +103,13 @@ def test_vision_language_models(name, attention):
     torch.testing.assert_close(model(**text, fused=True).loss, model(**text).loss)
 
 
-def test_a_swap_in_training_mode_leaves_the_mode_alone():
-    model = text_model("Llama").train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    swap_lm_head(model)
-    assert [module.training for module in model.modules()] == modes
-
-
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
 @on_both_attentions
 def test_packed_rows_are_told_apart_by_position_ids(attention):
     """Three sequences in one row, without an attention mask: what each of them is alone."""
-    model = text_model("Llama", attention)
+    model = build("Llama", attention=attention)
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(3, VOCAB, (1, n), generator=generator) for n in (7, 4, 9)]
     labels = [row.masked_fill(torch.arange(row.shape[1]) < 1, -100) for row in rows]
@@ -252,24 +128,6 @@ def test_packed_rows_are_told_apart_by_position_ids(attention):
     assert (together - found).abs().max() > 1e-2
 
 
-def test_preference_losses_are_sums_of_log_probabilities():
-    """DPO (arXiv:2305.18290 eq. 7): the rows are chosen, rejected."""
-    model, reference, batch = text_model("Qwen3"), text_model("Qwen3", initializer_range=0.03), make_batch()
-
-    def dpo(logps: Tensor, reference_logps: Tensor) -> Tensor:
-        chosen, rejected = (logps - reference_logps).sum(-1)
-        return -nn.functional.logsigmoid(0.1 * (chosen - rejected))
-
-    with torch.no_grad():
-        reference_logps, _ = full(reference, batch)
-        fused_reference = swap_lm_head(reference)(**batch, fused=True).per_token_logps
-    plain = dpo(full(model, batch)[0], reference_logps)
-    expected = gradients(model, plain)
-    fused = dpo(swap_lm_head(model)(**batch, fused=True).per_token_logps, fused_reference)
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients(model, fused), expected)
-
-
 # --- several devices --------------------------------------------------------------------------------------------------
 
 
@@ -286,8 +144,8 @@ def test_a_model_behind_accelerates_hooks(order):
     from accelerate.hooks import remove_hook_from_module
 
     batch = make_batch()
-    expected = swap_lm_head(text_model("Llama"))(**batch, fused=True)
-    model = text_model("Llama")
+    expected = swap_lm_head(build("Llama"))(**batch, fused=True)
+    model = build("Llama")
     before = type(model)
     model = swap_lm_head(dispatched(model)) if order == "dispatched first" else dispatched(swap_lm_head(model))
     assert "forward" in vars(model)
@@ -315,7 +173,7 @@ def test_outputs_come_back_to_the_inputs_device():
     """accelerate's outermost hook rebuilds the output from its fields."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    model, batch = swap_lm_head(text_model("Mixtral")), make_batch()
+    model, batch = swap_lm_head(build("Mixtral")), make_batch()
     expected = model(**batch, fused=True)
     add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     found = model(**batch, fused=True)
@@ -327,11 +185,11 @@ def test_outputs_come_back_to_the_inputs_device():
 def test_an_offloaded_head_is_refused():
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    model = text_model("Llama")
+    model = build("Llama")
     add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu", offload=True))
     with pytest.raises(ValueError, match="LlamaForCausalLM must be in memory, it is on meta"):
         swap_lm_head(model)
-    model = swap_lm_head(text_model("Llama"))
+    model = swap_lm_head(build("Llama"))
     add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu", offload=True))
     with pytest.raises(ValueError, match="keep the head in memory"):
         model(**make_batch(), fused=True)
@@ -344,7 +202,7 @@ def test_a_hook_of_another_kind_on_the_head_is_refused():
         def post_forward(self, module, output):
             return 2 * output
 
-    model = swap_lm_head(text_model("Llama"))
+    model = swap_lm_head(build("Llama"))
     add_hook_to_module(model.lm_head, Doubling())
     with pytest.raises(ValueError, match="forward of a Linear in the head of LlamaForCausalLM was replaced"):
         model(**make_batch(), fused=True)
@@ -354,8 +212,8 @@ def test_accelerates_mixed_precision_after_the_swap():
     """Before it, the swap is refused: the forward on the instance would hide the fused one."""
     accelerate = pytest.importorskip("accelerate", reason="mixed precision is accelerate's")
     accelerator, batch = accelerate.Accelerator(mixed_precision="bf16", cpu=True), make_batch()
-    exact, _ = full(text_model("Llama"), batch)
-    model = accelerator.prepare(swap_lm_head(text_model("Llama")))
+    exact, _ = full(build("Llama"), batch)
+    model = accelerator.prepare(swap_lm_head(build("Llama")))
     plain, _ = full(model, batch)
     fused = model(**batch, fused=True)
     assert fused.loss.dtype == torch.float32
@@ -367,7 +225,7 @@ def test_accelerates_mixed_precision_after_the_swap():
     torch.testing.assert_close(bare(**batch, fused=True).per_token_logps, exact, rtol=1e-5, atol=1e-5)
     assert not is_swapped(unswap_lm_head(bare))
     with pytest.raises(ValueError, match="replaced on the instance"):
-        swap_lm_head(accelerator.prepare(text_model("Llama")))
+        swap_lm_head(accelerator.prepare(build("Llama")))
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
@@ -387,7 +245,7 @@ class _Int8Linear(nn.Module):
 
 
 def quantised_body() -> transformers.PreTrainedModel:
-    model = text_model("Llama")
+    model = build("Llama")
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
@@ -409,9 +267,9 @@ def test_a_head_of_another_dtype_runs_under_autocast_as_the_models_own(body, hea
     The body's roundings make up the error of both, so what the head adds is seen in its own inputs: it rounds them
     to autocast's dtype and nothing after that.
     """
-    exact_model, batch = text_model("Llama").bfloat16().float(), make_batch()
+    exact_model, batch = build("Llama").bfloat16().float(), make_batch()
     exact, _ = full(exact_model, batch)
-    model = text_model("Llama").bfloat16().to(getattr(torch, body))
+    model = build("Llama").bfloat16().to(getattr(torch, body))
     model.lm_head.to(getattr(torch, head))
     with pytest.raises(RuntimeError, match="dtype"):
         model(**batch)
@@ -439,7 +297,7 @@ def test_a_quantised_head_is_refused_by_name():
     class Linear8bit(nn.Linear):
         pass
 
-    model = text_model("Llama", tie_word_embeddings=False)
+    model = build("Llama", tie_word_embeddings=False)
     head = Linear8bit(32, VOCAB, bias=False)
     head.weight = nn.Parameter(torch.zeros(VOCAB, 32, dtype=torch.int8), requires_grad=False)
     model.lm_head = head
@@ -453,29 +311,23 @@ def test_a_quantised_head_is_refused_by_name():
 
 def test_ligers_layers_need_a_gpu_and_a_model_they_know():
     pytest.importorskip("liger_kernel", reason="the layers are liger-kernel's")
-    model = text_model("Llama")
+    model = build("Llama")
     with pytest.raises(ValueError, match="needs LlamaForCausalLM on a CUDA device"):
         swap_lm_head(model, liger_layers=True)
     assert not is_swapped(model)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_ligers_layers_are_applied_without_its_loss(swapped, monkeypatch):
+def test_ligers_layers_are_applied_without_its_loss(monkeypatch):
     liger = pytest.importorskip("liger_kernel.transformers", reason="the layers are liger-kernel's")
-    calls = []
+    calls, model, other = [], swap_lm_head(build("Llama")), build("OPT")
     monkeypatch.setattr(liger, "_apply_liger_kernel_to_instance", lambda **options: calls.append(options))
     monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda", 0))
-    from liger_rl.integrations import transformers as integration
-
-    monkeypatch.setattr(integration, "probed_transform", lambda model, head: LogitTransform())
-    model = text_model("Llama")
-    if swapped:
-        swap_lm_head(model)
     assert swap_lm_head(model, liger_layers=True) is model
     assert is_swapped(model)
     assert calls == [{"model": model, "fused_linear_cross_entropy": False, "cross_entropy": False}]
     with pytest.raises(ValueError, match=r"no layers for OPTForCausalLM, model type 'opt'; .*llama"):
-        swap_lm_head(text_model("OPT"), liger_layers=True)
+        swap_lm_head(other, liger_layers=True)
+    assert not is_swapped(other)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="liger-kernel's layers need a CUDA GPU")
@@ -486,7 +338,7 @@ def test_ligers_layers_on_a_gpu(monkeypatch):
         # liger-kernel replaces layers in the module itself, for every model that is made later.
         monkeypatch.setattr(modeling, name, value)
     batch = {name: value.cuda() for name, value in make_batch().items()}
-    expected = swap_lm_head(text_model("Qwen3").cuda())(**batch, fused=True).per_token_logps
-    model = swap_lm_head(text_model("Qwen3").cuda(), liger_layers=True)
+    expected = swap_lm_head(build("Qwen3").cuda())(**batch, fused=True).per_token_logps
+    model = swap_lm_head(build("Qwen3").cuda(), liger_layers=True)
     assert "Liger" in str(model.model.norm) or "Liger" in type(model.model.norm).__name__
     torch.testing.assert_close(model(**batch, fused=True).per_token_logps, expected, rtol=1e-3, atol=1e-3)

@@ -1,14 +1,9 @@
 """The drop-in for liger-kernel's chunked GRPO loss against liger-kernel itself, and the places where that is wrong."""
 
 import inspect
-import re
-import subprocess
 import sys
 import types
-import warnings
-from importlib import metadata
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +22,6 @@ from liger_rl.integrations.liger import (  # noqa: E402
 )
 
 THEIRS = grpo_loss.LigerFusedLinearGRPOLoss
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "liger.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
 BATCH, LENGTH, HIDDEN, VOCAB = 6, 7, 12, 61
 LENGTHS = torch.tensor([7, 3, 5, 1, 0, 6])
 CLIPPING = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
@@ -90,6 +82,11 @@ def run(loss_class, options, call):
     return loss.detach(), torch.autograd.grad(loss, list(leaves.values())), metrics
 
 
+def both(options, call):
+    """-> ours, liger-kernel's."""
+    return run(LigerFusedLinearGRPOLoss, options, call), run(THEIRS, options, call)
+
+
 def assert_same(found, expected):
     assert expected[0].abs() > 1e-3
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
@@ -122,7 +119,7 @@ def test_same_numbers(loss_type, level, kl, ratio, device):
     asked = {"beta": 0.0 if kl == "none" else 0.13, "use_bias_correction_kl": kl == "importance_weighted"}
     for delta in (False, True) if loss_type in CLIPPING else (False,):
         options = options_of(loss_type, level, delta=delta, **asked)
-        found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+        found, expected = both(options, call)
         assert_same(found, expected)
         *divergence, clipped = found[2]
         assert len(divergence) == (kl != "none")
@@ -136,39 +133,27 @@ def test_same_numbers_without(loss_type, level, left_out):
     call = problem(full=loss_type == "luspo")
     whole = run(LigerFusedLinearGRPOLoss, options_of(loss_type, level), call)
     del call[left_out]
-    found, expected = (run(c, options_of(loss_type, level), call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    found, expected = both(options_of(loss_type, level), call)
     assert_same(found, expected)
     if left_out != "num_items_in_batch" or loss_type in ("dapo", "cispo", "vespo"):
         assert not torch.allclose(found[1][1], whole[1][1])
-
-
-@pytest.mark.parametrize("chunk_size", [2, 4, 9])
-def test_chunk_size_changes_nothing(chunk_size):
-    call, options = problem(), options_of("dapo", chunk_size=chunk_size)
-    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS)))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_reference_from_hidden_states(with_bias, device):
     call, options = problem(device), options_of("grpo")
     given = run(LigerFusedLinearGRPOLoss, options, call)
-    del call["ref_per_token_logps"]
+    ref_logps = call.pop("ref_per_token_logps")
     call["ref_input"] = call["_input"] + 0.3 * torch.randn_like(call["_input"])
     call["ref_weight"] = call["lin_weight"] + 0.1 * torch.randn_like(call["lin_weight"])
     if with_bias:
         call["ref_bias"] = call["bias"] + 0.1 * torch.randn_like(call["bias"])
-    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    found, expected = both(options, call)
     assert_same(found, expected)
     assert not torch.allclose(found[2][0], given[2][0])
-
-
-def test_two_references():
-    call, options = problem(), options_of("grpo")
-    expected = run(LigerFusedLinearGRPOLoss, options, call)
-    call |= {"ref_input": call["_input"].flip(0), "ref_weight": call["lin_weight"]}
     with pytest.warns(UserWarning, match="ref_per_token_logps is used"):
-        found = run(LigerFusedLinearGRPOLoss, options, call)
-    assert torch.equal(found[0], expected[0])
+        found = run(LigerFusedLinearGRPOLoss, options, call | {"ref_per_token_logps": ref_logps})
+    assert torch.equal(found[0], given[0])
 
 
 # Every option of Liger's constructor -> a loss type that has it and another value of it. As the last part, whether the
@@ -244,25 +229,13 @@ def test_no_argument_is_dropped():
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize("chunk_size", [2, 4, 9])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_mask_of_any_kind(dtype):
-    call, options = problem(), options_of("dapo")
+def test_mask_of_any_kind_and_any_chunk(chunk_size, dtype):
+    call, options = problem(), options_of("dapo", chunk_size=chunk_size)
     expected = run(THEIRS, options, call)
-    assert_same(
-        run(LigerFusedLinearGRPOLoss, options, call | {"attention_mask": call["attention_mask"].to(dtype)}), expected
-    )
-
-
-def test_called_by_position():
-    """The order of liger-kernel 0.8.5 in the constructor and the call."""
-    call = problem()
-    del call["num_items_in_batch"]
-    constructor = (0.2, False, True, 2, 0.1, 0.3, "sapo", 5, "token", 0.9, 1.2, 0.7, None, True)
-    order = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias",
-             "ref_per_token_logps", "old_per_token_logps")  # fmt: skip
-    results = [c(*constructor)(*(call[name] for name in order)) for c in (LigerFusedLinearGRPOLoss, THEIRS)]
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(results[0][1], tuple(m.detach() for m in results[1][1]), rtol=1e-5, atol=0)
+    call["attention_mask"] = call["attention_mask"].to(dtype)
+    assert_same(run(LigerFusedLinearGRPOLoss, options, call), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo"])
@@ -296,9 +269,10 @@ def test_options_are_read_at_every_call():
         ours(**call)
 
 
-def test_zero3_empties_the_head_after_the_forward():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_zero3_empties_the_head_after_the_forward(level):
     """DeepSpeed's ZeRO-3 gathers a parameter for the forward alone and marks it with an id."""
-    call, options = problem(), options_of("dapo")
+    call, options = problem(), options_of("dapo", level)
     expected = run(LigerFusedLinearGRPOLoss, options, call)
     call["_input"].requires_grad_()
     for name in ("lin_weight", "bias"):
@@ -306,6 +280,7 @@ def test_zero3_empties_the_head_after_the_forward():
         call[name].ds_id = 1
     loss, _ = LigerFusedLinearGRPOLoss(**options)(**call)
     for name in ("lin_weight", "bias"):
+        call[name].data.fill_(torch.nan)  # another parameter is gathered where this one was
         call[name].data = torch.empty(0)
     for found, truth in zip(torch.autograd.grad(loss, [call[name] for name in LEAVES]), expected[1], strict=True):
         assert torch.equal(found, truth)
@@ -329,13 +304,13 @@ def two_ranks(monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 1.0, torch.tensor(0), torch.tensor(1)])
 def test_ranks_divide_by_one_at_least(count, two_ranks):
     call, options = problem() | {"num_items_in_batch": count}, options_of("dapo")
-    assert_same(*(run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS)))
+    assert_same(*both(options, call))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
 def test_ranks_share_the_count_that_is_given(loss_type, two_ranks):
     call, options = problem(), options_of(loss_type)
-    found, expected = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    found, expected = both(options, call)
     assert_same(found, expected)
     assert not two_ranks
 
@@ -359,7 +334,7 @@ def test_ranks_count_once_a_call(two_ranks):
 
 def test_padding_has_no_part_in_luspo():
     call, options = problem(), options_of("luspo", beta=0.0)
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    mine, wrong = both(options, call)
     padding = call["attention_mask"] == 0
     assert wrong[1][0][padding].any()
     assert not mine[1][0][padding].any()
@@ -381,7 +356,7 @@ def test_nothing_under_the_mask_counts(column, value):
     clean = run(LigerFusedLinearGRPOLoss, options, call)
     call[column] = call[column].clone()
     call[column][call["attention_mask"] == 0] = value
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    mine, wrong = both(options, call)
     assert not all(part.isfinite().all() for part in (wrong[0], *wrong[1]))
     assert torch.equal(mine[0], clean[0])
     assert all(torch.equal(a, b) for a, b in zip(mine[1], clean[1], strict=True))
@@ -489,7 +464,7 @@ def test_a_float32_head_computes_in_float32():
     call, options = problem(), options_of("dapo", beta=0.0)
     call["_input"] = call["_input"].bfloat16()
     truth = run(LigerFusedLinearGRPOLoss, options, call | {"_input": call["_input"].float()})
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    mine, wrong = both(options, call)
     assert torch.equal(mine[0], truth[0])
     assert torch.equal(mine[1][1], truth[1][1])
     assert mine[1][0].dtype == torch.bfloat16
@@ -499,7 +474,7 @@ def test_a_float32_head_computes_in_float32():
 def test_bfloat16_logits_are_not_rounded():
     call, options = problem(dtype=torch.bfloat16), options_of("bnpo", beta=0.0)
     exact = run(LigerFusedLinearGRPOLoss, options, {**call, **{name: call[name].float() for name in LEAVES}})
-    mine, wrong = (run(c, options, call) for c in (LigerFusedLinearGRPOLoss, THEIRS))
+    mine, wrong = both(options, call)
     torch.testing.assert_close(mine[0], exact[0], rtol=1e-5, atol=0)
     assert abs(wrong[0] - exact[0]) > 1e-3 * abs(exact[0])
     for found, other, truth in zip(mine[1], wrong[1], exact[1], strict=True):
@@ -611,35 +586,21 @@ def patched_now(loaded):
     return found
 
 
-def test_patch_and_unpatch(loaded, monkeypatch):
-    others = {name: value for name, value in vars(chunked_loss).items() if value is not THEIRS}
-    unpatch_liger()
-    assert not patched_now(loaded)
-    for _ in range(2):
-        patch_liger()
-        assert patched_now(loaded) == HOME
-    assert others.items() <= vars(chunked_loss).items()
-    late = types.ModuleType("trl.trainer.a_late_trainer")
-    late.theirs = chunked_loss.LigerFusedLinearGRPOLoss
-    monkeypatch.setitem(sys.modules, late.__name__, late)
-    for _ in range(2):
-        unpatch_liger()
-        assert not patched_now(loaded)
-        assert late.theirs is THEIRS
-    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss is not THEIRS
-
-
 def test_other_modules_are_patched_when_asked(loaded):
     """`THEIRS` in this file is an alias that was saved on purpose."""
     patch_liger()
-    patch_liger(modules=("my_trainer",))
-    assert patched_now(loaded) == HOME | MINE
-    patch_liger()
-    assert patched_now(loaded) == HOME | MINE
+    assert patched_now(loaded) == HOME
+    for modules in (("my_trainer",), ()):
+        patch_liger(modules=modules)
+        assert patched_now(loaded) == HOME | MINE
     unpatch_liger()
     assert not patched_now(loaded)
-    patch_liger()
-    assert patched_now(loaded) == HOME
+    with patched_liger():
+        with patched_liger(modules=("my_trainer",)):
+            assert patched_now(loaded) == HOME | MINE
+        assert patched_now(loaded) == HOME
+    assert not patched_now(loaded)
+    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss is not THEIRS
 
 
 def test_what_a_caller_has_of_ours_stays(loaded):
@@ -655,73 +616,3 @@ def test_modules_are_given_by_name(loaded, modules):
     with pytest.raises(TypeError, match="modules must be names"):
         patch_liger(modules=modules)
     assert not patched_now(loaded)
-
-
-def test_patched_within_a_block(loaded):
-    with patched_liger():
-        with patched_liger(modules=("my_trainer",)):
-            assert patched_now(loaded) == HOME | MINE
-        assert patched_now(loaded) == HOME
-        with patched_liger():
-            unpatch_liger()
-        assert patched_now(loaded) == HOME
-    assert not patched_now(loaded)
-    with pytest.raises(KeyError), patched_liger():
-        raise KeyError
-    assert not patched_now(loaded)
-
-
-def test_patching_before_liger_kernel_is_imported():
-    program = """
-import sys
-
-from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss as ours, patch_liger, unpatch_liger
-
-assert "liger_kernel" not in sys.modules
-patch_liger()
-from liger_kernel import chunked_loss
-
-assert chunked_loss.LigerFusedLinearGRPOLoss is ours
-unpatch_liger()
-assert chunked_loss.LigerFusedLinearGRPOLoss.__module__ == "liger_kernel.chunked_loss.grpo_loss"
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_patched_code_runs(loaded):
-    call, options = problem(), options_of("grpo")
-    trainer = loaded["trl.trainer.an_old_trainer"]
-    expected = run(trainer.renamed, options, call)
-    with patched_liger():
-        assert_same(run(trainer.renamed, options, call), expected)
-
-
-@pytest.mark.parametrize("version", ["0.7.9", "0.9.0", "1.0", "unknown", None])
-def test_an_unsupported_version_changes_nothing(loaded, monkeypatch, version):
-    def installed(name):
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
-    with pytest.raises(ImportError, match=r"liger-kernel >= 0\.8, < 0\.9"):
-        patch_liger()
-    with pytest.raises(ImportError), patched_liger():
-        pass
-    assert not patched_now(loaded)
-    monkeypatch.undo()
-    patch_liger()
-    assert chunked_loss.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_the_page_runs(snippet):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exec(compile(snippet, "docs/liger.md", "exec"), {"__name__": "page"})
-    assert grpo_loss.LigerFusedLinearGRPOLoss is THEIRS
-
-
-def test_the_page_has_snippets():
-    assert len(SNIPPETS) == 2

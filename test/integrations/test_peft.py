@@ -11,40 +11,31 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 
+from hf_models import (  # noqa: E402
+    LENGTH,
+    VOCAB,
+    assert_same_as_full_logits,
+    build,
+    from_logits,
+    full,
+    gradients,
+    make_batch,
+)
+
 import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, LowRank  # noqa: E402
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head  # noqa: E402
 
-VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 12
 ADAPTERS = ("lora_A", "lora_B")
 
-on_every_device = pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))],
-)
+
+def gemma(device="cpu", dtype: torch.dtype = torch.float32, **options) -> transformers.PreTrainedModel:
+    sizes = {"num_hidden_layers": 1, "final_logit_softcapping": 5.0, "tie_word_embeddings": False}
+    return build("Gemma2", device, **{**sizes, **options}).to(dtype)
 
 
-@torch.no_grad()
-def build(device: str = "cpu", dtype: torch.dtype = torch.float32, **options) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    }
-    model = transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**{**sizes, "final_logit_softcapping": 5.0, "tie_word_embeddings": False, **options})
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(3)
-    model.lm_head.weight.mul_(5)
-    return model.to(device, dtype)
+def fused_logps(model: nn.Module, batch: dict) -> Tensor:
+    return model(**batch, fused=True).per_token_logps
 
 
 def lora(**options) -> "peft.LoraConfig":
@@ -62,47 +53,8 @@ def randomise(model: nn.Module) -> nn.Module:
     return model
 
 
-def adapted(device: str = "cpu", dtype: torch.dtype = torch.float32, **options) -> "peft.PeftModel":
-    return randomise(peft.get_peft_model(build(device, dtype), lora(**options)))
-
-
-def make_batch(device: str = "cpu") -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[:, :3] = -100
-    labels[1, 8:] = -100
-    return {"input_ids": ids.to(device), "labels": labels.to(device)}
-
-
-def logps_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """From the model's own full logits, aligned with the labels."""
-    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-    targets = batch["labels"][:, 1:]
-    logps = logits.float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    return nn.functional.pad(torch.where(targets >= 0, logps, 0.0), (1, 0))
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_as_full_logits(model: nn.Module, batch: dict[str, Tensor], tolerance: float = 1e-5) -> Tensor:
-    """Log-probabilities, loss and gradients of the fused call and of the plain one."""
-    plain = model(**batch)
-    plain_logps = logps_of(model, batch).detach()
-    trainable = any(p.requires_grad for p in model.parameters())
-    plain_gradients = gradients(model, plain.loss) if trainable else {}
-    fused = model(**batch, fused=True)
-    torch.testing.assert_close(fused.per_token_logps.detach(), plain_logps, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(fused.loss, plain.loss.float(), rtol=tolerance, atol=tolerance)
-    fused_gradients = gradients(model, fused.loss) if trainable else {}
-    assert fused_gradients.keys() == plain_gradients.keys()
-    size = math.sqrt(sum(g.double().square().sum().item() for g in plain_gradients.values()))
-    for name, expected in plain_gradients.items():
-        torch.testing.assert_close(fused_gradients[name], expected, rtol=10 * tolerance, atol=tolerance * size)
-    return fused.per_token_logps.detach()
+def adapted(device="cpu", dtype: torch.dtype = torch.float32, **options) -> "peft.PeftModel":
+    return randomise(peft.get_peft_model(gemma(device, dtype), lora(**options)))
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------
@@ -114,10 +66,9 @@ def assert_same_as_full_logits(model: nn.Module, batch: dict[str, Tensor], toler
     [{}, {"use_rslora": True}, {"lora_bias": True, "target_modules": ["lm_head"]}, {"target_modules": ["lm_head"]}],
     ids=["lora", "rslora", "bias", "head alone"],
 )
-@on_every_device
 def test_lora_on_the_head(swapped, options, device):
     """Swapped before PEFT wraps the model, after that, or by way of the model inside."""
-    model, batch = build(device), make_batch(device)
+    model, batch = gemma(device), make_batch(device)
     if swapped == "before":
         swap_lm_head(model)
     model = randomise(peft.get_peft_model(model, lora(**options)))
@@ -125,28 +76,27 @@ def test_lora_on_the_head(swapped, options, device):
         target = model if swapped == "after" else model.get_base_model()
         assert swap_lm_head(target) is target
     assert is_swapped(model)
-    found = assert_same_as_full_logits(model, batch)
+    found = assert_same_as_full_logits(model, batch).per_token_logps
     adapted_gradients = gradients(model, model(**batch, fused=True).loss)
     assert adapted_gradients
     assert all("lora_" in name for name in adapted_gradients)
     with model.disable_adapter():
-        plain = assert_same_as_full_logits(model, batch)
+        plain = assert_same_as_full_logits(model, batch).per_token_logps
     assert (found - plain).abs().max() > 0.05
-    torch.testing.assert_close(plain, logps_of(build(device), batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain, full(gemma(device), batch)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_equals_the_merged_model():
     model, batch = swap_lm_head(adapted()), make_batch()
-    found = model(**batch, fused=True)
+    found = fused_logps(model, batch)
     merged = copy.deepcopy(model).merge_and_unload()
-    torch.testing.assert_close(found.per_token_logps.detach(), logps_of(merged, batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, full(merged, batch)[0], rtol=1e-5, atol=1e-5)
     # Merged in place, the adapters' terms are in the weight and must not be added again.
     model.merge_adapter()
-    torch.testing.assert_close(model(**batch, fused=True).per_token_logps, found.per_token_logps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused_logps(model, batch), found, rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
-        without = model(**batch, fused=True).per_token_logps
-    torch.testing.assert_close(without, logps_of(build(), batch), rtol=1e-4, atol=1e-4)
-    assert torch.equal(merged(**batch, fused=True).per_token_logps, swap_lm_head(merged)(**batch, fused=True)[1])
+        torch.testing.assert_close(fused_logps(model, batch), full(gemma(), batch)[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(fused_logps(merged, batch), fused_logps(swap_lm_head(merged), batch))
 
 
 def test_several_adapters_are_switched_and_summed():
@@ -159,26 +109,28 @@ def test_several_adapters_are_switched_and_summed():
     results = []
     for names in ("default", "second", "body"):
         model.set_adapter(names)
-        results.append(assert_same_as_full_logits(model, batch))
+        results.append(assert_same_as_full_logits(model, batch).per_token_logps)
     model.base_model.set_adapter(["default", "second"])
-    results.append(assert_same_as_full_logits(model, batch))
+    results.append(assert_same_as_full_logits(model, batch).per_token_logps)
     for i, first in enumerate(results):
         for second in results[:i]:
             assert (first - second).abs().max() > 0.01
     model.delete_adapter("second")
-    torch.testing.assert_close(assert_same_as_full_logits(model, batch), results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        assert_same_as_full_logits(model, batch).per_token_logps, results[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_modules_to_save_trains_the_copy_of_the_head():
-    model = peft.get_peft_model(build(), lora(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model = peft.get_peft_model(gemma(), lora(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with torch.no_grad():
         model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(0.5)
     batch = make_batch()
     swap_lm_head(randomise(model))
-    found = assert_same_as_full_logits(model, batch)
+    found = assert_same_as_full_logits(model, batch).per_token_logps
     assert any("lm_head.modules_to_save" in n for n in gradients(model, model(**batch, fused=True).loss))
     with model.disable_adapter():
-        original = assert_same_as_full_logits(model, batch)
+        original = assert_same_as_full_logits(model, batch).per_token_logps
     assert (found - original).abs().max() > 0.05
     model.add_adapter("other", lora(target_modules=["q_proj"]))
     model.set_adapter("other")  # it saves no head, so the original is called
@@ -196,7 +148,7 @@ def test_modules_to_save_trains_the_copy_of_the_head():
     ids=["head alone", "one adapter for both ends", "one copy for both ends", "a rank of its own"],
 )
 def test_tied_weights(options):
-    model = randomise(peft.get_peft_model(build(tie_word_embeddings=True), lora(**options)))
+    model = randomise(peft.get_peft_model(gemma(tie_word_embeddings=True), lora(**options)))
     assert_same_as_full_logits(swap_lm_head(model), make_batch())
 
 
@@ -210,55 +162,46 @@ def test_the_heads_own_weight_may_be_trained_too(frozen_head):
 
 
 def test_dropout_is_applied_to_what_peft_applies_it_to():
-    model, batch = swap_lm_head(adapted(lora_dropout=0.4)), make_batch()
-    model.train()
-    torch.manual_seed(3)
-    plain = model(**batch).loss
-    plain_gradients = gradients(model, plain)
-    torch.manual_seed(3)
-    fused = model(**batch, fused=True).loss
-    torch.testing.assert_close(fused, plain)
-    for name, found in gradients(model, fused).items():
-        torch.testing.assert_close(found, plain_gradients[name], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(model(**batch, fused=True).loss, plain, rtol=1e-3)
-    model.eval()
-    assert_same_as_full_logits(model, batch)
+    model, batch = swap_lm_head(adapted(lora_dropout=0.4)).train(), make_batch()
+    losses, found = [], []
+    for options in ({}, {"fused": True}):
+        torch.manual_seed(3)
+        losses.append(model(**batch, **options).loss)
+        found.append(gradients(model, losses[-1]))
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(**batch, fused=True).loss, losses[0], rtol=1e-3)
+    assert_same_as_full_logits(model.eval(), batch)
 
 
 @pytest.mark.parametrize("autocast_adapter_dtype", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
-@on_every_device
 def test_bfloat16_is_closer_to_float64_than_full_logits_in_bfloat16(autocast_adapter_dtype, device):
     """Given the same hidden states; PEFT keeps adapters of a bfloat16 model in float32 unless told otherwise."""
-    base = build(device, torch.bfloat16)
-    config = lora(target_modules=["lm_head"])
+    base, config = gemma(device, torch.bfloat16), lora(target_modules=["lm_head"])
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast_adapter_dtype)
     swap_lm_head(randomise(model))
-    head, batch, seen = model.get_base_model().lm_head, make_batch(device), []
+    head, batch, seen = base.lm_head, make_batch(device), []
     handle = head.register_forward_pre_hook(lambda head, args: seen.append(args[0].detach()))
-    plain = logps_of(model, batch)
+    plain, _ = full(model, batch)
     handle.remove()
     a, b = (getattr(head, name)["default"].weight.double() for name in ADAPTERS)
     merged = head.base_layer.weight.double() + head.scaling["default"] * b @ a
-    logits = 5.0 * torch.tanh(seen[0].double() @ merged.T / 5.0)
-    targets = batch["labels"][:, 1:]
-    exact = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    exact = nn.functional.pad(torch.where(targets >= 0, exact, 0.0), (1, 0))
+    exact, _ = from_logits(5.0 * torch.tanh(seen[0].double() @ merged.T / 5.0), batch["labels"])
     output = model(**batch, fused=True)
-    error, plain_error = ((logps - exact).norm().item() for logps in (output.per_token_logps, plain))
+    error, plain_error = (oracles.norm_error(logps, exact) for logps in (output.per_token_logps, plain))
     assert error < plain_error / 100
-    found = gradients(model, output.loss)
-    expected = gradients(model, model(**batch).loss)
-    adapter_dtype = torch.float32 if autocast_adapter_dtype else torch.bfloat16
+    found, expected = gradients(model, output.loss), gradients(model, model(**batch).loss)
     for name, grad in found.items():
-        assert grad.dtype == adapter_dtype
+        assert grad.dtype == (torch.float32 if autocast_adapter_dtype else torch.bfloat16)
         assert (grad - expected[name]).norm() < 0.05 * expected[name].norm()
 
 
 def test_autocast():
     model, batch = swap_lm_head(adapted()), make_batch()
-    exact = logps_of(model, batch)
+    exact, _ = full(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        plain, fused = logps_of(model, batch), model(**batch, fused=True)
+        plain, fused = full(model, batch)[0], model(**batch, fused=True)
     error = oracles.norm_error(fused.per_token_logps, exact)
     assert error <= oracles.norm_budget(plain, exact, torch.bfloat16)
     assert all(g.dtype == torch.float32 for g in gradients(model, fused.loss).values())
@@ -268,13 +211,9 @@ def test_padding_of_nan_does_not_reach_the_adapter():
     """Rows of the hidden states that no label needs."""
     model, batch = swap_lm_head(adapted(target_modules=["lm_head"])), make_batch()
     expected = gradients(model, model(**batch, fused=True).loss)
-
-    def poison(module, args, output):
-        return output.masked_fill((torch.arange(LENGTH) < 2)[:, None], math.nan)
-
-    handle = model.get_base_model().model.norm.register_forward_hook(poison)
+    first = (torch.arange(LENGTH) < 1)[:, None]
+    model.get_base_model().model.norm.register_forward_hook(lambda m, args, h: h.masked_fill(first, math.nan))
     found = gradients(model, model(**batch, fused=True).loss)
-    handle.remove()
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad)
 
@@ -282,7 +221,7 @@ def test_padding_of_nan_does_not_reach_the_adapter():
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_virtual_tokens(kind):
     """The labels grow with the prompt, the log-probabilities with them."""
-    model = peft.get_peft_model(build(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model = peft.get_peft_model(gemma(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
     batch, plain = make_batch(), model(**make_batch()).loss
     fused = swap_lm_head(model)(**batch, fused=True)
     torch.testing.assert_close(fused.loss, plain)
@@ -296,33 +235,29 @@ def test_virtual_tokens(kind):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def policy_losses(model: nn.Module, logps, steps: int) -> list[float]:
-    """GRPO on the adapters: words below 20 are rewarded. -> the likelihood of those in every step"""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    batch = make_batch()
-    good = (batch["labels"] < VOCAB // 2).float() * 2 - 1
-    history = []
-    for _ in range(steps):
-        per_token = logps(model, batch)
-        mask = per_token != 0
-        loss = -(good * per_token)[mask].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    return history
-
-
 def test_a_head_with_lora_trains_as_with_full_logits():
     """What TRL's GRPOTrainer refuses. Step by step the same losses and, at the end, the same adapters."""
-    plain, fused = adapted(), swap_lm_head(adapted())
-    plain_losses = policy_losses(plain, logps_of, 15)
-    fused_losses = policy_losses(fused, lambda model, batch: model(**batch, fused=True).per_token_logps, 15)
-    torch.testing.assert_close(torch.tensor(fused_losses), torch.tensor(plain_losses), rtol=1e-4, atol=1e-4)
+
+    def trained(model, logps) -> tuple[Tensor, dict[str, Tensor]]:
+        """Token ids in the lower half are rewarded."""
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        batch, history = make_batch(), []
+        good = (batch["labels"] < VOCAB // 2).float() * 2 - 1
+        for _ in range(15):
+            per_token = logps(model, batch)
+            loss = -(good * per_token)[per_token != 0].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        return torch.tensor(history), dict(model.named_parameters())
+
+    plain_losses, plain = trained(adapted(), lambda model, batch: full(model, batch)[0])
+    fused_losses, fused = trained(swap_lm_head(adapted()), fused_logps)
+    torch.testing.assert_close(fused_losses, plain_losses, rtol=1e-4, atol=1e-4)
     assert fused_losses[-1] < fused_losses[0] - 0.5
-    expected = dict(plain.named_parameters())
-    for name, parameter in fused.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-3, atol=1e-3)
+    for name, parameter in fused.items():
+        torch.testing.assert_close(parameter, plain[name], rtol=1e-3, atol=1e-3)
 
 
 def test_the_loss_module_takes_the_adapter_as_it_is():
@@ -340,7 +275,7 @@ def test_the_loss_module_takes_the_adapter_as_it_is():
     ).loss
     loss.backward()
     assert head.base_layer.weight.grad is None
-    logps = logps_of(model, batch)[:, 1:]
+    logps = full(model, batch)[0][:, 1:]
     mask = batch["labels"][:, 1:] >= 0
     ratio = (logps - logps.detach()).exp() * mask
     expected = -(ratio * torch.tensor([1.0, -0.5, 2.0])[:, None]).sum(1).div(mask.sum(1)).mean()
@@ -361,70 +296,40 @@ def test_generate_state_and_undoing(tmp_path):
     swap_lm_head(model)
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False), expected)
-    fused = model(**batch, fused=True).per_token_logps
+    fused = fused_logps(model, batch)
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     model.save_pretrained(tmp_path)
-    loaded = swap_lm_head(peft.PeftModel.from_pretrained(build(), tmp_path))
-    torch.testing.assert_close(loaded(**batch, fused=True).per_token_logps, fused)
+    loaded = swap_lm_head(peft.PeftModel.from_pretrained(gemma(), tmp_path))
+    torch.testing.assert_close(fused_logps(loaded, batch), fused)
     assert unswap_lm_head(unswap_lm_head(model)) is model
     assert type(model.get_base_model()) is before
     assert not is_swapped(model)
 
 
-def test_gradient_checkpointing():
-    model, batch = swap_lm_head(adapted()), make_batch()
-    expected = gradients(model, model(**batch, fused=True).loss)
-    model.train()
-    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    found = gradients(model, model(**batch, fused=True).loss)
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        (lora(use_dora=True), ValueError, "'default' on the head of Gemma2ForCausalLM is a DoraLinearVariant"),
-        (
-            peft.IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]),
-            TypeError,
-            r"Gemma2ForCausalLM carries a PEFT layer .* peft\.tuners\.ia3\.layer\.Linear",
-        ),
-        (
-            peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]),
-            TypeError,
-            r"peft\.tuners\.loha\.layer\.Linear",
-        ),
-        (
-            peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]),
-            TypeError,
-            r"peft\.tuners\.lokr\.layer\.Linear",
-        ),
-        (
-            peft.AdaLoraConfig(task_type="CAUSAL_LM", init_r=2, target_modules=["lm_head"], total_step=10),
-            TypeError,
-            "SVDLinear",
-        ),
-        (
-            peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"]),
-            TypeError,
-            r"peft\.tuners\.vera\.layer\.Linear",
-        ),
-        (
-            peft.TrainableTokensConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], token_indices=[1, 2]),
-            TypeError,
-            "TrainableTokens",
-        ),
-    ],
-    ids=["DoRA", "IA3", "LoHa", "LoKr", "AdaLoRA", "VeRA", "trainable tokens"],
-)
+def other(kind: str, **options) -> "peft.PeftConfig":
+    defaults = {} if kind in ("IA3", "TrainableTokens") else {"r": 2}
+    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", target_modules=["lm_head"], **defaults | options)
+
+
+REFUSED = {
+    "DoRA": (lora(use_dora=True), ValueError, "'default' on the head of Gemma2ForCausalLM is a DoraLinearVariant"),
+    "IA3": (other("IA3", feedforward_modules=[]), TypeError, r"carries a PEFT layer .* peft\.tuners\.ia3\.layer\.Lin"),
+    "LoHa": (other("LoHa"), TypeError, r"of Gemma2ForCausalLM carries .*peft\.tuners\.loha\.layer\.Linear"),
+    "LoKr": (other("LoKr"), TypeError, r"peft\.tuners\.lokr\.layer\.Linear"),
+    "AdaLoRA": (other("AdaLora", init_r=2, total_step=10), TypeError, "SVDLinear"),
+    "VeRA": (other("Vera"), TypeError, r"peft\.tuners\.vera\.layer\.Linear"),
+    "trainable tokens": (other("TrainableTokens", token_indices=[1, 2]), TypeError, "TrainableTokens"),
+}
+
+
+@pytest.mark.parametrize(("config", "error", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("swapped", ["before", "after"])
 def test_other_adapters_on_the_head_are_refused_by_name(config, error, message, swapped):
-    base, batch = build(), make_batch()
+    base, batch = gemma(), make_batch()
     if swapped == "before":
         swap_lm_head(base)
     model = peft.get_peft_model(base, copy.deepcopy(config))
@@ -437,7 +342,7 @@ def test_other_adapters_on_the_head_are_refused_by_name(config, error, message, 
 
 def test_an_adapter_on_the_body_alone_is_nothing_special():
     config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[])
-    model = peft.get_peft_model(build(), config)
+    model = peft.get_peft_model(gemma(), config)
     assert_same_as_full_logits(swap_lm_head(model), make_batch())
 
 
@@ -465,10 +370,10 @@ def test_adapters_chosen_row_by_row_are_refused():
 def test_adapters_that_come_after_the_swap_are_compiled_too():
     """The model then calls a layer that was not there at swap time."""
     config = lora(target_modules=["lm_head"])
-    model, batch = randomise(peft.get_peft_model(swap_lm_head(build()), config)), make_batch()
+    model, batch = randomise(peft.get_peft_model(swap_lm_head(gemma()), config)), make_batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found, logits = compiled(**batch, fused=True).per_token_logps, compiled(**batch).logits
-    torch.testing.assert_close(found, assert_same_as_full_logits(model, batch))
+    torch.testing.assert_close(found, assert_same_as_full_logits(model, batch).per_token_logps)
     torch.testing.assert_close(logits, model(**batch).logits)
     head = model.get_base_model().lm_head
     for register in (head.register_forward_hook, head.register_forward_pre_hook):
@@ -482,7 +387,7 @@ def test_a_pickled_model_with_adapters_is_swapped():
     model, batch = swap_lm_head(adapted()), make_batch()
     twin = pickle.loads(pickle.dumps(model))
     assert is_swapped(twin)
-    assert torch.equal(twin(**batch, fused=True).per_token_logps, model(**batch, fused=True).per_token_logps)
+    assert torch.equal(fused_logps(twin, batch), fused_logps(model, batch))
     with twin.disable_adapter():
         assert_same_as_full_logits(twin, batch)
 

@@ -167,7 +167,7 @@ def fused_model(path, device="cpu", dtype=torch.float32, **options):
 
 
 def batch_on(device, *, masked=True):
-    ids = torch.randint(3, len(trl_runs.WORDS), (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(3, len(trl_runs.TOKENS), (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
     labels = ids.clone()
     if masked:
         labels[:, :3] = -100
@@ -398,14 +398,19 @@ def test_the_refusal_comes_and_goes(path_of, tmp_path):
     [(grpo_module, "BaseTunerLayer", None), (trl_utils, "add_fused_lm_head", lambda model: None)],
     ids=["another class", "another signature"],
 )
-def test_a_trl_that_is_not_what_its_version_says_is_left_as_it_is(module, name, other, monkeypatch):
-    op = vars(trl_utils)["_ChunkedLogProbFunction"]
-    monkeypatch.setattr(module, name, other)
-    before = patched_names()
-    with pytest.raises(RuntimeError, match=f"{name}.*nothing was patched"):
-        patch_trl()
-    assert patched_names() == before
-    assert vars(trl_utils)["_ChunkedLogProbFunction"] is op
+def test_a_trl_that_is_not_what_its_version_says_is_left_as_it_is(module, name, other):
+    """Everything is looked up before anything is replaced."""
+    op, whole = vars(trl_utils)["_ChunkedLogProbFunction"], patched_names()
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(module, name, other)
+        before = patched_names()
+        with pytest.raises(RuntimeError, match=f"{name}.*nothing was patched"):
+            patch_trl(chunk_vocab=64)
+        assert patched_names() == before
+        assert vars(trl_utils)["_ChunkedLogProbFunction"] is op
+    patch_trl()
+    assert not set(whole) & set(patched_names())
+    assert vars(trl_utils)["_ChunkedLogProbFunction"].options.chunk_vocab is None
 
 
 def test_without_peft_there_is_nothing_to_lift(monkeypatch):

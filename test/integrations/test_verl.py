@@ -1,21 +1,13 @@
 """verl's function against full logits in float64, and the patch on a package with verl's modules."""
 
-import re
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oracles
-from liger_rl.integrations import verl as integration
-from liger_rl.integrations.verl import linear_cross_entropy, patch_verl, patched_verl, unpatch_verl
+from liger_rl.integrations.verl import linear_cross_entropy
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 TOKENS, HIDDEN, VOCAB = 23, 12, 137
 # (shape of hidden without H, shape of labels): packed, FSDP without padding, padded, Megatron's (S, B, H)
 SHAPES = [((TOKENS,), (TOKENS,)), ((1, TOKENS), (1, TOKENS)), ((1, TOKENS), (TOKENS,)), ((TOKENS, 1), (1, TOKENS))]
@@ -154,133 +146,3 @@ def test_bad_arguments(name, error, arguments):
     hidden, weight, labels = problem()
     with pytest.raises(error, match=name):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
-
-
-# --- patching ---------------------------------------------------------------------------------------------------------
-
-# The two ways in which verl 0.9.1 looks the function up, in files of the same names.
-FILES = {
-    "__init__.py": '__version__ = "{version}"\n',
-    "utils/kernel/linear_cross_entropy.py": """
-class LinearCrossEntropy:
-    @staticmethod
-    def apply(*args):
-        return "verl's own", args
-
-linear_cross_entropy = LinearCrossEntropy.apply
-""",
-    "models/transformers/dense_common.py": """
-def forward_with_triton_backend(*args):
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy(*args)
-""",
-    "models/mcore/model_forward_fused.py": """
-from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-def fused(*args):
-    return linear_cross_entropy(*args)
-""",
-}
-
-
-def loaded_verl():
-    return [name for name in sys.modules if name.split(".")[0] == "verl"]
-
-
-@pytest.fixture
-def fake_verl(tmp_path, monkeypatch):
-    """-> a function that makes a version of the package importable."""
-
-    def make(version="0.9.1"):
-        for name, text in FILES.items():
-            path = tmp_path / "verl" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text.replace("{version}", version), encoding="utf-8")
-
-    for name in loaded_verl():  # a real one, back afterwards
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield make
-    unpatch_verl()
-    for name in loaded_verl():
-        del sys.modules[name]
-
-
-def outputs():
-    """What verl's two kinds of models compute now."""
-    from verl.models.mcore import model_forward_fused
-    from verl.models.transformers import dense_common
-
-    arguments = (*problem(), 1.0, "none")
-    return [
-        dense_common.forward_with_triton_backend(*arguments),
-        model_forward_fused.fused(*arguments),
-    ]
-
-
-def is_ours(output):
-    return isinstance(output[0], torch.Tensor)
-
-
-@pytest.mark.parametrize("version", ["0.5.0", "0.9.1", "0.9.2.dev"])
-@pytest.mark.parametrize("loaded_before", [True, False])
-def test_patch_and_unpatch(fake_verl, version, loaded_before):
-    fake_verl(version)
-    if loaded_before:
-        assert not any(map(is_ours, outputs()))
-    for _ in range(2):
-        patch_verl()
-        assert all(map(is_ours, outputs()))
-    for _ in range(2):
-        unpatch_verl()
-        assert not any(map(is_ours, outputs()))
-    assert integration.linear_cross_entropy is linear_cross_entropy
-
-
-def test_patched_within_a_block(fake_verl):
-    fake_verl()
-    with patched_verl():
-        with patched_verl():
-            pass
-        assert all(map(is_ours, outputs()))
-    assert not any(map(is_ours, outputs()))
-
-
-def test_other_modules_keep_what_they_hold(fake_verl, monkeypatch):
-    fake_verl()
-    user = ModuleType("user_code")
-    monkeypatch.setitem(sys.modules, "user_code", user)
-    exec("from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as saved", vars(user))
-    with patched_verl():
-        assert not is_ours(user.saved(*problem(), 1.0, "none"))
-    assert not is_ours(user.saved(*problem(), 1.0, "none"))
-
-
-@pytest.mark.parametrize("version", ["0.4.1", "0.10.0", "1.0", ""])
-def test_an_unsupported_version_changes_nothing(fake_verl, version):
-    fake_verl(version)
-    with pytest.raises(ImportError, match=r"verl >= 0\.5, < 0\.10"):
-        patch_verl()
-    assert not any(map(is_ours, outputs()))
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_without_verl(installed, fake_verl, monkeypatch):
-    """Hidden where it is installed, loaded or not."""
-    if installed:
-        fake_verl()
-        outputs()
-    with monkeypatch.context() as hidden:
-        hidden.setitem(sys.modules, "verl", None)  # as if it were not found
-        with pytest.raises(ImportError, match="verl"):
-            patch_verl()
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_the_page_runs(snippet):
-    exec(compile(snippet, "docs/verl.md", "exec"), {"__name__": "page"})
-
-
-def test_the_page_has_snippets():
-    assert len(SNIPPETS) == 1

@@ -1,0 +1,165 @@
+"""Small random HuggingFace models of every architecture, a batch for them, and what their full logits give."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+
+from liger_rl.integrations.transformers import (  # noqa: E402
+    FusedCausalLMOutput,
+    is_swapped,
+    swap_lm_head,
+)
+
+VOCAB, HIDDEN, BATCH, LENGTH = 211, 32, 3, 14
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {**SIZES, "head_dim": 8}
+GPT2 = {
+    "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "loss_type": "ForCausalLM", "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+# Experts one at a time, because grouped products know no float64.
+ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "experts_implementation": "eager"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **ROUTER}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+# Model class without ForCausalLM -> options of its config.
+CONFIGS = {
+    "Llama": SIZES,
+    "Mistral": HEADS,
+    "Qwen2": SIZES,
+    "Qwen3": HEADS,
+    "Gemma": HEADS,
+    "Gemma2": {**HEADS, "final_logit_softcapping": 3.0},
+    "Gemma3Text": HEADS,
+    "Cohere": {**SIZES, "logit_scale": 0.25},
+    "Cohere2": {**HEADS, "logit_scale": 0.25},
+    "Granite": {**SIZES, "logits_scaling": 4.0},  # divides
+    "HyperCLOVAX": {**SIZES, "logits_scaling": 1.5},  # multiplies
+    "FalconH1": {**HEADS, **MAMBA, "lm_head_multiplier": 0.5},
+    "Phi": SIZES,  # a bias on the head
+    "Phi3": SIZES,
+    "GPT2": GPT2,  # tied
+    "GPTNeoX": SIZES,
+    "Olmo2": SIZES,
+    "SmolLM3": SIZES,
+    "Starcoder2": SIZES,
+    "StableLm": SIZES,
+    "Glm4": HEADS,
+    "Nemotron": SIZES,
+    "Falcon": SIZES,
+    "OPT": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
+    "Mixtral": {**SIZES, "num_local_experts": 4, **ROUTER},
+    "Qwen3Moe": {**HEADS, **EXPERTS},
+    "Olmoe": {**SIZES, **EXPERTS},
+    "GraniteMoe": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    "DeepseekV3": {
+        **SIZES, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+# One of every convention for what follows the head.
+CONVENTIONS = ("Llama", "Gemma2", "Granite", "HyperCLOVAX", "Cohere", "FalconH1", "Phi", "GPT2", "OPT", "Mixtral")
+
+
+@torch.no_grad()
+def randomised(model: nn.Module) -> nn.Module:
+    """Weights three times the usual size and the head's more, so that distributions are far from flat; no zero bias."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        elif parameter.any():
+            parameter.mul_(3)
+        else:  # Gemma 3 begins with a blind projector
+            parameter.normal_(std=0.3)
+    model.get_output_embeddings().weight.mul_(5)
+    return model
+
+
+def build(name: str, device="cpu", attention: str = "sdpa", **overrides) -> "transformers.PreTrainedModel":
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**CONFIGS[name], **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return randomised(model).to(device)
+
+
+def make_batch(device="cpu") -> dict[str, Tensor]:
+    """Rows padded on the right by 0, 3 and 6 tokens; the first two tokens of each are a prompt without labels."""
+    ids = torch.randint(9, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([LENGTH, LENGTH - 3, LENGTH - 6])
+    attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    labels = torch.where(attention_mask == 1, ids, -100)
+    labels[:, :2] = -100
+    batch = {"input_ids": torch.where(attention_mask == 1, ids, 0), "attention_mask": attention_mask, "labels": labels}
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(B, T, V) logits of the plain forward -> (B, T) log-probabilities and entropies, aligned with the labels."""
+    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = torch.log_softmax(logits / temperature, -1)
+    targets = labels[:, 1:]
+    logps = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    values = (logps, -(log_p.exp() * log_p).sum(-1))
+    logps, entropy = (nn.functional.pad(torch.where(targets >= 0, v, 0.0), (1, 0)) for v in values)
+    return logps, entropy
+
+
+def full(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return from_logits(model(**inputs).logits, batch["labels"], temperature)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Together to 1e-5 of their size, each to 1e-4 of its own or 1e-5 of the whole's."""
+    assert found.keys() == expected.keys()
+    size = math.sqrt(sum(g.double().square().sum().item() for g in expected.values()))
+    error = math.sqrt(sum((found[n] - g).double().square().sum().item() for n, g in expected.items()))
+    assert size > 1e-3, "a gradient that is all but zero would test nothing"
+    assert error <= 1e-5 * size
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-5 * size, name
+
+
+def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def assert_same_as_full_logits(model: nn.Module, batch: dict[str, Tensor]) -> FusedCausalLMOutput:
+    """Log-probabilities, entropies, loss and gradients of the fused call and of the plain one; swaps the head."""
+    logps, entropy = full(model, batch)
+    assert logps[logps != 0].std() > 0.3, "logits too flat to tell conventions apart"
+    trained = any(p.requires_grad for p in model.parameters())
+    plain = model(**batch)
+    expected = gradients(model, plain.loss) if trained else {}
+    assert is_swapped(swap_lm_head(model))
+    fused = model(**batch, fused=True, entropy=True)
+    torch.testing.assert_close(fused.per_token_logps, logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.entropy, entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    if trained:
+        assert_same_gradients(gradients(model, fused.loss), expected)
+    return fused

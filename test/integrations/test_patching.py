@@ -1,0 +1,305 @@
+"""What holds for every patch of another package: TRL, liger-kernel and a package with verl's modules."""
+
+import importlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+# The two ways in which verl 0.9.1 looks the function up, in files of the same names.
+VERL_FILES = {
+    "__init__.py": '__version__ = "0.9.1"\n',
+    "utils/kernel/linear_cross_entropy.py": """
+class LinearCrossEntropy:
+    @staticmethod
+    def apply(*args):
+        return "verl's own", args
+
+linear_cross_entropy = LinearCrossEntropy.apply
+""",
+    "models/transformers/dense_common.py": """
+def forward_with_triton_backend(*args):
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(*args)
+""",
+    "models/mcore/model_forward_fused.py": """
+from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+def fused(*args):
+    return linear_cross_entropy(*args)
+""",
+}
+VERL_MODELS = ("transformers.dense_common", "mcore.model_forward_fused")
+
+
+@dataclass
+class System:
+    package: str
+    home: str  # the module that defines what is replaced
+    name: str
+    replaced: set[str]  # names in that module
+    requirement: str  # as the refusal of another version has it
+    fake_version: Callable[[str | None], None]
+
+    def call(self, verb: str) -> Any:
+        short = self.package.removesuffix("_kernel")
+        return getattr(importlib.import_module(f"liger_rl.integrations.{short}"), f"{verb}_{short}")
+
+    def patch(self) -> None:
+        self.call("patch")()
+
+    def unpatch(self) -> None:
+        self.call("unpatch")()
+
+    def patched(self) -> Any:
+        return self.call("patched")()
+
+    @property
+    def globals(self) -> dict[str, Any]:
+        return vars(importlib.import_module(self.home))
+
+    @property
+    def now(self) -> Any:
+        return self.globals[self.name]
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    pytest.importorskip("trl", reason="TRL is not installed")
+
+    def fake_version(version):
+        monkeypatch.setattr(sys.modules["trl"], "__version__", version)
+
+    importlib.import_module("trl.trainer.grpo_trainer")
+    names = {"_ChunkedLogProbFunction"}
+    if importlib.util.find_spec("peft") is not None:
+        names.add("add_fused_lm_head")
+    requirement = r"trl >= 1\.15, < 1\.17 is supported, found .*; nothing was patched"
+    return System("trl", "trl.trainer.utils", "_ChunkedLogProbFunction", names, requirement, fake_version)
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+
+    def fake_version(version):
+        def installed(name):
+            if version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(metadata, "version", installed)
+
+    name, home = "LigerFusedLinearGRPOLoss", "liger_kernel.chunked_loss.grpo_loss"
+    return System("liger_kernel", home, name, {name}, r"liger-kernel >= 0\.8, < 0\.9", fake_version)
+
+
+@pytest.fixture
+def verl(tmp_path, monkeypatch):
+    for name, text in VERL_FILES.items():
+        path = tmp_path / "verl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def loaded():
+        return [name for name in sys.modules if name.split(".")[0] == "verl"]
+
+    for name in loaded():  # a real one, back afterwards
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    name, home = "linear_cross_entropy", "verl.utils.kernel.linear_cross_entropy"
+
+    def fake_version(version):
+        monkeypatch.setattr(importlib.import_module("verl"), "__version__", version)
+
+    system = System("verl", home, name, {name}, r"verl >= 0\.5, < 0\.10", fake_version)
+    yield system
+    system.unpatch()
+    for name in loaded():
+        del sys.modules[name]
+
+
+@pytest.fixture(params=["trl", "liger", "verl"])
+def system(request) -> System:
+    return request.getfixturevalue(request.param)
+
+
+def test_patching_and_undoing_twice(system):
+    before = dict(system.globals)
+    system.unpatch()  # of what was never done
+    assert system.globals == before
+    system.patch()
+    first = system.now
+    assert {name for name, value in before.items() if system.globals[name] is not value} == system.replaced
+    system.patch()
+    assert system.now is first
+    for _ in range(2):
+        system.unpatch()
+        assert system.globals == before
+
+
+def test_patched_within_a_block(system):
+    original = system.now
+    with system.patched():
+        ours = system.now
+        with system.patched():
+            assert system.now is ours
+        assert system.now is ours
+        with system.patched():
+            system.unpatch()
+            assert system.now is original
+        assert system.now is ours
+    assert ours is not original is system.now
+    with pytest.raises(KeyboardInterrupt), system.patched():
+        raise KeyboardInterrupt
+    assert system.now is original
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_modules_that_import_the_name(system, before, monkeypatch):
+    """Those of the package, under whatever name, before the patch or while it is there; others keep what they hold."""
+    original, modules = system.now, {}
+    for name in (f"{system.package}.trainer.another", "user_code", f"{system.package}_user_code"):
+        modules[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    inside, *outside = modules.values()
+
+    def imported(module):
+        exec(f"from {system.home} import {system.name}, {system.name} as renamed", vars(module))
+
+    for module in (inside, *outside) if before else outside:
+        imported(module)
+    system.patch()
+    if not before:
+        imported(inside)
+    assert inside.renamed is vars(inside)[system.name] is system.now is not original
+    assert all(module.renamed is original for module in outside)
+    system.unpatch()
+    assert all(module.renamed is vars(module)[system.name] is original for module in modules.values())
+
+
+def test_threads_that_patch_and_undo(system):
+    """Whatever their order, the package ends up whole: all of it patched, or nothing."""
+    before, failures, interval = dict(system.globals), [], sys.getswitchinterval()
+
+    def replaced():
+        return {name for name in system.replaced if system.globals[name] is not before[name]}
+
+    def work(i):
+        try:
+            for _ in range(5):
+                (system.patch if i % 2 else system.unpatch)()
+                with system.patched():
+                    pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    sys.setswitchinterval(1e-6)  # turns as often as Python lets them
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert replaced() in (set(), system.replaced)
+    system.patch()
+    assert replaced() == system.replaced
+    system.unpatch()
+    assert not replaced()
+
+
+@pytest.mark.parametrize("loaded_before", [True, False])
+def test_verls_two_kinds_of_models(verl, loaded_before):
+    """Those for FSDP look the function up at each forward, those for Megatron import it once."""
+
+    def outputs():
+        dense, fused = (importlib.import_module(f"verl.models.{name}") for name in VERL_MODELS)
+        arguments = (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2).long())
+        return [dense.forward_with_triton_backend(*arguments), fused.fused(*arguments)]
+
+    if loaded_before:
+        assert [output[0] for output in outputs()] == ["verl's own"] * 2
+    verl.patch()
+    assert all(isinstance(output[0], torch.Tensor) for output in outputs())
+    verl.unpatch()
+    assert [output[0] for output in outputs()] == ["verl's own"] * 2
+
+
+OTHER_VERSIONS = {
+    "trl": ["0.29.1", "1.9.0", "1.10.0", "1.14.1", "1.17.0", "1.17.0.dev0", "unknown", None],
+    "liger": ["0.7.9", "0.9.0", "1.0", "unknown", None],
+    "verl": ["0.4.1", "0.10.0", "1.0", "", None],
+}
+
+
+@pytest.mark.parametrize(("name", "version"), [(name, v) for name, found in OTHER_VERSIONS.items() for v in found])
+def test_another_version_changes_nothing(name, version, request):
+    system = request.getfixturevalue(name)
+    before = dict(system.globals)
+    system.fake_version(version)
+    for call in (system.patch, lambda: system.patched().__enter__()):
+        with pytest.raises(ImportError, match=system.requirement):
+            call()
+    assert system.globals == before
+
+
+@pytest.mark.parametrize("version", ["0.5.0", "0.9.2.dev"])
+def test_other_supported_versions(verl, version):
+    verl.fake_version(version)
+    with verl.patched():
+        assert verl.now.__module__ == "liger_rl.integrations.verl"
+
+
+@pytest.mark.parametrize("name", ["trl", "verl"])
+def test_without_the_package(name, request, monkeypatch):
+    """As if it were not found, loaded before or not."""
+    system = request.getfixturevalue(name)
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, system.package, None)
+        with pytest.raises(ImportError, match=system.package):
+            system.patch()
+
+
+BEFORE_IMPORT = """
+import sys
+
+from liger_rl.integrations import liger, trl, trl_adapters
+
+assert not {"trl", "liger_kernel"} & set(sys.modules)
+liger.patch_liger()
+from liger_kernel import chunked_loss
+
+assert chunked_loss.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
+trl.patch_trl()
+from trl.trainer import grpo_trainer, rloo_trainer, utils
+
+assert isinstance(utils._ChunkedLogProbFunction, trl.FusedLogProbs)
+for module in (utils, grpo_trainer, rloo_trainer):
+    assert module.add_fused_lm_head is trl_adapters.add_fused_lm_head
+liger.unpatch_liger()
+trl.unpatch_trl()
+from trl.kernels import ChunkedLogProbFunction
+
+assert chunked_loss.LigerFusedLinearGRPOLoss.__module__ == "liger_kernel.chunked_loss.grpo_loss"
+assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+for module in (utils, grpo_trainer, rloo_trainer):
+    assert module.add_fused_lm_head.__module__ == "trl.trainer.utils"
+"""
+
+
+def test_patching_before_the_packages_are_imported():
+    for package in ("trl", "liger_kernel", "peft"):
+        pytest.importorskip(package, reason="the patches are of all of them")
+    done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
