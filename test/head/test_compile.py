@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._pytree import tree_map_only
 
 from devices import NEEDS_GPU
 from head_calls import problem
@@ -334,13 +335,17 @@ def test_operators_keep_torchs_rules(fixed):
             return super().call_function(target, args, kwargs)
 
     function, leaves = every_operator(tensors(), fixed=fixed)
-    compiled(function, lambda graph, inputs: Calls(graph).run)(*leaves)
-    names = ["linear_logprobs", "low_rank_inputs", "linear_logprobs", "logits_logprobs"]
-    suffixed = [name + "_fixed_shape" * (fixed and name != "low_rank_inputs") for name in names]
-    assert [target._schema.name.removeprefix("liger_rl::") for target, *_ in seen] == suffixed
+
+    def run(graph, inputs):
+        return make_boxed_func(Calls(graph).run)
+
+    compiled(function, aot_autograd(fw_compiler=run))(*leaves).backward()
+    names = [target._schema.name.removeprefix("liger_rl::").replace("_fixed_shape", "") for target, *_ in seen]
+    assert names[:4] == ["linear_logprobs", "low_rank_inputs_forward", "linear_logprobs", "logits_logprobs"]
+    assert len(names) == 8  # each has an operator for its gradients
     for target, args, kwargs in seen:
-        args = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
-        torch.library.opcheck(target, tuple(args), kwargs, test_utils=CHECKED)
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # they have no derivative of their own
+        torch.library.opcheck(target, args, kwargs, test_utils=CHECKED)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
