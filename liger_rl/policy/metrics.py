@@ -20,6 +20,11 @@ from liger_rl.policy.reductions import divisor
 ReductionKind = Literal["sum", "max", "min"]
 MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
 LEVELS: tuple[str, ...] = get_args(MetricsLevel)
+MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,5 @@ def reduce_metrics(
 def _merge(name: str, a: Metric, b: Metric) -> Metric:
     if a.reduction != b.reduction or (a.count is None) != (b.count is None):
         raise ValueError(f"metric {name} must be merged in one way, got {a.reduction} and {b.reduction}")
-    merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[a.reduction]
     count = None if a.count is None or b.count is None else a.count + b.count
-    return Metric(merge(a.total, b.total), a.reduction, count)
+    return Metric(MERGES[a.reduction](a.total, b.total), a.reduction, count)
