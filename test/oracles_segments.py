@@ -35,9 +35,3 @@ def gspo(
             loss = torch.tensor(-clipped * advantage, dtype=torch.float64)
         total = total + loss * (1 if weight == "uniform" else len(tokens)) / divisor
     return total, ratios
-
-
-def segment_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """(N,) -> (N,): at each token the sum over its segment."""
-    sums = [sum((values[t] for t in range(len(values)) if index[t] == s), values.new_zeros(())) for s in range(count)]
-    return torch.stack([sums[s] for s in index.tolist()])

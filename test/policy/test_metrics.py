@@ -166,8 +166,9 @@ def test_what_is_not_there_is_not_reported():
     assert set(ours(c, "basic", beta=0.0)) == BASIC_NAMES - {"kl_ref"}
     assert set(ours(c, "loss", objective=SAPO())) == {"kl_ref"}
     assert set(ours(c, "basic", objective=SAPO())) == BASIC_NAMES - LOSS_NAMES - {"clipped_ratio_fraction"} | {"kl_ref"}
-    cispo = ours(c, "basic", objective=CISPO(epsilon_high=1.1))
-    assert_equal(cispo, loop(c, "basic", low=0.0, high=1.1))
+    for low, high in ((0.0, 1.1), (0.9, 1.2)):
+        cispo = ours(c, "basic", objective=CISPO(ratio_min=low, epsilon_high=high))
+        assert_equal(cispo, loop(c, "basic", low=low, high=high))
     without_old = ours(c, "with_entropy", with_old=False)
     assert_equal(without_old, loop(replace(c, old=c.logps), "with_entropy"))
 
