@@ -1,7 +1,9 @@
-"""Losses per sequence on packed tokens: against a float64 loop over segments, over ranks, and sums over segments."""
+"""Losses per sequence on packed tokens, against a float64 loop over segments, and the sums that they need.
+
+Over ranks that share sequences: test/distributed/test_sequences.py.
+"""
 
 import math
-import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oracles_segments
-from liger_rl import PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum, ppo_loss_fn, reduce_metrics
+from liger_rl import PolicyBatch, PPOClip, Segments, SequenceMean, SequenceSum, ppo_loss_fn
 from liger_rl.policy.segments import segment_sum
 
 BOUNDS = {"epsilon_low": 0.05, "epsilon_high": 0.06}
@@ -58,25 +60,23 @@ def packed(segments=16, *, masked=True, rows=False) -> Packed:
     return Packed(logps, old, normal(segments)[index] + 0.3 * normal(tokens), mask, index, segments)
 
 
-def batch_of(p: Packed, divisor=None, *, all_reduce=None, shape=None) -> PolicyBatch:
+def loss_of(logps, p: Packed, weight="uniform", divisor=None, *, shape=None, objective=GSPO):
     """Packed; padded with a shape."""
-    columns = p.advantages, p.mask, p.old
-    advantages, mask, old = columns if shape is None else (x.reshape(shape) for x in columns)
-    return PolicyBatch(
+    logps, advantages, mask, old = (x.reshape(shape or (-1,)) for x in (logps, p.advantages, p.mask, p.old))
+    batch = PolicyBatch(
         advantages=advantages,
         completion_mask=mask,
         old_per_token_logps=old,
-        segments=Segments(index=p.index, count=p.count, all_reduce=all_reduce) if shape is None else None,
+        segments=Segments(index=p.index, count=p.count) if shape is None else None,
         num_sequences=divisor,
     )
+    return ppo_loss_fn(logps, batch, objective, WEIGHTS[weight], metrics="basic")
 
 
-def ours(p: Packed, weight="uniform", divisor=None, *, shape=None, all_reduce=None):
+def ours(p: Packed, *arguments, **options):
     """-> loss, gradient (N,), metrics."""
     leaf = p.logps.clone().requires_grad_()
-    logps = leaf if shape is None else leaf.reshape(shape)
-    batch = batch_of(p, divisor, all_reduce=all_reduce, shape=shape)
-    found = ppo_loss_fn(logps, batch, GSPO, WEIGHTS[weight], metrics="basic")
+    found = loss_of(leaf, p, *arguments, **options)
     return found.loss.detach(), torch.autograd.grad(found.loss, leaf)[0], found.metrics
 
 
@@ -167,78 +167,6 @@ def test_from_cu_seqlens(lengths, dtype):
     assert not segments.index.is_floating_point()
 
 
-# --- sequences over several ranks -------------------------------------------------------------------------------------
-
-
-class Group:
-    """Ranks as threads: each hands in its tensor, each gets the sum."""
-
-    def __init__(self, ranks):
-        self.barrier = threading.Barrier(ranks, timeout=30)
-        self.slots = [None] * ranks
-        self.calls = [0] * ranks
-
-    def all_reduce(self, rank):
-        def reduce(values):
-            self.calls[rank] += 1
-            self.slots[rank] = values.clone()
-            self.barrier.wait()
-            total = torch.stack(self.slots).sum(0)
-            self.barrier.wait()
-            return total
-
-        return reduce
-
-    def run(self, work):
-        results, errors = [None] * len(self.slots), []
-
-        def target(rank):
-            try:
-                results[rank] = work(rank, self.all_reduce(rank))
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(len(self.slots))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
-
-
-def halves(p):
-    """Each segment's first half to rank 0, its second to rank 1, as sequence parallelism cuts them."""
-    place = torch.cat([torch.arange(n) for n in torch.bincount(p.index).tolist()])
-    return (2 * place >= torch.bincount(p.index)[p.index]).long()
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("ranks_of", ["halves", "thirds", "one rank has nothing"])
-@pytest.mark.parametrize("segments", [4, 16])
-def test_ranks_that_share_sequences(segments, ranks_of, weight):
-    p = packed(segments)
-    owner = {"halves": halves(p), "thirds": torch.arange(64) % 3, "one rank has nothing": torch.zeros(64)}[ranks_of]
-    # Another order of tokens and another number of them on each rank.
-    places = [(owner == rank).nonzero()[:, 0].flip(0) for rank in range(3 if ranks_of == "thirds" else 2)]
-    group = Group(len(places))
-    results = group.run(lambda rank, all_reduce: ours(p.where(places[rank]), weight, 12, all_reduce=all_reduce))
-    grad, alone = torch.zeros(2, 64, dtype=torch.float64)
-    for place, result in zip(places, results, strict=True):
-        grad[place] = result[1]
-        alone[place] = ours(p.where(place), weight, 12)[1]  # without the others' sums
-    whole = ours(p, weight, 12)
-    assert_same((sum(result[0] for result in results), grad), whole)
-    assert len(set(group.calls)) == 1  # a collective is entered by all or by none
-    assert torch.allclose(alone, grad) == (ranks_of == "one rank has nothing")
-    merged = reduce_metrics(result[2] for result in results)
-    assert merged["num_sequences"].item() == pytest.approx(len(p.index[p.mask].unique()))
-    expected = {name: metric.item() for name, metric in whole[2].items()}
-    assert {name: metric.item() for name, metric in merged.items()} == pytest.approx(expected, rel=1e-11, abs=1e-14)
-
-
 def test_fast_llms_recipe():
     """Its GSPO at 7d61a1ba: a segment counts by its tokens, and the divisor is the number of documents."""
     logps = torch.tensor([-1.0, -0.4, -2.2, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
@@ -279,10 +207,10 @@ def test_segment_sum_is_exact_and_repeats():
 
 def test_gradcheck_of_the_loss():
     p = packed(4)
-    wide = PPOClip(importance_sampling_level="sequence", mean_advantages=True, epsilon_low=0.9, epsilon_high=9.0)
+    wide = replace(GSPO, epsilon_low=0.9, epsilon_high=9.0)
 
     def loss(logps):
-        return ppo_loss_fn(logps, batch_of(p), wide, SequenceMean()).loss
+        return loss_of(logps, p, objective=wide).loss
 
     leaf = p.logps.clone().requires_grad_()
     assert torch.autograd.gradcheck(loss, leaf)
