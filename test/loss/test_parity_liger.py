@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss
+
+import oracles
+from liger_rl import FusedLinearGRPOLoss
 from parity_cases import (
     BATCH,
     CLIPPING,
@@ -20,9 +23,6 @@ from parity_cases import (
     ours,
     pairwise,
 )
-
-import oracles
-from liger_rl import FusedLinearGRPOLoss
 
 COMMON = {
     "kl": ["none", "plain", "importance_weighted"],

@@ -7,6 +7,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from liger_rl import SamplerCorrection
 from parity_cases import (
     BATCH,
     CISPO_HIGH,
@@ -30,12 +36,6 @@ from parity_cases import (
     ours,
     pairwise,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-from liger_rl import SamplerCorrection
 
 COMMON = {
     "kl": ["none", "plain", "importance_weighted"],

@@ -30,7 +30,6 @@ from liger_rl import (
     PPOClip,
     Reinforce,
     SamplerCorrection,
-    Segments,
     SequenceMean,
     SequenceSum,
     TokenMean,
@@ -199,36 +198,23 @@ def test_the_binary_divergence_near_a_probability_of_one(dtype):
 # --- per sequence -----------------------------------------------------------------------------------------------------
 
 
-def rows_of(c):
-    return [(b, [t for t in range(c.mask.shape[1]) if c.mask[b, t]]) for b in range(len(c.mask)) if c.mask[b].any()]
-
-
-@pytest.mark.parametrize("shape", ["(B, T)", "(B, 1)", "packed"])
-def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(shape):
+@pytest.mark.parametrize("per_sequence_ratio", [False, True])
+def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(per_sequence_ratio):
     c = per_sequence(columns())
     ratio = 0.4 + 1.4 * torch.rand(9, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ratio[tuple(c.mask.nonzero()[3])] = 0.0  # as SamplerCorrection(mode="mask") makes it: 1e-10 in the mean
-    if shape == "(B, 1)":
+    if per_sequence_ratio:
         ratio = ratio[:, :1]
-    per_token = ratio.expand(9, 7)
-    objective = GMPO(mean_importance_ratio=True)
-    plain, _ = solve(objective, c)  # without an importance ratio the option changes nothing
-    assert torch.equal(plain, solve(GMPO(), c)[0])
+    objective, plain = GMPO(mean_importance_ratio=True), solve(GMPO(), c)[0]
+    assert torch.equal(solve(objective, c)[0], plain)  # without an importance ratio the option changes nothing
     expected = torch.zeros_like(plain)
-    for b, inside in rows_of(c):
-        logs = [math.log(max(per_token[b, t].item(), 1e-10)) for t in inside]
-        for t in inside:
-            expected[b, t] = plain[b, t] * math.exp(math.fsum(logs) / len(logs))
-    flat = (lambda x: x.flatten()) if shape == "packed" else (lambda x: x)
-    batch = PolicyBatch(
-        advantages=flat(c.advantages), completion_mask=flat(c.mask), old_per_token_logps=flat(c.old),
-        importance_ratio=flat(ratio),
-        segments=Segments(index=torch.arange(63) // 7, count=9) if shape == "packed" else None,
-    )  # fmt: skip
-    loss = ppo_loss_fn(flat(c.logps), batch, objective, None).loss.view(9, 7)
-    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    by_token, _ = solve(GMPO(), c, given={"importance_ratio": per_token})
-    assert torch.allclose(by_token, expected) == (shape == "(B, 1)" and bool((ratio > 0).all()))
+    for b in c.mask.any(1).nonzero()[:, 0]:
+        inside = c.mask[b]
+        expected[b, inside] = plain[b, inside] * ratio.expand(9, 7)[b, inside].clamp(min=1e-10).log().mean().exp()
+    given = {"importance_ratio": ratio}
+    torch.testing.assert_close(solve(objective, c, given=given)[0], expected, rtol=1e-11, atol=0)
+    by_token = solve(GMPO(), c, given=given)[0]
+    assert torch.allclose(by_token, expected) == per_sequence_ratio
 
 
 def test_gspo_token_has_the_value_of_gspo_and_gradients_per_token():
