@@ -178,15 +178,16 @@ def test_fast_llms_recipe():
     """Its GSPO at 7d61a1ba: a segment counts by its tokens, and the divisor is the number of documents."""
     logps = torch.tensor([-1.0, -0.4, -2.2, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -0.5, -2.0, -0.9, -1.2, -0.5, -2.8], dtype=torch.float64)
-    advantages = torch.tensor([1.5, 0.5, 1.5, 2.5, 1.5, -0.7, -0.1], dtype=torch.float64)
+    # Of either sign within a segment: their mean is clipped, or is not, where some of them are.
+    advantages = torch.tensor([1.5, -0.5, 1.5, -2.5, -1.5, 0.7, -0.9], dtype=torch.float64)
     expected = 0.0
     for ours, theirs, a in zip(*(x.split([5, 2]) for x in (logps, old, advantages)), strict=True):
         ratio = (ours - theirs).mean().exp()
-        per_token = -torch.minimum(ratio * a.mean(), ratio.clamp(0.8, 1.2) * a.mean())
+        per_token = -torch.minimum(ratio * a.mean(), ratio.clamp(0.99, 1.01) * a.mean())
         expected = expected + len(a) * per_token / 2
     segments = Segments.from_cu_seqlens(torch.tensor([0, 5, 7]), 7)
     parts = {"advantages": advantages, "old_per_token_logps": old, "segments": segments}
-    objective = PPOClip(importance_sampling_level="sequence", mean_advantages=True)
+    objective = PPOClip(importance_sampling_level="sequence", mean_advantages=True, epsilon_low=0.01, epsilon_high=0.01)
     assert_same((solve(logps, parts, objective, SequenceSum()).loss, {}), (expected, {}), logps)
 
 
