@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.options import number
-from liger_rl.policy.segments import Segments
+from liger_rl.policy.segments import Segments, segment_sum
 
-# Of an AlignedBatch, one entry per token.
-TOKEN_COLUMNS = (
-    "advantages",
-    "mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_ratio",
-    "entropy",
-)
+# Beyond it a ratio is 2e17 and says nothing. Products of two ratios stay finite in float32 under it, and so does the
+# zero gradient of a clipped token times its ratio, which would be NaN with an infinite one.
+MAX_LOG_RATIO = 40.0
+# One entry per token, in a PolicyBatch and in an AlignedBatch.
+COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, of at most e^40."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class AlignedBatch:
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
         """Columns of one's own making in `dtype`, 0 where the mask is 0; the mask as bool."""
         masked = self.mask == 0
-        given = {name: getattr(self, name) for name in TOKEN_COLUMNS if name != "mask"}
+        given = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
         clean: dict[str, Any] = {
             name: c.detach().to(dtype).masked_fill(masked, 0.0) for name, c in given.items() if c is not None
         }
@@ -57,7 +57,7 @@ class AlignedBatch:
         def taken(column: Tensor | None) -> Tensor | None:
             return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]
 
-        columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in TOKEN_COLUMNS}
+        columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in ("mask", *COLUMNS, "entropy")}
         segments = self.segments
         if self.mask.dim() == 2 and sequences:
             rows, width = self.mask.shape
@@ -71,6 +71,34 @@ class AlignedBatch:
     def log_ratio(self, logps: Tensor) -> Tensor:
         """logp - old, differentiable; without old log-probabilities they are the current ones, detached."""
         return logps - (logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps)
+
+    def ratio(self, logps: Tensor) -> Tensor:
+        """exp(logp - old), of at most e^40, differentiable."""
+        return bounded_exp(self.log_ratio(logps))
+
+    def check_sequences(self) -> None:
+        """Raises ValueError where nothing says which packed tokens are of one sequence."""
+        if self.mask.dim() == 1 and self.segments is None:
+            raise ValueError(
+                "segments must say which sequence each packed token belongs to, because something here is per "
+                "sequence; got None (or give (B, T) tensors, one sequence a row)"
+            )
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Values, 0 at masked tokens -> the sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,)."""
+        if values.dim() == 2:
+            return values.sum(-1, keepdim=True)
+        self.check_sequences()
+        assert self.segments is not None
+        return segment_sum(values, self.segments)
+
+    def sequence_length(self) -> Tensor:
+        """Tokens that count in each token's sequence, at least 1."""
+        return self.sequence_sum(self.mask.to(self.advantages.dtype)).clamp(min=1)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Values, 0 at masked tokens -> the mean over the counted tokens of each token's sequence."""
+        return self.sequence_sum(values) / self.sequence_length()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +149,20 @@ class PolicyBatch:
         """
         if len(shape) not in (1, 2):
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
-        mask = self._given("completion_mask", shape, device)
-        ratio = self.importance_ratio
+        columns: dict[str, Any] = {}
+        for name in ("completion_mask", *COLUMNS):
+            given = getattr(self, name)
+            needed = given is not None or name == "advantages"
+            columns[name] = _column(name, given, shape, device) if needed else None
+        mask, ratio = columns.pop("completion_mask"), self.importance_ratio
         return AlignedBatch(
+            **columns,
             mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
-            advantages=self._column("advantages", shape, device, per_sequence=True),
-            old_per_token_logps=self._given("old_per_token_logps", shape, device),
-            ref_per_token_logps=self._given("ref_per_token_logps", shape, device),
-            sampling_per_token_logps=self._given("sampling_per_token_logps", shape, device),
-            importance_ratio=self._given("importance_ratio", shape, device, per_sequence=True),
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
             segments=self._checked_segments(shape, device),
             num_sequences=self._divisor(shape, device),
             num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch, device),
         )
-
-    def _given(
-        self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False
-    ) -> Tensor | None:
-        return None if getattr(self, name) is None else self._column(name, shape, device, per_sequence=per_sequence)
 
     def _checked_segments(self, shape: torch.Size, device: torch.device) -> Segments | None:
         if self.segments is None:
@@ -164,18 +187,19 @@ class PolicyBatch:
             return max(shape[0], 1)
         return None if self.segments is None else max(self.segments.count, 1)
 
-    def _column(self, name: str, shape: torch.Size, device: torch.device, *, per_sequence: bool = False) -> Tensor:
-        column = check_dense(name, getattr(self, name))
-        if column.device != device:
-            raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
-        if column.shape == shape:
-            return column
-        expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)}"
-        if per_sequence and len(shape) == 2:
-            if column.shape in ((shape[0],), (shape[0], 1)):
-                return column.reshape(shape[0], 1).expand(shape)
-            expected += f" or (B,) = ({shape[0]},)"
-        raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
+
+def _column(name: str, given: Any, shape: torch.Size, device: torch.device) -> Tensor:
+    column = check_dense(name, given)
+    if column.device != device:
+        raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
+    if column.shape == shape:
+        return column
+    expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)}"
+    if name in ("advantages", "importance_ratio") and len(shape) == 2:
+        if column.shape in ((shape[0],), (shape[0], 1)):
+            return column.reshape(shape[0], 1).expand(shape)
+        expected += f" or (B,) = ({shape[0]},)"
+    raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
 
 
 def check_dense(name: str, column: Any) -> Tensor:

@@ -12,10 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.batch import AlignedBatch, bounded_exp
 from liger_rl.policy.options import callable_instance, number, one_of, share
-from liger_rl.policy.ratios import bounded_exp
-from liger_rl.policy.sequences import check_sequences, sequence_mean, sequence_sum
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
 LEVELS = ("token", "sequence")
@@ -63,7 +61,7 @@ class SamplerCorrection:
             if getattr(batch, name) is None:
                 raise ValueError(f"{name} must be given for a SamplerCorrection, got None")
         if self.level == "sequence":
-            check_sequences(batch)
+            batch.check_sequences()
 
     @torch.no_grad()
     def ratio(self, batch: AlignedBatch) -> Tensor:
@@ -71,7 +69,7 @@ class SamplerCorrection:
         assert batch.old_per_token_logps is not None
         assert batch.sampling_per_token_logps is not None
         difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
-        ratio = bounded_exp(difference if self.level == "token" else sequence_sum(difference, batch))
+        ratio = bounded_exp(difference if self.level == "token" else batch.sequence_sum(difference))
         low, high = self._bounds
         if self.mode == "truncate":
             return ratio.clamp(low, high)
@@ -102,7 +100,7 @@ class OffPolicySequenceMask:
         sampling = batch.sampling_per_token_logps
         if sampling is None:
             sampling = logps - batch.log_ratio(logps)
-        drift = sequence_mean((sampling - logps).nan_to_num(nan=0.0), batch)
+        drift = batch.sequence_mean((sampling - logps).nan_to_num(nan=0.0))
         return (batch.advantages >= 0) | (drift <= self.threshold)
 
 

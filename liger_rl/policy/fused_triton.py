@@ -17,9 +17,9 @@ from triton.language.extra import libdevice
 
 from liger_rl.kernels.tile_triton import INTERPRETED, on
 from liger_rl.policy import penalties
+from liger_rl.policy.batch import MAX_LOG_RATIO
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 from liger_rl.policy.objectives import CISPO, DPPO, SAPO, PPOClip, Reinforce
-from liger_rl.policy.ratios import MAX_LOG_RATIO
 
 BLOCK, WARPS = 1024, 4
 NUMBERS = 4  # of an objective, at most

@@ -14,7 +14,6 @@ from liger_rl.policy.objectives import Objective, TokenLoss
 from liger_rl.policy.options import callable_instance, instance_of, one_of
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.reductions import Reduction
-from liger_rl.policy.sequences import check_sequences
 
 Locality = Literal["token", "sequence", "batch"]
 NO_PENALTY = KLPenalty()
@@ -32,17 +31,7 @@ class PolicyLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
-    """What a loss is made of, apart from the batch.
-
-    Attributes:
-        objective: callable (logps, batch) -> TokenLoss.
-        reduction: callable (batch) -> one weight per token, or None to leave tokens unreduced.
-        kl: penalty for leaving the reference policy.
-        entropy_bonus: reward for entropy.
-        sampler_correction: makes `importance_ratio` from the sampler's log-probabilities.
-        corrections: callables (logps, batch) -> factor on the policy term; any iterable, kept as a tuple.
-        metrics: "none", "loss", "basic" or "with_entropy".
-    """
+    """What a loss is made of, apart from the batch: the arguments of `ppo_loss_fn`, checked; corrections as a tuple."""
 
     objective: Objective
     reduction: Reduction | None
@@ -107,7 +96,7 @@ class PolicyTerms:
             if hasattr(part, "check"):
                 part.check(given)
         if by_sequence:
-            check_sequences(given)
+            given.check_sequences()
         return given
 
     def prepared(self, given: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":
@@ -282,9 +271,8 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
-    for name, given_column in (("per_token_logps", per_token_logps), ("entropy", entropy)):
-        if name == "entropy" and given_column is None:
-            continue
+    given_columns = {"per_token_logps": per_token_logps} | ({} if entropy is None else {"entropy": entropy})
+    for name, given_column in given_columns.items():
         column = check_dense(name, given_column)
         if not column.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")

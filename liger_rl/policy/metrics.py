@@ -13,15 +13,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.batch import AlignedBatch, bounded_exp
 from liger_rl.policy.objectives import TokenLoss
-from liger_rl.policy.ratios import bounded_exp
 from liger_rl.policy.reductions import divisor
-from liger_rl.policy.sequences import sequence_length, sequence_mean
 
 ReductionKind = Literal["sum", "max", "min"]
 MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
 LEVELS: tuple[str, ...] = get_args(MetricsLevel)
+MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,12 @@ def policy_metrics(
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
     # Sums to 1 over each sequence, on all ranks that hold parts of it.
-    share = mask.to(dtype) / sequence_length(batch)
+    share = mask.to(dtype) / batch.sequence_length()
     sequences = divisor(batch.num_sequences)
     weight = share / sequences
     log_ratio = batch.log_ratio(logps)
     ratio = bounded_exp(log_ratio)
-    mean_log_ratio = sequence_mean(log_ratio, batch)
+    mean_log_ratio = batch.sequence_mean(log_ratio)
     mean_ratio = bounded_exp(mean_log_ratio)
 
     def weighted(values: Tensor, weight: Tensor = weight) -> Metric:
@@ -173,9 +176,5 @@ def reduce_metrics(
 def _merge(name: str, a: Metric, b: Metric) -> Metric:
     if a.reduction != b.reduction or (a.count is None) != (b.count is None):
         raise ValueError(f"metric {name} must be merged in one way, got {a.reduction} and {b.reduction}")
-    if a.reduction == "max":
-        return Metric(torch.maximum(a.total, b.total), "max")
-    if a.reduction == "min":
-        return Metric(torch.minimum(a.total, b.total), "min")
     count = None if a.count is None or b.count is None else a.count + b.count
-    return Metric(a.total + b.total, "sum", count)
+    return Metric(MERGES[a.reduction](a.total, b.total), a.reduction, count)

@@ -13,7 +13,7 @@ masked tokens, and its values there are dropped. An objective may have these att
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
 
-Ratios: r_t = exp(logp_t - old_t), see `liger_rl.policy.ratios`. All bounds are numbers of a frozen dataclass,
+Ratios: r_t = exp(logp_t - old_t), at most e^40 (`AlignedBatch.ratio`). All bounds are numbers of a frozen dataclass,
 validated when it is made.
 """
 
@@ -25,10 +25,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.batch import AlignedBatch, bounded_exp
 from liger_rl.policy.options import above_zero, at_least_zero, flag, instance_of, number, one_of, share, zero_to_one
-from liger_rl.policy.ratios import RATIOS, bounded_exp, token_ratio
-from liger_rl.policy.sequences import sequence_mean, sequence_sum
 
 
 class TokenLoss(NamedTuple):
@@ -58,7 +56,9 @@ class PPOClip:
         delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high: two-sided clipping, arXiv:2505.07291.
         dual_clip: c > 1; where A < 0 the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
         importance_sampling_level: "token", r per token; "sequence", one r per sequence (GSPO); "sequence_token", the
-            sequence's value with each token's own gradient (GSPO-token).
+            sequence's value with each token's own gradient (GSPO-token). The ratio of a sequence is exp(mean of
+            logp - old), that of GSPO-token this without gradient times exp(logp_t - logp_t without gradient);
+            arXiv:2507.18071 eq. 14.
         mean_advantages: use the mean of the advantages over each sequence, as Fast-LLM's GSPO does; the same where
             they are one per sequence.
     """
@@ -77,7 +77,7 @@ class PPOClip:
             above_zero(self, "delta")
         if self.dual_clip is not None and not number("dual_clip", self.dual_clip) > 1:
             raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
-        one_of("importance_sampling_level", self.importance_sampling_level, RATIOS)
+        one_of("importance_sampling_level", self.importance_sampling_level, ("token", "sequence", "sequence_token"))
         flag("mean_advantages", self.mean_advantages)
 
     @property
@@ -93,14 +93,21 @@ class PPOClip:
         return not self.token_local or self.mean_advantages
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = RATIOS[self.importance_sampling_level](logps, batch)
+        ratio = self._ratio(logps, batch)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
         unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        advantages = sequence_mean(batch.advantages, batch) if self.mean_advantages else batch.advantages
+        advantages = batch.sequence_mean(batch.advantages) if self.mean_advantages else batch.advantages
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
         return _clipped(loss, ratio, advantages, low, high)
+
+    def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        if self.importance_sampling_level == "token":
+            return batch.ratio(logps)
+        of_sequence = logps if self.importance_sampling_level == "sequence" else logps.detach()
+        ratio = bounded_exp(batch.sequence_mean(batch.log_ratio(of_sequence)))
+        return ratio if of_sequence is logps else ratio * torch.exp(logps - logps.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +133,7 @@ class CISPO:
             raise ValueError(f"ratio_min must be at most epsilon_high = {self.epsilon_high}, got {self.ratio_min}")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = token_ratio(logps, batch)
+        ratio = batch.ratio(logps)
         loss = -ratio.detach().clamp(self.ratio_min, self.epsilon_high) * batch.advantages * logps
         return _clipped(loss, ratio, batch.advantages, self.ratio_min, self.epsilon_high)
 
@@ -148,7 +155,7 @@ class SAPO:
         above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = token_ratio(logps, batch)
+        ratio = batch.ratio(logps)
         steepness = _by_sign(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, logps)
         return TokenLoss(-torch.sigmoid(steepness * (ratio - 1)) * (4 / steepness) * batch.advantages, ratio)
 
@@ -190,10 +197,10 @@ class VESPO:
     @torch.no_grad()
     def weight(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         """phi, per sequence and sign of the advantage."""
-        log_w = sequence_sum(batch.log_ratio(logps).clamp(-20.0, 20.0), batch)
+        log_w = batch.sequence_sum(batch.log_ratio(logps).clamp(-20.0, 20.0))
         if batch.importance_ratio is not None:
             log_correction = batch.importance_ratio.log().clamp(self.LOWEST, self.HIGHEST)
-            log_w = log_w + sequence_sum(torch.where(batch.mask, log_correction, 0.0), batch)
+            log_w = log_w + batch.sequence_sum(torch.where(batch.mask, log_correction, 0.0))
         log_w = log_w.clamp(self.LOWEST, self.HIGHEST)
         positive = batch.advantages >= 0
         k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, logps)
@@ -201,7 +208,7 @@ class VESPO:
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        return TokenLoss(-self.weight(logps, batch) * batch.advantages * logps, token_ratio(logps, batch))
+        return TokenLoss(-self.weight(logps, batch) * batch.advantages * logps, batch.ratio(logps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +247,10 @@ class GMPO:
         one_sided = torch.where(
             advantages > 0, log_ratio.clamp(max=self.epsilon_high), log_ratio.clamp(min=-self.epsilon_low)
         )
-        loss = -bounded_exp(sequence_mean(one_sided, batch)) * sequence_mean(advantages, batch)
+        loss = -bounded_exp(batch.sequence_mean(one_sided)) * batch.sequence_mean(advantages)
         if self.mean_importance_ratio and batch.importance_ratio is not None:
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
-            loss = loss * bounded_exp(sequence_mean(torch.where(batch.mask, log_correction, 0.0), batch))
+            loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
         low, high = math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
         return _clipped(loss, bounded_exp(log_ratio), advantages, low, high)
 
@@ -256,7 +263,7 @@ class Reinforce:
     zero_without_advantage: ClassVar[bool] = True
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        return TokenLoss(-batch.advantages * logps, token_ratio(logps, batch))
+        return TokenLoss(-batch.advantages * logps, batch.ratio(logps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +294,7 @@ class DPPO:
         return change < -self.divergence_low, change > self.divergence_high
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio, advantages = token_ratio(logps, batch), batch.advantages
+        ratio, advantages = batch.ratio(logps), batch.advantages
         detached = logps.detach()
         too_low, too_high = self.moved_too_far(detached, detached - batch.log_ratio(detached))
         dropped = torch.where(advantages > 0, too_high, too_low)
@@ -341,7 +348,7 @@ class DRO:
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
-        return TokenLoss(penalty - batch.advantages * logps, token_ratio(logps, batch))
+        return TokenLoss(penalty - batch.advantages * logps, batch.ratio(logps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,8 +393,7 @@ class ClipCov:
         eligible = eligible & ~(plain.clip_low | plain.clip_high)
         lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
         cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
-        loss = torch.where(cut, 0.0, plain.loss)
-        return TokenLoss(loss, plain.ratio, plain.clip_low, plain.clip_high, plain.outside)
+        return plain._replace(loss=torch.where(cut, 0.0, plain.loss))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +414,7 @@ class KLCov:
         at_least_zero(self, "ppo_kl_coef")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = token_ratio(logps, batch)
+        ratio = batch.ratio(logps)
         covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
         held = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
         penalty = torch.where(held, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)

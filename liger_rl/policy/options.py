@@ -1,7 +1,7 @@
 """Checks of options, for the dataclasses that have them. Each error names the option."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -21,30 +21,31 @@ def number(name: str, value: Any) -> float:
 
 
 def at_least_zero(options: object, *names: str) -> None:
-    for name in names:
-        value = number(name, getattr(options, name))
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+    _within(options, names, "at least 0 and finite", lambda value: 0 <= value < math.inf)
 
 
 def above_zero(options: object, *names: str) -> None:
-    for name in names:
-        value = number(name, getattr(options, name))
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    _within(options, names, "above 0 and finite", lambda value: 0 < value < math.inf)
 
 
-def share(options: object, name: str) -> None:
-    value = number(name, getattr(options, name))
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be in (0, 1], got {value}")
+def share(options: object, *names: str) -> None:
+    _within(options, names, "in (0, 1]", lambda value: 0 < value <= 1)
 
 
 def zero_to_one(options: object, *names: str) -> None:
+    _within(options, names, "in [0, 1]", lambda value: 0 <= value <= 1)
+
+
+def _within(options: object, names: tuple[str, ...], expected: str, holds: Callable[[float], bool]) -> None:
     for name in names:
         value = number(name, getattr(options, name))
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        if not holds(value):  # NaN is within nothing
+            raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def whole_number(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
 def flag(name: str, value: Any) -> None:

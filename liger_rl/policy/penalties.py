@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.policy.batch import AlignedBatch, PolicyBatch
+from liger_rl.policy.batch import MAX_LOG_RATIO, AlignedBatch, PolicyBatch
 from liger_rl.policy.options import at_least_zero, flag, number, one_of
-from liger_rl.policy.ratios import MAX_LOG_RATIO
 
 
 def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:

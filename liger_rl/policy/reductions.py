@@ -11,33 +11,45 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
-from liger_rl.policy.options import above_zero
-from liger_rl.policy.sequences import check_sequences, sequence_length
+from liger_rl.policy.options import above_zero, whole_number
 
 Reduction = Callable[[AlignedBatch], Tensor]
 
 
+class _OverSequences:
+    """A reduction that divides by the number of sequences."""
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.num_sequences is None:
+            raise ValueError(
+                "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by "
+                "the number of sequences; got neither"
+            )
+
+    def sequences(self, batch: AlignedBatch) -> float | Tensor:
+        self.check(batch)
+        assert batch.num_sequences is not None
+        return divisor(batch.num_sequences)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SequenceMean:
+class SequenceMean(_OverSequences):
     """m / (len_b num_sequences): the mean over sequences of their token means. arXiv:2402.03300."""
 
     def check(self, batch: AlignedBatch) -> None:
-        check_sequences(batch)
-        _check_count(batch)
+        batch.check_sequences()
+        super().check(batch)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / (sequence_length(batch) * _sequences(batch))
+        return _weights(batch) / (batch.sequence_length() * self.sequences(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceSum:
+class SequenceSum(_OverSequences):
     """m / num_sequences: the mean over sequences of their token sums; longer sequences weigh more. arXiv:2602.05261."""
 
-    def check(self, batch: AlignedBatch) -> None:
-        _check_count(batch)
-
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / _sequences(batch)
+        return _weights(batch) / self.sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +73,7 @@ class GlobalTokenMean:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(f"world_size must be an int of at least 1, got {self.world_size!r}")
+        whole_number("world_size", self.world_size, least=1)
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
@@ -72,7 +83,7 @@ class GlobalTokenMean:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedLengthMean:
+class FixedLengthMean(_OverSequences):
     """m / (num_sequences max_completion_length): no token counts more for its sequence being short.
 
     Dr. GRPO, arXiv:2503.20783.
@@ -86,11 +97,8 @@ class FixedLengthMean:
     def __post_init__(self) -> None:
         above_zero(self, "max_completion_length")
 
-    def check(self, batch: AlignedBatch) -> None:
-        _check_count(batch)
-
     def __call__(self, batch: AlignedBatch) -> Tensor:
-        return _weights(batch) / self.max_completion_length / _sequences(batch)
+        return _weights(batch) / self.max_completion_length / self.sequences(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +117,3 @@ def _weights(batch: AlignedBatch) -> Tensor:
 def divisor(count: int | float | Tensor) -> float | Tensor:
     """A count to divide by, at least 1."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-
-
-def _sequences(batch: AlignedBatch) -> float | Tensor:
-    _check_count(batch)
-    assert batch.num_sequences is not None
-    return divisor(batch.num_sequences)
-
-
-def _check_count(batch: AlignedBatch) -> None:
-    if batch.num_sequences is None:
-        raise ValueError(
-            "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by the "
-            "number of sequences; got neither"
-        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.policy.options import callable_instance
+from liger_rl.policy.options import callable_instance, whole_number
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -28,8 +28,7 @@ class Segments:
     def __post_init__(self) -> None:
         if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):
             raise TypeError("segments.index must be a tensor of integers, (N,)")
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
-            raise ValueError(f"segments.count must be an int of at least 0, got {self.count!r}")
+        whole_number("segments.count", self.count, least=0)
         if self.all_reduce is not None:
             callable_instance("segments.all_reduce", self.all_reduce)
 
@@ -52,8 +51,7 @@ class Segments:
             raise TypeError(f"cu_seqlens must be a tensor of integers, got {kind}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ValueError(f"num_tokens must be an int of at least 0, got {num_tokens!r}")
+        whole_number("num_tokens", num_tokens, least=0)
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             if cu_seqlens[0] != 0:
                 raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
@@ -79,22 +77,18 @@ class _SegmentSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
-        return _sums(values, segments)
+        index = segments.index.long()
+        index = torch.where(index < 0, segments.count, index).clamp(max=segments.count)
+        order = torch.argsort(index, stable=True)
+        lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
+        lengths.scatter_add_(0, index, torch.ones_like(index))
+        # Sorted runs and not scattered adds: float adds in an order that threads decide would differ from run to run.
+        # In float64, because thousands of tokens go into one number.
+        totals = torch.segment_reduce(values.double()[order], "sum", lengths=lengths, initial=0, unsafe=True)
+        if segments.all_reduce is not None:
+            totals = torch.cat([segments.all_reduce(totals[:-1]), totals[-1:]])
+        return totals[index].to(values.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return segment_sum(grad, ctx.segments), None
-
-
-def _sums(values: Tensor, segments: Segments) -> Tensor:
-    index = segments.index.long()
-    index = torch.where(index < 0, segments.count, index).clamp(max=segments.count)
-    order = torch.argsort(index, stable=True)
-    lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
-    lengths.scatter_add_(0, index, torch.ones_like(index))
-    # Sorted runs and not scattered adds: float adds in an order that threads decide would differ from run to run.
-    # In float64, because thousands of tokens go into one number.
-    totals = torch.segment_reduce(values.double()[order], "sum", lengths=lengths, initial=0, unsafe=True)
-    if segments.all_reduce is not None:
-        totals = torch.cat([segments.all_reduce(totals[:-1]), totals[-1:]])
-    return totals[index].to(values.dtype)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
-from texts import sampled  # noqa: E402
-
 from devices import NEEDS_GPU  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
 from liger_rl.head.engines import block_sparse  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from texts import sampled  # noqa: E402
 
 pytestmark = pytest.mark.convergence
 

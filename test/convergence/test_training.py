@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
-from texts import sampled  # noqa: E402
-
 from liger_rl import (  # noqa: E402
     FusedLinearGRPOLoss,
     KLPenalty,
@@ -29,6 +27,7 @@ from liger_rl import (  # noqa: E402
     ppo_loss_fn,
 )
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from texts import sampled  # noqa: E402
 
 pytestmark = pytest.mark.convergence
 

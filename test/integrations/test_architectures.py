@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+import oracles  # noqa: E402
 from hf_models import (  # noqa: E402
     BATCH,
     CONFIGS,
@@ -24,8 +25,6 @@ from hf_models import (  # noqa: E402
     make_batch,
     randomised,
 )
-
-import oracles  # noqa: E402
 from liger_rl.integrations.transformers import (  # noqa: E402
     FusedCausalLMOutput,
     is_swapped,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 
+import oracles  # noqa: E402
 from hf_models import (  # noqa: E402
     LENGTH,
     VOCAB,
@@ -21,8 +22,6 @@ from hf_models import (  # noqa: E402
     gradients,
     make_batch,
 )
-
-import oracles  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, LowRank  # noqa: E402
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head, unswap_lm_head  # noqa: E402
 

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+import oracles  # noqa: E402
 from hf_models import (  # noqa: E402
     BATCH,
     CONVENTIONS,
@@ -35,8 +36,6 @@ from hf_models import (  # noqa: E402
     gradients,
     make_batch,
 )
-
-import oracles  # noqa: E402
 from liger_rl.integrations.transformers import (  # noqa: E402
     FusedCausalLMOutput,
     is_swapped,
