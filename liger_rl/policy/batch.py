@@ -255,7 +255,7 @@ class BatchColumns(TypedDict, total=False):
     num_items_in_batch: int | float | Tensor | None
 
 
-COLUMNS = tuple(BatchColumns.__annotations__)
+KNOWN_COLUMNS = tuple(BatchColumns.__annotations__)
 
 
 def batch_of(
@@ -267,8 +267,10 @@ def batch_of(
         TypeError: an unknown column, or a column beside a whole batch.
     """
     for name in columns:
-        if name not in COLUMNS:
-            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(COLUMNS)}")
+        if name not in KNOWN_COLUMNS:
+            raise TypeError(
+                f"{function} got an unexpected argument {name!r}; its columns are {', '.join(KNOWN_COLUMNS)}"
+            )
     if not isinstance(advantages, PolicyBatch):
         return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
     beside = [*(["mask"] if mask is not None else []), *columns]

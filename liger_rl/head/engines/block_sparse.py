@@ -1,14 +1,15 @@
 """The backward of the blocks that matter: which of the gradient's blocks are computed, and their products.
 
-A block is BLOCK_TOKENS tokens times BLOCK_VOCAB words of dL/dlogits. The forward's statistics bound each block's sum of
-squares. The smallest are left out while their bounds add up to at most tolerance^2 times a lower bound of the whole
-gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the loss.
+A block is BLOCK_TOKENS tokens times BLOCK_VOCAB vocabulary entries of dL/dlogits. The forward's statistics bound each
+block's sum of squares. The smallest are left out while their bounds add up to at most tolerance^2 times a lower bound
+of the whole gradient's, so that dL/dlogits is within `tolerance` of the exact one in the Frobenius norm, whatever the
+loss.
 
-What is left out of a token's row of a block is replaced by its sum, which the forward knows too, shared among the words
-as they share the tile's mass in a sample of the tokens (`left_out_blocks_triton.tile_shares`). The bounds are of what
-that leaves. It keeps what the products need most: dL/dlogits adds up to zero over the vocabulary, and the rows of a
-trained weight have much in common, so that a sum which is a thousandth off is a large error of dL/dhidden; and words
-that a policy rarely says are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense
+What is left out of a token's row of a block is replaced by its sum, which the forward knows too. The tile's entries
+share it as they share the tile's mass in a sample of the tokens (`left_out_blocks_triton.tile_shares`). The bounds are
+of what that leaves. It keeps what the products need most. dL/dlogits adds up to zero over the vocabulary, and the rows
+of a trained weight have much in common, so a sum that is a thousandth off is a large error of dL/dhidden. And ids that
+a policy rarely samples are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense
 products.
 
 Bounds are made where the product with the fold in its epilogue runs. All kernels here are Triton's, imported when
@@ -45,7 +46,7 @@ class ChosenBlocks:
     counted: Tensor  # see `left_out_blocks_triton.count`
     numbers: HostAnswer  # the same
     left_out: Tensor  # (n, padded tiles) sums of what is left out of dL/dx, in the dtype of products
-    shares: Tensor  # (V,) of these, of a tile's words
+    shares: Tensor  # (V,) of these, of a tile's entries
     from_left_out: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
 
 
