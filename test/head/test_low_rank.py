@@ -1,6 +1,7 @@
 """A head with low-rank terms against the full logits of the merged weight in float64."""
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -267,7 +268,7 @@ def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
     monkeypatch.setattr(projection, "for_device", lambda device: triton)
     if dtype == torch.float16:
         skip_where_misread(40)
-        monkeypatch.setattr(projection, "gemm_grad_for", lambda *_: gemm_grad)
+        monkeypatch.setattr(projection, "epilogue_for", lambda *_: SimpleNamespace(gemm_grad=gemm_grad))
     inputs = problem((40,), 24, 300, 5, dtype, device=device)
     found, expected, other = ours(inputs), truth(inputs), eager(inputs)
     assert seen == ([(300, 40)] if dtype == torch.float16 else [])

@@ -1,6 +1,6 @@
 """The block-sparse backward in plain PyTorch: bounds, choice, shares and products that Triton's kernels must equal.
 
-It imports none of the kernels under test: only the plain data types of `liger_rl.kernels.statistics` and `block_plan`,
+It imports none of the kernels under test: only the plain data types of `liger_rl.kernels.statistics`,
 and the dense formulas and products of `eager` and `gemm`, which have tests of their own. Its constants are its own.
 
 With g = dL/dlogp, e = dL/dentropy and p the softmax,
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager, gemm
-from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.eager import entropy_term, target_gradient, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -25,6 +24,7 @@ from liger_rl.kernels.statistics import (
     MASS_SCALE,
     MOMENT_SCALE,
     SAMPLES,
+    BlockPlan,
     TileBounds,
     TileShares,
     TileStatistics,

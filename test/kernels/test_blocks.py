@@ -16,11 +16,11 @@ from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines import two_pass as projection
 from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
 from liger_rl.kernels import eager
-from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     SAMPLES,
+    BlockPlan,
     Fold,
     TileBounds,
     TileShares,
@@ -131,10 +131,10 @@ def test_bound_holds(kind, transform, with_entropy):
         kept = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.words
+        by_word = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
         torch.testing.assert_close(chosen.from_left_out, by_word @ weight, rtol=1e-4, atol=1e-5 * by_word.abs().max())
         sums = chosen.left_out.double() * (transform.temperature / transform.scale)
-        by_word = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.words
+        by_word = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
         assert not by_word[kept != 0].any()
         assert (left_out - by_word).norm() <= relative * exact.norm()
         if transform.softcap is None:
@@ -485,7 +485,7 @@ def test_shares_as_kernels(tokens, vocab, hidden_size, transform, with_bias, dty
     mixed = (p / p.sum(1, keepdim=True)).nan_to_num(0.0).sum(0)
     shares = torch.cat([(part / part.sum()).nan_to_num(0.0) for part in mixed.split(BLOCK_VOCAB)])
     close = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-3}
-    torch.testing.assert_close(expected.words.double(), shares, **close)
+    torch.testing.assert_close(expected.entries.double(), shares, **close)
     for mine, other in zip(found, expected, strict=True):
         assert mine.dtype == other.dtype
         torch.testing.assert_close(mine, other, **close)
@@ -557,7 +557,7 @@ def test_shares_of_which_nothing_is_known(why):
         gradients.at_target.zero_()
     for kernels in (block_oracles, left_out_blocks_triton):
         shares = shares_by(kernels, hidden, (targets, statistics, gradients), weight)
-        assert not shares.words[:BLOCK_VOCAB].any()
+        assert not shares.entries[:BLOCK_VOCAB].any()
         assert shares.squares[0] == 0
         assert not shares.rows[0].any()
         assert all(part.isfinite().all() for part in shares)

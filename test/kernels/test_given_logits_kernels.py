@@ -7,11 +7,10 @@ import torch
 
 import oracles
 from liger_rl import LogitTransform
-from liger_rl.kernels import given_logits as rows
-from liger_rl.kernels import given_logits_triton as rows_triton
+from liger_rl.kernels import compiled, plain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = pytest.mark.parametrize("kernels", [rows, rows_triton], ids=["eager", "triton"])
+KERNELS = pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
 TRANSFORMS = [
     LogitTransform(),
     LogitTransform(temperature=0.7),
@@ -89,7 +88,7 @@ def test_in_the_memory_of_the_logits(dtype, entropy):
     grad = torch.randn(targets.numel(), device=DEVICE)
     gradients = (grad, grad.flip(0) if entropy else None)
     outs = []
-    for kernels in (rows, rows_triton):
+    for kernels in (plain, compiled):
         place = logits.clone()
         found = kernels.fold_rows(place, targets, mask, TRANSFORMS[1], entropy=entropy)
         kernels.grad_rows(place, targets, mask, TRANSFORMS[1], found, *gradients, place, add=False)

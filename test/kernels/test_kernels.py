@@ -9,14 +9,13 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
-from liger_rl import kernels as rooms
 from liger_rl.head.engines import two_pass as projection
-from liger_rl.kernels import eager, gemm
+from liger_rl.kernels import eager, for_device, gemm, plain, selection
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 from peaks import tensor_peak
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import scatter, scatter_triton
+from liger_rl.kernels import compiled, epilogue
 from liger_rl.kernels import tile_triton as triton
 
 # Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
@@ -261,8 +260,6 @@ NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpret
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "options"), FOLDED)
 def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, dtype, monkeypatch):
     """Against float64, no further than the product of the same rounded matrices in float32 and its fold."""
-    from liger_rl.kernels import epilogue
-
     skip_where_misread(hidden_size)
 
     options = dict(options)
@@ -298,8 +295,6 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
 @pytest.mark.parametrize("softcap", [None, 100.0])
 def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     """However large the logit of the word that leads: what rounding it leaves is not taken for probability."""
-    from liger_rl.kernels import epilogue
-
     tokens, vocab = 256, 600
     leads = torch.linspace(8.0, 150.0, tokens)
     hidden = torch.zeros(tokens, 64)
@@ -328,8 +323,6 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
 )
 def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
     """Statistics are finite however far a cap is, and those of the words as far as a tanh in float32 says."""
-    from liger_rl.kernels import epilogue
-
     tokens, vocab = 256, 512 if whole else 600
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
@@ -347,8 +340,6 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
 @pytest.mark.parametrize("banned", [False, True])
 def test_large_logits_in_the_epilogue(level, banned):
     """Words that all have one logit are as likely as each other, and ones that are far below have no share."""
-    from liger_rl.kernels import epilogue
-
     hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (130, 600))
     bias = torch.full((600,), level, device=DEVICE)
     lower = torch.tensor(-math.inf, device=DEVICE)
@@ -363,8 +354,6 @@ def test_large_logits_in_the_epilogue(level, banned):
 
 
 def test_product_with_fold_under_another_default_dtype():
-    from liger_rl.kernels import epilogue
-
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
     hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
     inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
@@ -379,8 +368,6 @@ def test_product_with_fold_under_another_default_dtype():
 
 def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
     """Equal rows of the weight give equal logits, within a tile and from tile to tile."""
-    from liger_rl.kernels import epilogue
-
     hidden = torch.randn(128, 64).to(DEVICE, torch.float16)
     weight = (torch.randn(600, 64) / 8).to(DEVICE, torch.float16)
     weight[[40, 50, 550]] = 2.0 * hidden[:1]
@@ -393,10 +380,10 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 def test_which_fold_is_taken():
     from liger_rl.kernels import devices as limits
-    from liger_rl.kernels import gemm_fold_for
+    from liger_rl.kernels import epilogue_for
 
     hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
-    assert (gemm_fold_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
+    assert (epilogue_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
     for other in (
         hidden[:100],
         hidden.float(),
@@ -406,15 +393,13 @@ def test_which_fold_is_taken():
         hidden.mT.contiguous().mT,
     ):
         width = other.shape[1]
-        assert gemm_fold_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
+        assert epilogue_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
 
 
 @pytest.mark.parametrize(("version", "known"), [
     ("3.6.0", True), ("3.6.1+git1234", True), ("3.6.0a0", True), ("3.4.0", False), ("3.7.0", False), ("3.60.0", False),
 ])  # fmt: skip
 def test_which_gluon_is_known(version, known, monkeypatch):
-    from liger_rl.kernels import epilogue
-
     monkeypatch.setattr("triton.__version__", version)
     assert epilogue.gluon_is_known() == known
 
@@ -462,8 +447,6 @@ def test_both_forwards_agree():
 )
 def test_gradient_in_the_epilogue_of_a_product(tokens, hidden_size, span, transform, bias, entropy, dtype):
     """Against the eager gradient of the same tile in float32: one rounding to the products' dtype."""
-    from liger_rl.kernels import epilogue
-
     skip_where_misread(hidden_size)
 
     first, last = span
@@ -516,38 +499,31 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (scatter.ROWS + 3, 9), (2, 5000)])
-@pytest.mark.parametrize("scattered", [scatter, scatter_triton], ids=["eager", "triton"])
-def test_rows_are_scattered(scattered, rows, size, dtype):
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (selection.ROWS + 3, 9), (2, 5000)])
+@pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
+def test_rows_are_scattered(kernels, rows, size, dtype):
     """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
-    if scattered is scatter_triton and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+    if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter truncates where the compiler rounds to bfloat16")
     values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]
     index = torch.randperm(2 * rows)[:rows].to(DEVICE)
     out = torch.full((2 * rows, size), 7.0, device=DEVICE, dtype=dtype)
     expected = out.clone()
     expected[index] = values.to(dtype)
-    scattered.scatter_rows(values, index, out)
+    kernels.scatter_rows(values, index, out)
     assert torch.equal(out, expected)
-    scattered.scatter_rows(values[:0], index[:0], out)
+    kernels.scatter_rows(values[:0], index[:0], out)
     assert torch.equal(out, expected)
 
 
 def test_every_device_has_its_kernels():
     """What is called on CUDA is there, with the arguments of the plain function."""
-    names_of = {
-        rooms.for_device: ("fold", "grad"),
-        rooms.rows_for: ("fold_rows", "grad_rows"),
-        rooms.selection_for: ("select",),
-        rooms.scatter_for: ("scatter_rows",),
-        rooms.kept_for: ("keep", "grad_kept", "scale_"),
-    }
-    for room, names in names_of.items():
-        plain, compiled = room(torch.device("cpu")), room(torch.device("cuda"))
-        assert plain is not compiled
-        for name in names:
-            expected = list(inspect.signature(getattr(plain, name)).parameters)
-            assert list(inspect.signature(getattr(compiled, name)).parameters) == expected, (plain, name)
+    assert for_device(torch.device("cpu")) is plain
+    assert for_device(torch.device("cuda")) is compiled
+    assert plain.__all__ == compiled.__all__
+    for name in plain.__all__:
+        mine, other = (list(inspect.signature(getattr(module, name)).parameters) for module in (compiled, plain))
+        assert mine == other, name
 
 
 @pytest.mark.parametrize("rows", [0, 7, 256, 1100])

@@ -28,8 +28,7 @@ from liger_rl import (
 )
 from liger_rl.head.engines import choose, one_pass
 from liger_rl.head.engines import two_pass as projection
-from liger_rl.kernels import saved_exponentials_triton as kept_triton
-from liger_rl.kernels import tile_triton as triton
+from liger_rl.kernels import compiled
 from liger_rl.kernels.saved_exponentials import Kept
 
 VOCAB, HIDDEN = 129, 16
@@ -401,8 +400,7 @@ def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
     for module in (projection, one_pass):
-        monkeypatch.setattr(module, "kept_for", lambda device: kept_triton)
-    monkeypatch.setattr(projection, "for_device", lambda device: triton)
+        monkeypatch.setattr(module, "for_device", lambda device: compiled)
     if dtype == torch.float16:  # which the interpreter rounds to as it should, unlike bfloat16
         monkeypatch.setattr(grpo, "one_pass_obstacle", lambda *_, **__: None)
     data = batch(2, 5, dtype, device, vocab=300)

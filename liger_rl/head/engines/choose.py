@@ -22,7 +22,7 @@ from liger_rl.head.engines.two_pass import (
     kind_of,
     plan_tiles,
 )
-from liger_rl.kernels import gemm, scatter
+from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import BLOCKS_BYTES, MIN_TOKENS, STATISTICS_BYTES, call_lacks, compiles, gpu_lacks, gpu_of
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, SAMPLES
@@ -150,7 +150,7 @@ class HeadShape:
             return kept + first
         second = max(tile_bytes(backward, c if compiles(self.device) else 0), blocks)
         if self.needs[0]:
-            rounded = 0 if compiles(self.device) else min(n, scatter.ROWS) * self.hidden_size * s
+            rounded = 0 if compiles(self.device) else min(n, selection.ROWS) * self.hidden_size * s
             second += 4 * n * (self.hidden_size + self.rank) + rounded
         one_product = self.cuda and n <= backward.tokens and self.weight_dtype == self.options.compute_dtype
         if self.needs[1] and (self.sum_bytes or self.rank) and not one_product:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_rl.head.engines.two_pass import ProjectionOptions, fold_projection, plan_tiles
-from liger_rl.kernels import gemm_fold_for
+from liger_rl.kernels import epilogue_for
 from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.statistics import TokenStatistics
 
@@ -31,7 +31,7 @@ def fold_invariant(
     """As `fold_projection`, each token's statistics a function of its own row and the head alone, bit for bit."""
     n = hidden.shape[0]
     rows, ids = _made_up(hidden, MIN_TOKENS), _made_up(targets, MIN_TOKENS)
-    if gemm_fold_for(rows, weight) is None:
+    if epilogue_for(rows, weight) is None:
         rows, ids = _made_up(hidden, INVARIANT_TOKENS), _made_up(targets, INVARIANT_TOKENS)
         vocab, hidden_size = weight.shape
         bytes_per_logit = 4 if compiles(hidden.device) else 12

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import BLOCKS_BYTES, compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Fold, TileBounds, TokenGradients, TokenStatistics
@@ -110,15 +110,15 @@ def fold_projection(
     n, vocab = hidden.shape[0], weight.shape[0]
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
     free = options.chunks_are_free and low_rank is None
-    whole_fold = gemm_fold_for(hidden, weight) if free else None
+    epilogue = epilogue_for(hidden, weight) if free else None
     shard = options.shard
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-    if whole_fold is not None:
-        return whole_fold(
+    if epilogue is not None:
+        return epilogue.gemm_fold(
             hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
             bounded=bounded, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
-    fold = for_device(hidden.device).fold
+    kernels = for_device(hidden.device)
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
@@ -133,9 +133,9 @@ def fold_projection(
         for start, stop in spans(n, tiles.tokens):
             rows = slice(start, stop)
             logits = gemm.matmul(hidden[rows], weight_tile.T)
-            fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
+            kernels.fold(logits, targets[rows], first, bias_tile, options.transform, state.take(rows))
             if kept is not None:
-                kept_for(hidden.device).keep(logits, first, bias_tile, options.transform, kept.rows(rows))
+                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(rows))
             del logits  # or it would stay alive while the next tile is allocated
     state = state if over_ranks is None else over_ranks(state)
     return state.finish(with_target=kept is not None), None
@@ -218,9 +218,9 @@ def grad_projection(
         factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
         hidden = factor[:, : hidden.shape[1]]
     grad = for_device(hidden.device).grad
-    gemm_grad = gemm_grad_for(factor, weight) if options.chunks_are_free else None
+    epilogue = epilogue_for(factor, weight) if options.chunks_are_free else None
     bytes_per_gradient = options.compute_dtype.itemsize
-    bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if compiles(hidden.device) else 12
+    bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     in_place = options.weight_grad is not None
@@ -236,8 +236,8 @@ def grad_projection(
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         rows, row_targets, row_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
-        if gemm_grad is not None:
-            return gemm_grad(rows, weight_tile, bias_tile, row_targets, first, options.transform, row_tokens)
+        if epilogue is not None:
+            return epilogue.gemm_grad(rows, weight_tile, bias_tile, row_targets, first, options.transform, row_tokens)
         logits = gemm.matmul(rows, weight_tile.T)
         out = logits if logits.dtype == options.compute_dtype else torch.empty_like(logits, dtype=options.compute_dtype)
         grad(logits, row_targets, first, bias_tile, options.transform, row_tokens, out)
