@@ -43,9 +43,7 @@ def _blocks_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (V, H)
     out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
-    block_row,
-    block_tile,
-    tile_end,  # (tiles,)
+    lists,  # `BlockLists`
     tiles,
     room,  # the first so many blocks are computed,
     most_of_row,  # and none if a row of blocks has more than these on average
@@ -62,9 +60,9 @@ def _blocks_kernel(
     PROGRAMS: tl.constexpr,
 ):
     tokens = tl.load(wanted)
-    count = _blocks_to_compute(tl.load(tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
+    count = _blocks_to_compute(tl.load(lists.tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
-        row, tile = tl.load(block_row + block), tl.load(block_tile + block)
+        row, tile = tl.load(lists.row + block), tl.load(lists.tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         column, first = tl.arange(0, TILE_VOCAB), tile * TILE_VOCAB
         live = token < tokens
@@ -76,27 +74,27 @@ def _blocks_kernel(
 
 @triton.jit
 def _sum_row(
-    item, blocks, weight, out, block_tile, by_row, row_end, row_count, row_order, tokens, hidden_size,
+    item, blocks, weight, out, lists, tokens, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the hidden states' gradient for one row of blocks."""
     STEPS: tl.constexpr = TILE_VOCAB // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a row's blocks, and its tiles of the weight.
-    row, part = tl.load(row_order + item // parts), item % parts
+    row, part = tl.load(lists.row_order + item // parts), item % parts
     total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
-    end = tl.load(row_end + row)
-    first = end - tl.load(row_count + row)
+    end = tl.load(lists.row_end + row)
+    first = end - tl.load(lists.row_count + row)
     # Which block comes next is loaded a step ahead: a tile whose address is loaded in its own step is fetched one step
     # before it is used, and not two.
-    block = tl.load(by_row + first, mask=first < end, other=0)
-    tile = tl.load(block_tile + block, mask=first < end, other=0)
+    block = tl.load(lists.by_row + first, mask=first < end, other=0)
+    tile = tl.load(lists.tile + block, mask=first < end, other=0)
     for step in tl.range(first * STEPS, end * STEPS):
         entry = (step % STEPS) * STEP
         grad = blocks.load([block * TILE_TOKENS, entry])
         total = tl.dot(grad, weight.load([tile * TILE_VOCAB + entry, part * COLUMNS]), total)
-        block = tl.load(by_row + tl.minimum((step + 1) // STEPS, end - 1))
-        tile = tl.load(block_tile + block)
+        block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
+        tile = tl.load(lists.tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
@@ -106,23 +104,23 @@ def _sum_row(
 
 @triton.jit
 def _sum_tile(
-    item, blocks, hidden, out, start, shares, block_row, tile_end, tile_count, tile_order, first, vocab, hidden_size,
+    item, blocks, hidden, out, start, shares, lists, first, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the weight's gradient for one tile of the vocabulary, onto the shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a tile's blocks.
-    tile, part = tl.load(tile_order + item // parts), item % parts
+    tile, part = tl.load(lists.tile_order + item // parts), item % parts
     total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
-    end = tl.load(tile_end + tile)
-    start_block = end - tl.load(tile_count + tile)
-    row = tl.load(block_row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
+    end = tl.load(lists.tile_end + tile)
+    start_block = end - tl.load(lists.tile_count + tile)
+    row = tl.load(lists.row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
         grad = blocks.load([step // STEPS * TILE_TOKENS + token, 0])
         total = tl.dot(grad.T, hidden.load([row * TILE_TOKENS + token, part * COLUMNS]), total)
-        row = tl.load(block_row + tl.minimum((step + 1) // STEPS, end - 1))
+        row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
     entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
@@ -137,21 +135,13 @@ def _sums_kernel(
     row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
     weight,  # descriptor of (V, H)
     grad_hidden,  # (tokens, H) float32, added to
-    block_tile,
-    by_row,
-    row_end,
-    row_count,
-    row_order,
     tokens,
     tile_blocks,  # descriptor of the same blocks
     hidden,  # descriptor of (tokens, H)
     grad_weight,  # descriptor of (V, H)
     weight_start,  # (tiles, H) float32
     shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
-    block_row,
-    tile_end,
-    tile_count,
-    tile_order,
+    lists,  # `BlockLists`
     first,  # tile of the vocabulary
     vocab,
     hidden_size,
@@ -167,14 +157,14 @@ def _sums_kernel(
     if item < row_items:
         if HIDDEN:
             _sum_row(
-                item, row_blocks, weight, grad_hidden, block_tile, by_row, row_end, row_count, row_order, tokens,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
+                item, row_blocks, weight, grad_hidden, lists, tokens, hidden_size,
+                TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
             )  # fmt: skip
     else:
         if WEIGHT:
             _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, block_row, tile_end,
-                tile_count, tile_order, first, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, lists, first, vocab,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
             )  # fmt: skip
 
 
@@ -184,8 +174,7 @@ def _bias_kernel(
     out,  # (V,)
     start,  # (tiles,) float32
     shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
-    tile_end,
-    tile_count,
+    lists,  # `BlockLists`
     first,
     vocab,
     TILE_TOKENS: tl.constexpr,
@@ -196,8 +185,8 @@ def _bias_kernel(
     token = tl.arange(0, TILE_TOKENS)
     entry = (first + tile) * TILE_VOCAB + column
     total = tl.load(shares + entry, mask=entry < vocab, other=0.0) * tl.load(start + first + tile)
-    end = tl.load(tile_end + tile)
-    for block in range(end - tl.load(tile_count + tile), end):
+    end = tl.load(lists.tile_end + tile)
+    for block in range(end - tl.load(lists.tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
         total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
     tl.store(out + entry, total.to(out.dtype.element_ty), mask=entry < vocab)
@@ -295,8 +284,7 @@ def grad_blocks(
                     grad_bias,
                     start.bias,
                     shares,
-                    span.tile_end,
-                    span.tile_count,
+                    span,
                     first,
                     weight.shape[0],
                     BLOCK_TOKENS,
@@ -337,9 +325,7 @@ def _store_blocks(
         TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
         TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
         TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
-        span.row,
-        span.tile,
-        span.tile_end,
+        span,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
         most_of_row,
@@ -383,11 +369,6 @@ def _store_sums(
         TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
         TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
         start.hidden,
-        span.tile,
-        span.by_row,
-        span.row_end,
-        span.row_count,
-        span.row_order,
         hidden.shape[0],
         TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
         TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
@@ -395,10 +376,7 @@ def _store_sums(
         TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
         start.weight,
         shares,
-        span.row,
-        span.tile_end,
-        span.tile_count,
-        span.tile_order,
+        span,
         first,
         weight.shape[0],
         size,

@@ -11,15 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.softmax import (
-    LOWEST,
-    folded,
-    gradient,
-    one_minus_exp,
-    times_derivative,
-    token_terms,
-    transformed,
-)
+from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -201,12 +193,7 @@ def _grad_kernel(
 
 
 def fold(
-    logits: Tensor,
-    targets: Tensor,
-    first: int,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    state: Fold,
+    logits: Tensor, targets: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, state: Fold
 ) -> None:
     """As `eager.fold`; the last dimension of `logits` must be contiguous."""
     _launch_fold(logits, targets, None, bias, first, transform, state, None)
