@@ -70,8 +70,11 @@ class OnCuda:
 def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
-    hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
-    assert (rooms.epilogue_for(hidden, weight) is not None) == taken
+    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (512, 900))
+    assert (rooms.epilogue_for(OnCuda(hidden), OnCuda(weight)) is not None) == taken
+    for other in (hidden[:511], hidden.float(), hidden.half(), hidden[:, :60], hidden[:, 1:], hidden.T.contiguous().T):
+        narrow = weight[:, : other.shape[1]].contiguous()
+        assert rooms.epilogue_for(OnCuda(other), OnCuda(narrow)) is None
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,7 @@ def expected(logits, targets, mask, transform, grad_logps, grad_entropy):
     leaf = logits.double().requires_grad_()
     used = leaf if targets.dim() == 1 else leaf[:, : targets.shape[1]]
     counts = counted(logits, targets, mask)
-    logps, entropy = oracles.logits_logprobs(
-        used, torch.where(counts, targets, 0).long(), temperature=transform.temperature, softcap=transform.softcap,
-        scale=transform.scale,
-    )  # fmt: skip
+    logps, entropy = oracles.logits_logprobs(used, torch.where(counts, targets, 0).long(), **vars(transform))
     logps, entropy = (torch.where(counts, values, 0.0) for values in (logps, entropy))
     loss = (logps.flatten() * grad_logps).sum()
     if grad_entropy is not None:

@@ -90,14 +90,13 @@ def test_fold(rows, spans, dtype, transform, bias, entropy):
         if other is not None:
             tolerance = 1e-5 if name != "sum_logits" else 1e-5 * math.sqrt(spans[-1][1])
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
-    truth = oracles.logits_logprobs(x, targets, **options)
+    truth = oracles.logits_logprobs(x, targets, **vars(transform))
     statistics = found.finish()
     torch.testing.assert_close(statistics.logps.double(), truth[0], rtol=1e-5, atol=1e-5)
     if entropy:
         torch.testing.assert_close(statistics.entropy.double(), truth[1], rtol=1e-5, atol=2e-5)
     for statistics in (found.finish(), expected.finish()):
-        assert_extras(statistics, oracles.transformed(x, **options), targets)
+        assert_extras(statistics, oracles.transformed(x, **vars(transform)), targets)
 
 
 def test_what_is_not_asked_for_is_not_there():
@@ -137,18 +136,6 @@ def test_grad(rows, spans, dtype, transform, bias, entropy):
                 outs.append(out.float())
             tolerance = 1e-5 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps
             torch.testing.assert_close(*outs, rtol=tolerance, atol=1e-5)
-
-
-def test_fold_into_part_of_a_state():
-    """The tile loop folds chunks of tokens into views of one state."""
-    spans = [(0, 129)]
-    logits, targets, _ = make(6, spans, torch.float32, False)
-    state = Fold.start(6, DEVICE, entropy=True, extras=EXTRAS)
-    for part in (slice(0, 4), slice(4, 6)):
-        triton.fold(logits[part], targets[part], 0, None, LogitTransform(), state.take(part))
-    whole = folded(triton, logits, targets, spans, None, LogitTransform(), entropy=True)
-    for mine, expected in zip(state, whole, strict=True):
-        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])  # quotients that no kernel rounds
@@ -275,19 +262,14 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
     assert not options
     found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras)
     doubles = [None if x is None else x.double() for x in (hidden, weight, bias)]
-    logps, entropies = oracles.logprobs(
-        doubles[0], doubles[1], targets, bias=doubles[2],
-        temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale,
-    )  # fmt: skip
+    logps, entropies = oracles.logprobs(doubles[0], doubles[1], targets, bias=doubles[2], **vars(transform))
     torch.testing.assert_close(found.logps.double(), logps, rtol=0.0, atol=1e-5)
     assert (found.entropy is None) == (not entropy)
     if entropy:
         torch.testing.assert_close(found.entropy.double(), entropies, rtol=0.0, atol=1e-5)
     assert (found.log_sum_sq_probs is None) == (found.sum_logits is None) == (found.is_top1 is None) == (not extras)
     if extras:
-        z = oracles.linear_logits(
-            *doubles, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale
-        )
+        z = oracles.linear_logits(*doubles, **vars(transform))
         assert 0 < found.is_top1.sum() < tokens
         assert_extras(found, z, targets)
 
@@ -375,25 +357,6 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
     targets = torch.tensor([40, 50, 550, 7], device=DEVICE).repeat(32)
     found, _ = epilogue.gemm_fold(hidden, weight, None, targets, LogitTransform(), entropy=False, extras=("is_top1",))
     assert found.is_top1.tolist() == [True, False, False, False] * 32
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
-def test_which_fold_is_taken():
-    from liger_rl.kernels import devices as limits
-    from liger_rl.kernels import epilogue_for
-
-    hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
-    assert (epilogue_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
-    for other in (
-        hidden[:100],
-        hidden.float(),
-        hidden.half(),
-        hidden[:, :60],
-        hidden[:, 1:],
-        hidden.mT.contiguous().mT,
-    ):
-        width = other.shape[1]
-        assert epilogue_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
 
 
 @pytest.mark.parametrize(("version", "known"), [

@@ -52,8 +52,7 @@ def token_gradients(logits, targets, bias, transform, entropy) -> tuple[TokenGra
 
 def truth_of(logits, targets, bias, transform, tokens):
     x = logits.double().requires_grad_()
-    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
-    logps, entropy = oracles.logits_logprobs(x if bias is None else x + bias.double(), targets, **options)
+    logps, entropy = oracles.logits_logprobs(x if bias is None else x + bias.double(), targets, **vars(transform))
     loss = (logps * tokens.grad_logps.double()).sum()
     if tokens.grad_entropy is not None:
         loss = loss + (entropy * tokens.grad_entropy.double()).sum()
