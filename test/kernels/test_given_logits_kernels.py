@@ -129,7 +129,7 @@ def test_a_nan_in_a_row_that_counts_stays(kernels):
 @pytest.mark.parametrize(
     "transform", [*TRANSFORMS[:2], LogitTransform(temperature=0.5), LogitTransform(temperature=3.0)]
 )
-def test_banned_words(kernels, transform):
+def test_banned_ids(kernels, transform):
     """-inf has probability 0, whichever way the reciprocal of a temperature is rounded."""
     logits, targets, mask = problem("masked", 140, torch.float32)
     logits[..., 100:] = -math.inf

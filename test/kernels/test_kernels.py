@@ -35,7 +35,7 @@ CASES = [
     (2, [(0, 9001)], torch.float32, LogitTransform(softcap=30.0), True, True),
     pytest.param(300, [(0, 151936)], torch.bfloat16, LogitTransform(), False, True, marks=NEEDS_GPU),
     pytest.param(
-        # A softcap of 2 would round the largest of so many words to one number, and which of them is first is noise.
+        # A softcap of 2 would round the largest of so many ids to one number, and which of them is first is noise.
         300,
         [(0, 65536), (65536, 131072), (131072, 151936)],
         torch.float32,
@@ -110,7 +110,7 @@ def test_what_is_not_asked_for_is_not_there():
 
 
 @pytest.mark.parametrize("spans", [[(0, 90)], [(0, 30), (30, 60), (60, 90)]])
-def test_a_tie_counts_for_the_earlier_word(spans):
+def test_a_tie_counts_for_the_earlier_id(spans):
     """As argmax: the first of several equal logits is the top one, within a tile and from tile to tile."""
     logits = torch.full((4, 90), -1.0, device=DEVICE)
     logits[:2, 20] = logits[:2, 25] = logits[2:, 10] = logits[2:, 70] = 2.0
@@ -139,7 +139,7 @@ def test_grad(rows, spans, dtype, transform, bias, entropy):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])  # quotients that no kernel rounds
-def test_banned_words_and_large_logits(temperature):
+def test_banned_ids_and_large_logits(temperature):
     """-inf columns and logits of +-1e4, a whole tile of -inf included, in either order."""
     transform = LogitTransform(temperature=temperature)
     logits = torch.randn(4, 96, device=DEVICE)
@@ -276,7 +276,7 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
 
 @pytest.mark.parametrize("softcap", [None, 100.0])
 def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
-    """However large the logit of the word that leads: what rounding it leaves is not taken for probability."""
+    """However large the logit of the id that leads: what rounding it leaves is not taken for probability."""
     tokens, vocab = 256, 600
     leads = torch.linspace(8.0, 150.0, tokens)
     hidden = torch.zeros(tokens, 64)
@@ -304,7 +304,7 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     [(1024.0, 1.0), (1030.0, 1.0), (30.0, 1e-3), (30.0, 1e-8), (30.0, 1e-9), (1e10, 1.0), (3e38, 1.0)],
 )
 def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
-    """Statistics are finite however far a cap is, and those of the words as far as a tanh in float32 says."""
+    """Statistics are finite however far a cap is, and those of the ids as far as a tanh in float32 says."""
     tokens, vocab = 256, 512 if whole else 600
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
@@ -321,7 +321,7 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
 @pytest.mark.parametrize("level", [2.6e8, -5e8, 6e8, 1e30, 3e38, -3e38, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("banned", [False, True])
 def test_large_logits_in_the_epilogue(level, banned):
-    """Words that all have one logit are as likely as each other, and ones that are far below have no share."""
+    """Ids that all have one logit are as likely as each other, and ones that are far below have no share."""
     hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (130, 600))
     bias = torch.full((600,), level, device=DEVICE)
     lower = torch.tensor(-math.inf, device=DEVICE)
@@ -348,7 +348,7 @@ def test_product_with_fold_under_another_default_dtype():
     assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
 
 
-def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
+def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
     """Equal rows of the weight give equal logits, within a tile and from tile to tile."""
     hidden = torch.randn(128, 64).to(DEVICE, torch.float16)
     weight = (torch.randn(600, 64) / 8).to(DEVICE, torch.float16)

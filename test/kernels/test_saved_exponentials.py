@@ -181,7 +181,7 @@ def test_a_banned_id_under_a_softcap(entropy, kernels):
 
 @BOTH
 @pytest.mark.parametrize("entropy", [False, True])
-def test_banned_words_and_large_logits(kernels, entropy):
+def test_banned_ids_and_large_logits(kernels, entropy):
     """-inf columns and logits of +-1e4, a whole tile of -inf included."""
     logits = torch.randn(4, 96, device=DEVICE)
     logits[0, 10:60] = -math.inf
