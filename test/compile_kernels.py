@@ -20,19 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.kernels import blocks_triton, epilogue, scatter_triton, selection_triton
-from liger_rl.kernels import bounds_triton as tiles
-from liger_rl.kernels import devices as limits
-from liger_rl.kernels import given_logits_triton as rows_triton
-from liger_rl.kernels import left_out_blocks_triton as choice_triton
-from liger_rl.kernels import saved_exponentials_triton as kept_triton
-from liger_rl.kernels import tile_triton as tile_kernels
-from liger_rl.kernels.block_plan import BlockPlan
+from liger_rl.kernels import blocks_triton, bounds_triton, compiled, devices, epilogue, left_out_blocks_triton, softmax
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     EXTRAS,
+    BlockPlan,
     Fold,
     TileBounds,
     TileStatistics,
@@ -53,11 +47,11 @@ class Target(NamedTuple):
     shared_bytes: int  # of a program, at most: `shared_memory_per_block_optin`
 
     @property
-    def gpu(self) -> limits.Gpu:
+    def gpu(self) -> devices.Gpu:
         arch = str(self.compiler.arch).removeprefix("gfx")
         capability = (9, int(arch[1])) if self.amd else divmod(self.compiler.arch, 10)
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-        return limits.Gpu(capability, self.shared_bytes, self.amd, version)
+        return devices.Gpu(capability, self.shared_bytes, self.amd, version)
 
     @property
     def amd(self) -> bool:
@@ -112,27 +106,27 @@ def tile_by_tile(transform: LogitTransform, entropy: bool) -> None:
     logits, targets = ones(N, V), torch.zeros(N, dtype=torch.long)
     extras = EXTRAS if entropy else ()
     state = Fold.start(N, CPU, entropy=entropy, extras=extras)
-    tile_kernels.fold(logits, targets, 0, ones(V) if entropy else None, transform, state)
-    tile_kernels.grad(logits, targets, 0, None, transform, token_gradients(entropy), logits.bfloat16())
+    compiled.fold(logits, targets, 0, ones(V) if entropy else None, transform, state)
+    compiled.grad(logits, targets, 0, None, transform, token_gradients(entropy), logits.bfloat16())
 
 
 def whole_rows(transform: LogitTransform, entropy: bool) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         logits, targets = ones(3, 5, V, dtype=dtype), torch.zeros(3, 4, dtype=torch.long)
         mask = None if entropy else torch.ones(3, 4, dtype=torch.bool)
-        found = rows_triton.fold_rows(logits, targets, mask, transform, entropy=entropy)
+        found = compiled.fold_rows(logits, targets, mask, transform, entropy=entropy)
         upstream = (ones(12), ones(12) if entropy else None)
-        rows_triton.grad_rows(logits, targets, mask, transform, found, *upstream, torch.empty_like(logits), add=entropy)
-        selection_triton.select(targets, mask, V, None if mask is None else ones(3, 1))
+        compiled.grad_rows(logits, targets, mask, transform, found, *upstream, torch.empty_like(logits), add=entropy)
+        compiled.select(targets, mask, V, None if mask is None else ones(3, 1))
 
 
 def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
     targets, kept = torch.zeros(N, dtype=torch.long), Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
-    kept_triton.keep(ones(N, V), 0, None, transform, kept)
+    compiled.keep(ones(N, V), 0, None, transform, kept)
     out = kept.values.view(torch.bfloat16)
     for rows in (None, torch.arange(N)):
-        kept_triton.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
-    kept_triton.scale_(ones(N, H, dtype=torch.bfloat16), ones())
+        compiled.grad_kept(kept, rows, 0, targets, transform, token_gradients(entropy), ones(N), out)
+    compiled.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 
 def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
@@ -148,7 +142,7 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
 
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
     dtype = torch.bfloat16 if entropy else torch.float32
-    scatter_triton.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
+    compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
 
 
 def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
@@ -157,19 +151,19 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
     known = TileBounds.empty(N, V, CPU, entropy=entropy)
     sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
-    tiles.tile_bounds(sums, statistics(entropy), targets, transform, known)
+    bounds_triton.tile_bounds(sums, statistics(entropy), targets, transform, known)
     index = torch.arange(N) if entropy else None
-    drawn = choice_triton.draw(index, targets, statistics(entropy), tokens)
+    drawn = left_out_blocks_triton.draw(index, targets, statistics(entropy), tokens)
     drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
-    shares = choice_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
+    shares = left_out_blocks_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
     known = known._replace(share_squares=shares.squares)
-    ranking = tiles.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
+    ranking = bounds_triton.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
-    tiles.block_bounds(known, tokens, ranking.own, targets, order)
-    keep = choice_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
-    choice_triton.count(keep, order.int())
+    bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
+    keep = left_out_blocks_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
+    left_out_blocks_triton.count(keep, order.int())
     given = (known, statistics(entropy), tokens, targets, order, keep, transform)
-    choice_triton.left_out_sums(*given, V, torch.bfloat16)
+    left_out_blocks_triton.left_out_sums(*given, V, torch.bfloat16)
     keep, counts, kept = (
         torch.ones(row_blocks, TILES, dtype=torch.bool),
         torch.full((TILES,), row_blocks),
@@ -180,7 +174,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(keep, counted, counts, kept, N)
     left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.words, ones(N, H), transform, needs)
+    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.entries, ones(N, H), transform, needs)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
@@ -244,7 +238,7 @@ class Compiler:
         self.driver.name, target = name, TARGETS[name]
         whole = self.everything or name == "sm90"
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if whole else OFF_AND_ON[::-1]
-        lacks = limits.gpu_lacks(target.gpu)
+        lacks = devices.gpu_lacks(target.gpu)
         for part, case in itertools.product((*EVERYWHERE, *(() if lacks else WITH_EPILOGUE)), cases):
             part(*case)
         if name == "sm90" and epilogue.gluon_is_known():
@@ -269,7 +263,7 @@ class Compiler:
         before = self.compiled.copy()
         in_the_epilogue(*OFF_AND_ON[0])
         if not self.too_large:
-            raise SystemExit(f"the product of our own fits {name}, and limits.gpu_lacks keeps it from there")
+            raise SystemExit(f"the product of our own fits {name}, and devices.gpu_lacks keeps it from there")
         self.compiled = before
         self.too_large.clear()
 
@@ -280,7 +274,7 @@ def main() -> None:
         for name in TARGETS:
             subprocess.run([sys.executable, __file__, name, *sys.argv[1:]], check=True)
         return
-    (tile_kernels.PORTABLE.value,) = {TARGETS[name].amd for name in names}  # one vendor at a time
+    (softmax.PORTABLE.value,) = {TARGETS[name].amd for name in names}  # one vendor at a time
     compiler = Compiler(everything)
     for name in names:
         compiler.compile_for(name)

@@ -27,7 +27,7 @@ ALLOWED = {
     "logprobs": ["head", "given_logits", "distributed", "kernels"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
-    "policy": ["policy", "distributed", "kernels.devices", "kernels.tile_triton", "once"],
+    "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
     "kernels": ["kernels"],
     "distributed": [],
     "once": [],
@@ -37,8 +37,8 @@ LONGEST_CHAIN = 16  # of imports, module by module
 OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
 TRITON = {
     "kernels": {
-        "tile_triton", "saved_exponentials_triton", "given_logits_triton", "selection_triton", "scatter_triton",
-        "left_out_blocks_triton", "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
+        "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
+        "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
         "hopper_gluon",
     },
     "policy": {"fused_triton"},

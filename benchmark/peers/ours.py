@@ -14,7 +14,7 @@ from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
 from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines.block_sparse import ChosenBlocks, plan_blocks
-from liger_rl.kernels.block_plan import BlockPlan
+from liger_rl.kernels.statistics import BlockPlan
 
 
 class Head(Base):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import rows_for
+from liger_rl.kernels import for_device
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -46,7 +46,7 @@ class LogitRows(torch.autograd.Function):
 
 def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
     """Statistics of the logits, (tokens,) each."""
-    kernels = rows_for(logits.device)
+    kernels = for_device(logits.device)
     return kernels.fold_rows(_with_rows(logits), targets, mask, options.transform, entropy=options.entropy)
 
 
@@ -75,7 +75,7 @@ def grad_rows(
         out = options.grad_buffer
     else:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    kernels = rows_for(logits.device)
+    kernels = for_device(logits.device)
     kernels.grad_rows(
         _with_rows(logits), targets, mask, options.transform, statistics, grad_logps.float(), grad_entropy, out, add=add
     )

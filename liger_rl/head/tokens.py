@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.kernels import scatter_for, selection_for
+from liger_rl.kernels import for_device
 
 # Options of a custom operator that waits for the device. No CUDA graph can capture it, and by this tag torch.compile
 # leaves it out of those it makes. Torch 2.8 has no such tag.
@@ -51,7 +51,7 @@ class TokenSelection:
         if self.index is None:
             return rows.to(like.dtype)
         out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        scatter_for(like.device).scatter_rows(rows, self.index, out)
+        for_device(like.device).scatter_rows(rows, self.index, out)
         return out
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
@@ -114,7 +114,7 @@ def live_tokens(
     where a token that is neither masked nor negative, wanted or not, is outside the vocabulary, and where the mask has
     other values than 0 and 1. What the host does in between costs nothing.
     """
-    positions, numbers = selection_for(targets.device).select(targets, mask, vocab, wanted)
+    positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
     asked = torch.cat([numbers, *counts]) if counts else numbers
 
     def wait() -> LiveTokens:
@@ -142,7 +142,7 @@ def ask_vocabulary(
     """
     if fixed_shape:
         return lambda: None
-    _, numbers = selection_for(targets.device).select(targets, mask, vocab)
+    _, numbers = for_device(targets.device).select(targets, mask, vocab)
     answer = HostAnswer(numbers)
 
     def wait() -> None:

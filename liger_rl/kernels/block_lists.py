@@ -50,23 +50,9 @@ class BlockLists(NamedTuple):
             tile_count=ints(tiles),
             tile_order=ints(tiles),
         )
-        given = (keep, *keep.stride(), ints((rows, tiles)), lists.row_count, lists.tile_count)
-        _count_kernel[(rows + tiles,)](*given, rows, tiles, STEP)
-        _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](
-            *given,
-            lists.row,
-            lists.tile,
-            lists.by_row,
-            lists.row_end,
-            lists.row_order,
-            lists.tile_end,
-            lists.tile_order,
-            rows,
-            tiles,
-            first,
-            STEP,
-            ITEMS,
-        )
+        given = (keep, *keep.stride(), ints((rows, tiles)), lists, rows, tiles)
+        _count_kernel[(rows + tiles,)](*given, STEP)
+        _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](*given, first, STEP, ITEMS)
         return lists
 
 
@@ -74,7 +60,8 @@ class BlockLists(NamedTuple):
 def _count_kernel(
     keep, row_stride, tile_stride,
     rank,  # (rows, tiles) of a kept block among those of its tile
-    row_count, tile_count, rows, tiles,
+    lists,  # `BlockLists`
+    rows, tiles,
     STEP: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
@@ -84,7 +71,7 @@ def _count_kernel(
             tile = start + tl.arange(0, STEP)
             place = keep + item.to(tl.int64) * row_stride + tile * tile_stride
             count += tl.sum(tl.load(place, mask=tile < tiles, other=0).to(tl.int32), 0)
-        tl.store(row_count + item, count)
+        tl.store(lists.row_count + item, count)
     else:
         tile = item - rows
         for start in range(0, rows, STEP):
@@ -93,21 +80,16 @@ def _count_kernel(
             kept = tl.load(place, mask=row < rows, other=0).to(tl.int32)
             tl.store(rank + row * tiles + tile, count + tl.cumsum(kept, 0) - 1, mask=kept != 0)
             count += tl.sum(kept, 0)
-        tl.store(tile_count + tile, count)
+        tl.store(lists.tile_count + tile, count)
 
 
 @triton.jit
-def _list_row(
-    row, keep, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, by_row,  # (most,)
-    tiles, first,
-    STEP: tl.constexpr,
-):  # fmt: skip
+def _list_row(row, keep, row_stride, tile_stride, rank, lists, tiles, first, STEP: tl.constexpr):
     """What one row of blocks adds to every list."""
     at = 0
     for start in range(0, row, STEP):
         earlier = start + tl.arange(0, STEP)
-        at += tl.sum(tl.load(row_count + earlier, mask=earlier < row, other=0), 0)
+        at += tl.sum(tl.load(lists.row_count + earlier, mask=earlier < row, other=0), 0)
     earlier_tiles = 0
     for start in range(0, tiles, STEP):
         tile = start + tl.arange(0, STEP)
@@ -115,12 +97,12 @@ def _list_row(
         place = keep + row.to(tl.int64) * row_stride + tile * tile_stride
         kept = tl.load(place, mask=inside, other=0).to(tl.int32)
         chosen = kept != 0
-        count = tl.load(tile_count + tile, mask=inside, other=0)
+        count = tl.load(lists.tile_count + tile, mask=inside, other=0)
         among = tl.load(rank + row.to(tl.int64) * tiles + tile, mask=chosen, other=0)
         block = earlier_tiles + tl.cumsum(count, 0) - count + among
-        tl.store(block_row + block, tl.zeros_like(tile) + row, mask=chosen)
-        tl.store(block_tile + block, first + tile, mask=chosen)
-        tl.store(by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
+        tl.store(lists.row + block, tl.zeros_like(tile) + row, mask=chosen)
+        tl.store(lists.tile + block, first + tile, mask=chosen)
+        tl.store(lists.by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
         at += tl.sum(kept, 0)
         earlier_tiles += tl.sum(count, 0)
 
@@ -146,19 +128,15 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "tiles", "first"])
 def _list_kernel(
-    keep, row_stride, tile_stride, rank, row_count, tile_count,
-    block_row, block_tile, by_row,  # (most,)
-    row_end, row_order, tile_end, tile_order, rows, tiles, first,
+    keep, row_stride, tile_stride, rank, lists, rows, tiles, first,
     STEP: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     row_parts = tl.cdiv(rows, ITEMS)
     if item < rows:
-        _list_row(
-            item, keep, row_stride, tile_stride, rank, row_count, tile_count, block_row, block_tile,
-            by_row, tiles, first, STEP,
-        )  # fmt: skip
+        _list_row(item, keep, row_stride, tile_stride, rank, lists, tiles, first, STEP)
     elif item < rows + row_parts:
-        _arrange(item - rows, row_count, row_end, row_order, rows, STEP, ITEMS)
+        _arrange(item - rows, lists.row_count, lists.row_end, lists.row_order, rows, STEP, ITEMS)
     else:
-        _arrange(item - rows - row_parts, tile_count, tile_end, tile_order, tiles, STEP, ITEMS)
+        part = item - rows - row_parts
+        _arrange(part, lists.tile_count, lists.tile_end, lists.tile_order, tiles, STEP, ITEMS)

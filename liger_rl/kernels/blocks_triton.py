@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
-from liger_rl.kernels.block_plan import BlockPlan, LeftOutGradients
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_logits
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, TokenGradients
-from liger_rl.kernels.tile_epilogues import blocks_to_compute, tile_gradient
-from liger_rl.kernels.tile_triton import on, transform_constants
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, TokenGradients
+from liger_rl.kernels.tile_epilogues import tile_gradient
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
 # gradients 0.96 / 0.38 / 0.24 ms, then hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns
@@ -27,9 +27,15 @@ from liger_rl.kernels.transform import LogitTransform
 # dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
 # 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle. These
 # were with two tiles in flight; with three, because addresses are known a step ahead, the last is 1.90 ms.
-STEP = 64  # of the sums over a block's tokens or words
+STEP = 64  # of the sums over a block's tokens or vocabulary entries
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
+
+
+@triton.jit
+def _blocks_to_compute(kept, room, most_of_row, row_blocks):
+    """-> the first so many of the kept blocks; none if a row of blocks has more than `most_of_row` on average."""
+    return tl.where(kept > most_of_row * row_blocks, 0, tl.minimum(kept, room))
 
 
 @triton.jit(do_not_specialize=["tiles", "room", "most_of_row"])
@@ -37,74 +43,58 @@ def _blocks_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (V, H)
     out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
-    block_row,
-    block_tile,
-    tile_end,  # (tiles,)
+    lists,  # `BlockLists`
     tiles,
     room,  # the first so many blocks are computed,
     most_of_row,  # and none if a row of blocks has more than these on average
     wanted,  # tokens with a gradient, () int64
     bias,
     targets,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
+    gradients,  # `TokenGradients`, (tokens,) each
     vocab,
     hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
+    steps,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     tokens = tl.load(wanted)
-    count = blocks_to_compute(tl.load(tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
+    count = _blocks_to_compute(tl.load(lists.tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
-        row, tile = tl.load(block_row + block), tl.load(block_tile + block)
+        row, tile = tl.load(lists.row + block), tl.load(lists.tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        word, first = tl.arange(0, TILE_VOCAB), tile * TILE_VOCAB
+        column, first = tl.arange(0, TILE_VOCAB), tile * TILE_VOCAB
         live = token < tokens
         logits = tile_logits(hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
-        grad = tile_gradient(
-            logits, token, live, word, targets, first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-            gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-        )  # fmt: skip
-        grad = tl.where(live[:, None] & (word < vocab - first)[None, :], grad, 0.0)
+        grad = tile_gradient(logits, token, live, column, targets, first, gradients, steps)
+        grad = tl.where(live[:, None] & (column < vocab - first)[None, :], grad, 0.0)
         out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
 
 
 @triton.jit
 def _sum_row(
-    item, blocks, weight, out, block_tile, by_row, row_end, row_count, row_order, tokens, hidden_size,
+    item, blocks, weight, out, lists, tokens, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the hidden states' gradient for one row of blocks."""
     STEPS: tl.constexpr = TILE_VOCAB // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a row's blocks, and its tiles of the weight.
-    row, part = tl.load(row_order + item // parts), item % parts
+    row, part = tl.load(lists.row_order + item // parts), item % parts
     total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
-    end = tl.load(row_end + row)
-    first = end - tl.load(row_count + row)
+    end = tl.load(lists.row_end + row)
+    first = end - tl.load(lists.row_count + row)
     # Which block comes next is loaded a step ahead: a tile whose address is loaded in its own step is fetched one step
     # before it is used, and not two.
-    block = tl.load(by_row + first, mask=first < end, other=0)
-    tile = tl.load(block_tile + block, mask=first < end, other=0)
+    block = tl.load(lists.by_row + first, mask=first < end, other=0)
+    tile = tl.load(lists.tile + block, mask=first < end, other=0)
     for step in tl.range(first * STEPS, end * STEPS):
-        word = (step % STEPS) * STEP
-        grad = blocks.load([block * TILE_TOKENS, word])
-        total = tl.dot(grad, weight.load([tile * TILE_VOCAB + word, part * COLUMNS]), total)
-        block = tl.load(by_row + tl.minimum((step + 1) // STEPS, end - 1))
-        tile = tl.load(block_tile + block)
+        entry = (step % STEPS) * STEP
+        grad = blocks.load([block * TILE_TOKENS, entry])
+        total = tl.dot(grad, weight.load([tile * TILE_VOCAB + entry, part * COLUMNS]), total)
+        block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
+        tile = tl.load(lists.tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = out + token.to(tl.int64)[:, None] * hidden_size + column[None, :]
@@ -114,27 +104,27 @@ def _sum_row(
 
 @triton.jit
 def _sum_tile(
-    item, blocks, hidden, out, start, shares, block_row, tile_end, tile_count, tile_order, first, vocab, hidden_size,
+    item, blocks, hidden, out, start, shares, lists, first, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the weight's gradient for one tile of words, onto their shares of what is left out."""
+    """Some columns of the weight's gradient for one tile of the vocabulary, onto the shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
     parts = tl.cdiv(hidden_size, COLUMNS)
     # Neighbours share a tile's blocks.
-    tile, part = tl.load(tile_order + item // parts), item % parts
+    tile, part = tl.load(lists.tile_order + item // parts), item % parts
     total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
-    end = tl.load(tile_end + tile)
-    start_block = end - tl.load(tile_count + tile)
-    row = tl.load(block_row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
+    end = tl.load(lists.tile_end + tile)
+    start_block = end - tl.load(lists.tile_count + tile)
+    row = tl.load(lists.row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
         grad = blocks.load([step // STEPS * TILE_TOKENS + token, 0])
         total = tl.dot(grad.T, hidden.load([row * TILE_TOKENS + token, part * COLUMNS]), total)
-        row = tl.load(block_row + tl.minimum((step + 1) // STEPS, end - 1))
+        row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
-    word = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-    share = tl.load(shares + word, mask=word < vocab, other=0.0)
+    entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    share = tl.load(shares + entry, mask=entry < vocab, other=0.0)
     total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
     out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
 
@@ -145,21 +135,13 @@ def _sums_kernel(
     row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
     weight,  # descriptor of (V, H)
     grad_hidden,  # (tokens, H) float32, added to
-    block_tile,
-    by_row,
-    row_end,
-    row_count,
-    row_order,
     tokens,
     tile_blocks,  # descriptor of the same blocks
     hidden,  # descriptor of (tokens, H)
     grad_weight,  # descriptor of (V, H)
     weight_start,  # (tiles, H) float32
-    shares,  # (vocab,) float32, of these, of a tile's words
-    block_row,
-    tile_end,
-    tile_count,
-    tile_order,
+    shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
+    lists,  # `BlockLists`
     first,  # tile of the vocabulary
     vocab,
     hidden_size,
@@ -175,14 +157,14 @@ def _sums_kernel(
     if item < row_items:
         if HIDDEN:
             _sum_row(
-                item, row_blocks, weight, grad_hidden, block_tile, by_row, row_end, row_count, row_order, tokens,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
+                item, row_blocks, weight, grad_hidden, lists, tokens, hidden_size,
+                TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
             )  # fmt: skip
     else:
         if WEIGHT:
             _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, block_row, tile_end,
-                tile_count, tile_order, first, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, lists, first, vocab,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
             )  # fmt: skip
 
 
@@ -191,9 +173,8 @@ def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
     out,  # (V,)
     start,  # (tiles,) float32
-    shares,  # (vocab,) float32, of these, of a tile's words
-    tile_end,
-    tile_count,
+    shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
+    lists,  # `BlockLists`
     first,
     vocab,
     TILE_TOKENS: tl.constexpr,
@@ -202,13 +183,29 @@ def _bias_kernel(
     tile = tl.program_id(0)
     column = tl.arange(0, TILE_VOCAB)
     token = tl.arange(0, TILE_TOKENS)
-    word = (first + tile) * TILE_VOCAB + column
-    total = tl.load(shares + word, mask=word < vocab, other=0.0) * tl.load(start + first + tile)
-    end = tl.load(tile_end + tile)
-    for block in range(end - tl.load(tile_count + tile), end):
+    entry = (first + tile) * TILE_VOCAB + column
+    total = tl.load(shares + entry, mask=entry < vocab, other=0.0) * tl.load(start + first + tile)
+    end = tl.load(lists.tile_end + tile)
+    for block in range(end - tl.load(lists.tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
         total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
-    tl.store(out + word, total.to(out.dtype.element_ty), mask=word < vocab)
+    tl.store(out + entry, total.to(out.dtype.element_ty), mask=entry < vocab)
+
+
+class LeftOutGradients(NamedTuple):
+    """What the sums of left-out blocks give, float32; None where it is not asked for."""
+
+    hidden: Tensor | None  # (n, H)
+    weight: Tensor | None  # (tiles or more, H), of which a tile's vocabulary entries have their shares
+    bias: Tensor | None  # (tiles or more,), as well
+
+    @classmethod
+    def of(
+        cls, left_out: Tensor, hidden: Tensor, from_left_out: Tensor | None, needs: tuple[bool, bool]
+    ) -> "LeftOutGradients":
+        """Of sums (n, tiles or more) and hidden (n, H); `from_left_out` is hidden's, `needs` for weight and bias."""
+        weight = gemm.matmul(left_out.T, hidden) if needs[0] else None
+        return cls(from_left_out, weight, gemm.column_sums(left_out) if needs[1] else None)
 
 
 class Begun(NamedTuple):
@@ -255,7 +252,7 @@ def grad_blocks(
     tokens: TokenGradients,  # (n,) each
     plan: BlockPlan,
     left_out: Tensor,  # (n, tiles or more) sums of what is left out of dL/dlogits, in the compute dtype
-    shares: Tensor,  # (V,) float32, of these, of a tile's words
+    shares: Tensor,  # (V,) float32, of these, of a tile's vocabulary entries
     from_left_out: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
     needs: tuple[bool, bool],  # for weight and bias
@@ -287,8 +284,7 @@ def grad_blocks(
                     grad_bias,
                     start.bias,
                     shares,
-                    span.tile_end,
-                    span.tile_count,
+                    span,
                     first,
                     weight.shape[0],
                     BLOCK_TOKENS,
@@ -324,28 +320,22 @@ def _store_blocks(
     counted: Tensor,
     transform: LogitTransform,
 ) -> None:
-    arguments = (
-        span.row,
-        span.tile,
-        span.tile_end,
+    programs = device_programs(hidden.device)
+    _blocks_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
+        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
+        span,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
         most_of_row,
         counted,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
-        *(None if column is None else column.contiguous() for column in tokens),
+        tokens.contiguous(),
         weight.shape[0],
         hidden.shape[1],
-    )
-    constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
-    programs = device_programs(hidden.device)
-    _blocks_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
-        *arguments,
-        **constants,
+        LogitSteps.of(transform),
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
         TILE_HIDDEN=TILE_HIDDEN,
@@ -379,11 +369,6 @@ def _store_sums(
         TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
         TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
         start.hidden,
-        span.tile,
-        span.by_row,
-        span.row_end,
-        span.row_count,
-        span.row_order,
         hidden.shape[0],
         TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
         TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
@@ -391,10 +376,7 @@ def _store_sums(
         TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
         start.weight,
         shares,
-        span.row,
-        span.tile_end,
-        span.tile_count,
-        span.tile_order,
+        span,
         first,
         weight.shape[0],
         size,

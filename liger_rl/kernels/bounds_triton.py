@@ -16,6 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    LOWEST_LOG_PROBABILITY,
+    gradient_at_target,
+    moment_around,
+    tanh_square,
+    token_terms,
+)
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -27,8 +36,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tile_triton import LOWEST_LOG_PROBABILITY, heat_of, on
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # Of a program, and of one step of its loop. Few tokens leave it to a step's width to keep an H200 busy: 3564 tokens of
 # 501 tiles take 8, 16 and 10 us to merge, bound and rank, and 17, 30 and 24 with 32 tokens, 32 tiles and 4 warps.
@@ -51,7 +59,6 @@ LARGE = 20.0
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 CODE_PER_NAT = tl.constexpr(-STEPS_PER_OCTAVE / math.log(2.0))
 OCTAVE_PER_CODE = tl.constexpr(-1.0 / STEPS_PER_OCTAVE)
 TOP_CODE = tl.constexpr(float(LARGEST_CODE))
@@ -71,18 +78,8 @@ LOG_4 = tl.constexpr(math.log(4.0))
 
 @triton.jit
 def _merge_kernel(
-    peaks,  # (tiles, tokens) each, and what they become, (tokens,) each
-    sums,
-    moments,
-    sums_sq,
-    logit_sums,
-    rivals,
-    peak_out,
-    sum_out,
-    moment_out,
-    sum_sq_out,
-    logit_sum_out,
-    rival_out,
+    parts,  # `Fold` of each tile, (tiles, tokens); its target is not read
+    state,  # what they become, (tokens,) each; its target stays
     tiles,
     tokens,
     TOKENS: tl.constexpr,
@@ -100,46 +97,43 @@ def _merge_kernel(
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
         place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
-        tile_peak = tl.load(peaks + place, mask=inside, other=LOWEST)
-        tile_sum = tl.load(sums + place, mask=inside, other=0.0)
+        tile_peak = tl.load(parts.peak + place, mask=inside, other=LOWEST)
+        tile_sum = tl.load(parts.sum_exp + place, mask=inside, other=0.0)
         new_peak = tl.maximum(peak, tl.max(tile_peak, 0))
         kept = tl.exp(peak - new_peak)
         distance = tile_peak - new_peak[None, :]
         weight = tl.exp(distance)
-        if moments is not None:
-            tile_moment = tl.load(moments + place, mask=inside, other=0.0)
-            # A peak that is still the lowest number has no sum to be shifted by.
-            moment = kept * (moment + tl.where(total > 0.0, peak - new_peak, 0.0) * total)
-            moment += tl.sum(weight * (tile_moment + tl.where(weight > 0.0, distance, 0.0) * tile_sum), 0)
-        if sums_sq is not None:
-            tile_sq = tl.load(sums_sq + place, mask=inside, other=0.0)
+        if parts.moment is not None:
+            tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
+            moment = moment_around(new_peak, peak, kept, total, moment)
+            moment += tl.sum(moment_around(new_peak[None, :], tile_peak, weight, tile_sum, tile_moment), 0)
+        if parts.sum_sq_exp is not None:
+            tile_sq = tl.load(parts.sum_sq_exp + place, mask=inside, other=0.0)
             total_sq = total_sq * kept * kept + tl.sum(weight * weight * tile_sq, 0)
-        if logit_sums is not None:
-            logit_sum += tl.sum(tl.load(logit_sums + place, mask=inside, other=0.0), 0)
-        if rivals is not None:
-            rival = tl.maximum(rival, tl.max(tl.load(rivals + place, mask=inside, other=float("-inf")), 0))
+        if parts.sum_logits is not None:
+            logit_sum += tl.sum(tl.load(parts.sum_logits + place, mask=inside, other=0.0), 0)
+        if parts.rival is not None:
+            rival = tl.maximum(rival, tl.max(tl.load(parts.rival + place, mask=inside, other=float("-inf")), 0))
         total = total * kept + tl.sum(weight * tile_sum, 0)
         peak = new_peak
-    tl.store(peak_out + token, peak, mask=live)
-    tl.store(sum_out + token, total, mask=live)
-    if moments is not None:
-        tl.store(moment_out + token, moment, mask=live)
-    if sums_sq is not None:
-        tl.store(sum_sq_out + token, total_sq, mask=live)
-    if logit_sums is not None:
-        tl.store(logit_sum_out + token, logit_sum, mask=live)
-    if rivals is not None:
-        tl.store(rival_out + token, rival, mask=live)
+    tl.store(state.peak + token, peak, mask=live)
+    tl.store(state.sum_exp + token, total, mask=live)
+    if parts.moment is not None:
+        tl.store(state.moment + token, moment, mask=live)
+    if parts.sum_sq_exp is not None:
+        tl.store(state.sum_sq_exp + token, total_sq, mask=live)
+    if parts.sum_logits is not None:
+        tl.store(state.sum_logits + token, logit_sum, mask=live)
+    if parts.rival is not None:
+        tl.store(state.rival + token, rival, mask=live)
 
 
 def merge(parts: Fold, state: Fold) -> None:
     """Write the fold of n tokens from (tiles, n) folds of every tile; `target` has no parts and stays."""
     tiles, n = parts.peak.shape
-    inputs = (parts.peak, parts.sum_exp, *parts[3:])
-    outputs = (state.peak, state.sum_exp, *state[3:])
     with on(state.peak.device):
         _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
-            *inputs, *outputs, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
+            parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
         )
 
 
@@ -159,57 +153,34 @@ def _encoded(log_energy, slack):
 
 
 @triton.jit
-def slope_at(z, heat):
+def slope_at(z, steps):
     """-> dz/dx under a softcap without its constant part, rounded down."""
-    tanh = z * heat
-    return tl.maximum(1.0 - tanh * tanh - SLACK_OF_DERIVATIVE, 0.0)
-
-
-@triton.jit
-def gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies):
-    """-> dL/dz at the target."""
-    at_target = tl.load(at_target_of + token, mask=live, other=0.0)
-    if grad_entropies is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        log_p = tl.maximum(logps, LOWEST_LOG_PROBABILITY)  # see `eager.entropy_term`
-        at_target -= e * tl.exp(log_p) * (log_p + tl.load(entropies + token, mask=live, other=0.0))
-    return at_target
+    return tl.maximum(1.0 - tanh_square(z, steps) - SLACK_OF_DERIVATIVE, 0.0)
 
 
 @triton.jit
 def _bounds_kernel(
-    peaks,  # (tiles, tokens)
-    sums,
-    moments,
-    logps_of,  # (tokens,)
-    lse_of,
-    entropies,
+    known,  # `TileStatistics`
+    statistics,  # `TokenStatistics`
     targets,
-    codes,  # (tiles, all tokens), the others too
-    beside_target,
-    elsewhere_of,
-    masses_of,
-    entropy_codes,
-    entropy_beside_target,
-    moments_of,
+    out,  # `TileBounds`; (tiles, all tokens) where the tokens are some of all
     tiles,
     tokens,
     stride,  # between two tiles of what is written
-    heat,  # temperature / softcap
-    CAPPED: tl.constexpr,
+    steps,
     TILE_VOCAB: tl.constexpr,
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
-    lse = tl.load(lse_of + token, mask=live, other=0.0)
+    lse = tl.load(statistics.lse + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
     slack = SLACK + SLACK_OF_LSE * tl.abs(lse)
-    logps = tl.load(logps_of + token, mask=live, other=0.0)
+    logps = tl.load(statistics.logps + token, mask=live, other=0.0)
     entropy = tl.zeros((TOKENS,), tl.float32)
-    if entropy_codes is not None:
-        entropy = tl.load(entropies + token, mask=live, other=0.0)
+    if out.entropy_codes is not None:
+        entropy = tl.load(statistics.entropy + token, mask=live, other=0.0)
     elsewhere = tl.zeros((TOKENS,), tl.float32)
     peak_there = tl.zeros((TOKENS,), tl.float32)
     sum_there = tl.zeros((TOKENS,), tl.float32)
@@ -217,40 +188,40 @@ def _bounds_kernel(
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
         place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
-        peak = tl.load(peaks + place, mask=inside, other=LOWEST)
-        total = tl.load(sums + place, mask=inside, other=0.0)
+        peak = tl.load(known.peaks + place, mask=inside, other=LOWEST)
+        total = tl.load(known.sums + place, mask=inside, other=0.0)
         log_peak = peak - lse[None, :]
         log_mass = log_peak + tl.log(total)
         out_place = tile.to(tl.int64)[:, None] * stride + token[None, :]
-        tl.store(codes + out_place, _encoded(log_peak + log_mass, slack[None, :]), mask=inside)
-        if entropy_codes is not None:
+        tl.store(out.codes + out_place, _encoded(log_peak + log_mass, slack[None, :]), mask=inside)
+        if out.entropy_codes is not None:
             log_energy = log_mass + _log_supremum(log_peak, entropy[None, :])
-            tl.store(entropy_codes + out_place, _encoded(log_energy - ENTROPY_NATS, slack[None, :]), mask=inside)
+            tl.store(out.entropy_codes + out_place, _encoded(log_energy - ENTROPY_NATS, slack[None, :]), mask=inside)
         here = inside & (tile[:, None] == target_tile[None, :])
         peak_there += tl.sum(tl.where(here, peak, 0.0), 0)
         sum_there += tl.sum(tl.where(here, total, 0.0), 0)
         largest = tl.exp(log_peak)
-        if CAPPED:
-            largest *= slope_at(peak, heat)
+        if steps.cap is not None:
+            largest *= slope_at(peak, steps)
         target_term = tl.where(here, tl.exp((logps + lse)[None, :] - peak), 0.0)
         mass = largest * tl.maximum(total - target_term, 0.0)
-        tl.store(masses_of + out_place, (mass * SCALE_OF_MASS).to(tl.float16), mask=inside)
-        if entropy_codes is not None:
-            moment = tl.load(moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
+        tl.store(out.masses + out_place, (mass * SCALE_OF_MASS).to(tl.float16), mask=inside)
+        if out.entropy_codes is not None:
+            moment = tl.load(known.moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
             # Of a banned target 0 times -inf is NaN, in every tile.
             moment -= target_term * (tl.maximum(logps, LOWEST_LOG_PROBABILITY) + entropy)[None, :]
-            tl.store(moments_of + out_place, (largest * moment * SCALE_OF_MOMENT).to(tl.float16), mask=inside)
+            tl.store(out.moments + out_place, (largest * moment * SCALE_OF_MOMENT).to(tl.float16), mask=inside)
         elsewhere += tl.sum(tl.where(inside & (tile[:, None] != target_tile[None, :]), largest * largest, 0.0), 0)
     target_there = tl.exp(logps + lse - peak_there)
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
     others = (tl.maximum(sum_there - target_there, 0.0) + rounding * sum_there) * (1.0 + slack)
     log_others = peak_there - lse + tl.log(others)
     log_largest = tl.minimum(peak_there - lse, log_others)
-    tl.store(beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
-    tl.store(elsewhere_of + token, elsewhere * (1.0 - slack), mask=live)
-    if entropy_codes is not None:
+    tl.store(out.beside_target + token, tl.exp(log_largest + log_others + slack), mask=live)
+    tl.store(out.elsewhere + token, elsewhere * (1.0 - slack), mask=live)
+    if out.entropy_codes is not None:
         beside = tl.exp(log_others + _log_supremum(log_largest, entropy) + slack)
-        tl.store(entropy_beside_target + token, beside, mask=live)
+        tl.store(out.entropy_beside_target + token, beside, mask=live)
 
 
 def tile_bounds(
@@ -264,23 +235,14 @@ def tile_bounds(
     count, n = tiles.peaks.shape
     with on(targets.device):
         _bounds_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
-            *tiles,
-            statistics.logps,
-            statistics.lse,
-            statistics.entropy,
+            tiles,
+            statistics,
             targets.contiguous(),
-            out.codes,
-            out.beside_target,
-            out.elsewhere,
-            out.masses,
-            out.entropy_codes,
-            out.entropy_beside_target,
-            out.moments,
+            out,
             count,
             n,
             out.codes.stride(0),
-            heat_of(transform),
-            CAPPED=transform.softcap is not None,
+            LogitSteps.of(transform),
             TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=MERGE_TOKENS,
             TILES=MERGE_TILES,
@@ -289,39 +251,58 @@ def tile_bounds(
 
 
 @triton.jit
-def sum_beside_target(masses, moments, grad_logps, grad_entropies, token, place, live, inside):
-    """Sums of dL/dx over the words of a tile but the target; `token` is in the last dimension of `place`."""
-    g = tl.load(grad_logps + token, mask=live, other=0.0)
+def sum_beside_target(known, tokens, token, place, live, inside):
+    """Sums of dL/dx over a tile but the target; `token` is in the last dimension of `place`."""
+    g = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
+    mass = tl.load(known.masses + place, mask=inside, other=0.0).to(tl.float32)
     # Zero times what a token without a gradient holds may be NaN.
-    total = tl.where(g != 0, tl.load(masses + place, mask=inside, other=0.0).to(tl.float32) * (-PER_MASS * g), 0.0)
-    if moments is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        moment = tl.load(moments + place, mask=inside, other=0.0).to(tl.float32)
+    total = tl.where(g != 0, mass * (-PER_MASS * g), 0.0)
+    if tokens.grad_entropy is not None:
+        e = tl.load(tokens.grad_entropy + token, mask=live, other=0.0)
+        moment = tl.load(known.moments + place, mask=inside, other=0.0).to(tl.float32)
         total -= tl.where(e != 0, moment * (PER_MOMENT * e), 0.0)
     return total
 
 
 @triton.jit
+def has_gradient(tokens, token, live):
+    """-> whether tokens have a gradient; true for NaN, which must reach the gradients."""
+    wanted = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
+    if tokens.grad_entropy is not None:
+        wanted |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
+    return wanted
+
+
+@triton.jit
+def slope_at_target(logps, statistics, token, live, steps):
+    """-> `slope_at` the target's z under a softcap."""
+    return slope_at(logps + tl.load(statistics.lse + token, mask=live, other=0.0), steps)
+
+
+@triton.jit
+def _amplitudes(codes, grad, token, place, live, inside):
+    """-> square roots of what codes stand for, times the size of a gradient."""
+    amplitude = tl.exp2(tl.load(codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
+    return amplitude, tl.abs(tl.load(grad + token, mask=live, other=0.0))[None, :]
+
+
+@triton.jit
 def _energies(
-    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own_of, targets,
-    token, live, tile, inside, tokens, tiles, TILE_VOCAB: tl.constexpr,
+    known, tokens, own_of, targets, token, live, tile, inside, count, tiles, TILE_VOCAB: tl.constexpr,
 ):  # fmt: skip
     """-> (TILES, TOKENS) upper bounds of the sum of squares of dL/dx minus what takes its place where it is left out.
 
     That is its sum S times shares u >= 0 that add up to 1. Of numbers of one sign, such as those that dL/dlogp makes of
-    all words but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
+    all ids but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
     """
-    place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
-    # The square root of what a code stands for.
-    amplitude = tl.exp2(tl.load(codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
-    amplitude *= tl.abs(tl.load(grad_logps + token, mask=live, other=0.0))[None, :]
-    replaced = sum_beside_target(
-        masses, moments, grad_logps, grad_entropies, token[None, :], place, live[None, :], inside
-    )
-    squares = SLACK_OF_SHARES * tl.load(share_squares + tile, mask=tile < tiles, other=0.0)
-    if entropy_codes is not None:
-        other = tl.exp2(tl.load(entropy_codes + place, mask=inside, other=0).to(tl.float32) * (0.5 * OCTAVE_PER_CODE))
-        amplitude += ENTROPY_AMPLITUDE * other * tl.abs(tl.load(grad_entropies + token, mask=live, other=0.0))[None, :]
+    place = tile.to(tl.int64)[:, None] * count + token[None, :]
+    amplitude, size = _amplitudes(known.codes, tokens.grad_logps, token, place, live, inside)
+    amplitude *= size
+    replaced = sum_beside_target(known, tokens, token[None, :], place, live[None, :], inside)
+    squares = SLACK_OF_SHARES * tl.load(known.share_squares + tile, mask=tile < tiles, other=0.0)
+    if tokens.grad_entropy is not None:
+        other, size = _amplitudes(known.entropy_codes, tokens.grad_entropy, token, place, live, inside)
+        amplitude += ENTROPY_AMPLITUDE * other * size
         amplitude += tl.abs(replaced) * tl.sqrt(squares)[:, None]
         beside = amplitude * amplitude
     else:
@@ -334,99 +315,77 @@ def _energies(
 
 @triton.jit
 def _weigh_kernel(
-    logps_of,  # (tokens,) each
-    lse_of,
-    entropies,
-    grad_logps,
-    at_target_of,
-    grad_entropies,
-    beside_target,
-    entropy_beside_target,
-    elsewhere,
-    masses,  # (tiles, tokens)
-    moments,
-    share_squares,  # (tiles,)
+    statistics,  # `TokenStatistics`, (count,) each
+    tokens,  # `TokenGradients`, (count,) each
+    known,  # `TileBounds` with the squares of the shares
     targets,
     own,
     energies,  # (programs,) float64, lower bounds of the sum of squares of dL/dx
-    tokens,
-    heat,  # temperature / softcap
-    CAPPED: tl.constexpr,
+    count,
+    steps,
     TILE_VOCAB: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live = token < tokens
-    g = tl.load(grad_logps + token, mask=live, other=0.0)
-    logps = tl.load(logps_of + token, mask=live, other=0.0)
-    at_target = gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies)
-    wanted = g != 0  # true for NaN, which must reach the gradients
-    amplitude = tl.sqrt(tl.load(beside_target + token, mask=live, other=0.0)) * tl.abs(g)
-    if grad_entropies is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        wanted |= e != 0
-        amplitude += tl.sqrt(tl.load(entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
+    live = token < count
+    g, e, _entropy = token_terms(tokens, token, live)
+    logps = tl.load(statistics.logps + token, mask=live, other=0.0)
+    at_target = gradient_at_target(tokens, token, live, logps)
+    amplitude = tl.sqrt(tl.load(known.beside_target + token, mask=live, other=0.0)) * tl.abs(g)
+    if tokens.grad_entropy is not None:
+        amplitude += tl.sqrt(tl.load(known.entropy_beside_target + token, mask=live, other=0.0)) * tl.abs(e)
     largest = tl.sqrt(amplitude * amplitude + at_target * at_target)
-    if CAPPED:
-        at_target *= slope_at(logps + tl.load(lse_of + token, mask=live, other=0.0), heat)
+    if steps.cap is not None:
+        at_target *= slope_at_target(logps, statistics, token, live, steps)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
-    place = target_tile.to(tl.int64) * tokens + token
-    replaced = at_target + sum_beside_target(masses, moments, grad_logps, grad_entropies, token, place, live, live)
-    squares = SLACK_OF_SHARES * tl.load(share_squares + target_tile, mask=live, other=0.0)
+    place = target_tile.to(tl.int64) * count + token
+    replaced = at_target + sum_beside_target(known, tokens, token, place, live, live)
+    squares = SLACK_OF_SHARES * tl.load(known.share_squares + target_tile, mask=live, other=0.0)
     largest += tl.abs(replaced) * tl.sqrt(squares)
     # Zero times what a token without a gradient holds may be NaN.
+    wanted = has_gradient(tokens, token, live)
     tl.store(own + token, tl.where(wanted, largest * largest, 0.0), mask=live)
     energy = at_target.to(tl.float64) * at_target
-    if grad_entropies is None:
-        energy += tl.load(elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
+    if tokens.grad_entropy is None:
+        energy += tl.load(known.elsewhere + token, mask=live, other=0.0).to(tl.float64) * g * g
     tl.store(energies + tl.program_id(0), tl.sum(tl.where(wanted, energy, 0.0)))
 
 
 @triton.jit
 def _rank_kernel(
-    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
+    known, tokens, own, targets,
     budget_at,  # () float64
-    key,  # (tokens,) int32
-    tiles, tokens, share,
+    key,  # (count,) int32
+    tiles, count, share,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live = token < tokens
+    live = token < count
     threshold = (tl.load(budget_at) * share).to(tl.float32)
     large = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
-        energy = _energies(
-            codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
-            token, live, tile, inside, tokens, tiles, TILE_VOCAB,
-        )  # fmt: skip
+        energy = _energies(known, tokens, own, targets, token, live, tile, inside, count, tiles, TILE_VOCAB)
         large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int32)
-    wanted = tl.load(grad_logps + token, mask=live, other=0.0) != 0
-    if grad_entropies is not None:
-        wanted |= tl.load(grad_entropies + token, mask=live, other=0.0) != 0
     target = tl.minimum(tl.load(targets + token, mask=live, other=0), KEY_TARGETS - 1).to(tl.int32)
     ranked = (LAST_KEY - half_octave) * KEY_TARGETS + target
-    tl.store(key + token, tl.where(wanted, ranked, LAST_OF_ALL), mask=live)
+    tl.store(key + token, tl.where(has_gradient(tokens, token, live), ranked, LAST_OF_ALL), mask=live)
 
 
 @triton.jit
 def _block_bounds_kernel(
-    codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
-    order, out, tiles, tokens,
+    known, tokens, own, targets, order, out, tiles, count,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     position = row * TOKENS + tl.arange(0, TOKENS)
-    live = position < tokens
+    live = position < count
     token = tl.load(order + position, mask=live, other=0)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     inside = (tile < tiles)[:, None] & live[None, :]
-    energy = _energies(
-        codes, entropy_codes, masses, moments, share_squares, grad_logps, grad_entropies, own, targets,
-        token, live, tile, inside, tokens, tiles, TILE_VOCAB,
-    )  # fmt: skip
+    energy = _energies(known, tokens, own, targets, token, live, tile, inside, count, tiles, TILE_VOCAB)
     tl.store(out + row.to(tl.int64) * tiles + tile, tl.sum(energy, 1), mask=tile < tiles)
 
 
@@ -449,40 +408,33 @@ def rank_tokens(
     """Tokens with about as many large tiles side by side, by target among them; those without a gradient last.
 
     The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
-    for dL/dlogp, the largest word of every other tile.
+    for dL/dlogp, the largest entry of every other tile.
     """
     tiles, n = known.codes.shape
     device = targets.device
     own = torch.empty(n, dtype=torch.float32, device=device)
     key = torch.empty(n, dtype=torch.int32, device=device)
     energies = torch.empty(triton.cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
-    grad_entropy = tokens.grad_entropy
+    given, targets = tokens.contiguous(), targets.contiguous()
     with on(device):
         _weigh_kernel[(energies.numel(),)](
-            statistics.logps,
-            statistics.lse,
-            None if grad_entropy is None else tokens.entropy,
-            tokens.grad_logps.contiguous(),
-            tokens.at_target,
-            None if grad_entropy is None else grad_entropy.contiguous(),
-            known.beside_target,
-            None if grad_entropy is None else known.entropy_beside_target,
-            known.elsewhere,
-            known.masses,
-            None if grad_entropy is None else known.moments,
-            known.share_squares,
-            targets.contiguous(),
+            statistics,
+            given,
+            known,
+            targets,
             own,
             energies,
             n,
-            heat_of(transform),
-            CAPPED=transform.softcap is not None,
+            LogitSteps.of(transform),
             TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=BLOCK_TOKENS,
         )
         budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
         _rank_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
-            *_given(known, tokens, own, targets),
+            known,
+            given,
+            own,
+            targets,
             budget,
             key,
             tiles,
@@ -506,16 +458,7 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     out = torch.empty(rows, tiles, dtype=torch.float32, device=targets.device)
     with on(targets.device):
         _block_bounds_kernel[(rows, triton.cdiv(tiles, CODE_TILES))](
-            *_given(known, tokens, own, targets), order, out, tiles, n, BLOCK_VOCAB, BLOCK_TOKENS, CODE_TILES
-        )
+            known, tokens.contiguous(), own, targets.contiguous(), order, out, tiles, n,
+            BLOCK_VOCAB, BLOCK_TOKENS, CODE_TILES,
+        )  # fmt: skip
     return out
-
-
-def _given(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor) -> tuple[Tensor | None, ...]:
-    with_entropy = tokens.grad_entropy is not None
-    entropy_codes, moments = (known.entropy_codes, known.moments) if with_entropy else (None, None)
-    grad_entropy = tokens.grad_entropy.contiguous() if tokens.grad_entropy is not None else None
-    return (
-        known.codes, entropy_codes, known.masses, moments, known.share_squares,
-        tokens.grad_logps.contiguous(), grad_entropy, own, targets.contiguous(),
-    )  # fmt: skip

@@ -4,6 +4,7 @@ Every choice between kernels asks here, and so does the plan. Nothing of Triton 
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,12 @@ def _installed_triton() -> tuple[int, int] | None:
 def compiles(device: torch.device) -> bool:
     """Whether the kernels of `device` are Triton's; elsewhere, and on CUDA without Triton, they are PyTorch's."""
     return device.type == "cuda" and gpu_of(device).triton is not None
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """The context of a launch: Triton launches on the current device, which need not be the tensors'."""
+    # By its index, which is looked up in no time.
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:

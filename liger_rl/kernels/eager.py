@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_rl.kernels.statistics import Fold, TokenGradients
 from liger_rl.kernels.transform import LogitTransform
 
-# exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned word) is NaN.
+# exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned id) is NaN.
 LOWEST_LOG_PROBABILITY = -200.0
 
 
@@ -125,10 +125,15 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
     return z if transform.temperature == 1.0 else z / transform.temperature
 
 
+def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
+    """tanh^2 of transformed logits z under a softcap."""
+    assert transform.softcap is not None
+    return (z * (transform.temperature / transform.softcap)).square_()
+
+
 def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
     """dL/dx in the memory of grad_z: dz/dx = scale / temperature (1 - tanh^2)."""
     if transform.softcap is not None:
-        tanh = z * (transform.temperature / transform.softcap)
-        grad_z.mul_(tanh.square_().neg_().add_(1.0))
+        grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
     return grad_z if factor == 1.0 else grad_z.mul_(factor)

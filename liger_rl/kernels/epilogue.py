@@ -17,8 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.bounds_triton import merge, tile_bounds
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of
+from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of, on
 from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -29,17 +30,16 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.tile_epilogues import (
-    at_word,
+    at_column,
+    column_of,
     fold_tile,
     halves,
     store,
     tile_gradient,
     tile_place,
     tokens_together,
-    word_of,
 )
-from liger_rl.kernels.tile_triton import INTERPRETED, on, transform_constants
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -80,23 +80,11 @@ def _gemm_fold_kernel(
     kept,  # descriptor of (tokens, V), or None
     bias,
     targets,
-    peaks,  # (V / TILE_VOCAB, tokens) each
-    sums,
-    moments,
-    sums_sq,
-    logit_sums,
-    rivals,
-    target_logits,  # (tokens,)
+    tiles,  # `Fold` of each vocabulary tile, (V / TILE_VOCAB, tokens), but the target's logits (tokens,)
     tokens,
     vocab,
     hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
+    steps,
     LEVELLED: tl.constexpr,  # capped, by not too much, see MOST_LEVELLED
     WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
     TILE_TOKENS: tl.constexpr,
@@ -113,11 +101,10 @@ def _gemm_fold_kernel(
         )
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
-        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
+        target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
         fold_tile(
-            logits, token, target, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens,
-            vocab, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits, kept,
-            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, store, at_word,
+            logits, token, target, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
+            tiles, kept, steps, LEVELLED, WHOLE, store, at_column,
         )  # fmt: skip
 
 
@@ -128,24 +115,13 @@ def _gemm_grad_kernel(
     out,  # descriptor of (tokens, vocab)
     bias,
     targets,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
+    gradients,  # `TokenGradients`, (tokens,) each
     tokens,
     vocab,
-    first,  # id of the tile's first word
+    first,  # id of the tile's first row
     hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,  # scale / temperature
+    steps,
     HALVED: tl.constexpr,  # one half of the tile after the other
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -163,22 +139,15 @@ def _gemm_grad_kernel(
         tile_first = first + vocab_tile * TILE_VOCAB
         if HALVED:
             left, right = halves(logits)
-            word = tl.arange(0, TILE_VOCAB // 2)
-            grad = tile_gradient(
-                left, token, live, word, targets, tile_first, lse_of, grad_logps, at_target, entropies, grad_entropies,
-                gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-            )  # fmt: skip
+            column = tl.arange(0, TILE_VOCAB // 2)
+            grad = tile_gradient(left, token, live, column, targets, tile_first, gradients, steps)
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
-            grad = tile_gradient(
-                right, token, live, word + TILE_VOCAB // 2, targets, tile_first, lse_of, grad_logps, at_target,
-                entropies, grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-            )  # fmt: skip
+            column += TILE_VOCAB // 2
+            grad = tile_gradient(right, token, live, column, targets, tile_first, gradients, steps)
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + TILE_VOCAB // 2], grad.to(out.dtype))
         else:
-            grad = tile_gradient(
-                logits, token, live, tl.arange(0, TILE_VOCAB), targets, tile_first, lse_of, grad_logps, at_target,
-                entropies, grad_entropies, gain, cap, inverse, inverse_rest, slope, SCALED, CAPPED, HEATED,
-            )  # fmt: skip
+            column = tl.arange(0, TILE_VOCAB)
+            grad = tile_gradient(logits, token, live, column, targets, tile_first, gradients, steps)
             out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
 
 
@@ -192,10 +161,10 @@ def gemm_fold(
     entropy: bool,
     extras: Collection[str] = (),
     bounded: bool = False,  # not for a part of the vocabulary
-    kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB words
+    kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileBounds | None]:
-    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `limits.applies` says so."""
+    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `devices.applies` says so."""
     assert over_parts is None or not bounded
     n, vocab = hidden.shape[0], weight.shape[0]
     bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // TILE_VOCAB)
@@ -252,16 +221,14 @@ def _fold_tiles(
     arguments = (
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
-        tiles.peak,
-        tiles.sum_exp,
-        *tiles[3:],
-        target,
+        tiles,
         n,
         vocab,
         hidden.shape[1],
+        LogitSteps.of(transform),
     )
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    constants = transform_constants(transform) | {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
+    constants = {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
     gluon = gluon_for(hidden.device)
     with on(hidden.device):
@@ -282,7 +249,7 @@ def _fold_tiles(
                 num_warps=WARPS,
             )
     if kept is not None:
-        assert kept.words == TILE_VOCAB
+        assert kept.tile_vocab == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
     return tiles
 
@@ -296,25 +263,15 @@ def gemm_grad(
     weight: Tensor,  # (v, H), a vocabulary tile's rows
     bias: Tensor | None,  # (v,)
     targets: Tensor,  # (n,) ids of the whole vocabulary
-    first: int,  # id of the tile's first word
+    first: int,  # id of the tile's first row
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `limits.applies` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    words_per_alignment = ALIGNMENT_BYTES // hidden.element_size()
-    width = -(-vocab // words_per_alignment) * words_per_alignment
+    per_alignment = ALIGNMENT_BYTES // hidden.element_size()
+    width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    arguments = (
-        None if bias is None else bias.contiguous(),
-        targets.contiguous(),
-        *(None if column is None else column.contiguous() for column in tokens),
-        n,
-        vocab,
-        first,
-        hidden.shape[1],
-    )
-    constants = transform_constants(transform) | {"slope": transform.scale / transform.temperature}
     programs = device_programs(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
@@ -323,8 +280,14 @@ def gemm_grad(
             TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
             TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
             TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
-            *arguments,
-            **constants,
+            None if bias is None else bias.contiguous(),
+            targets.contiguous(),
+            tokens.contiguous(),
+            n,
+            vocab,
+            first,
+            hidden.shape[1],
+            LogitSteps.of(transform),
             HALVED=halved,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=TILE_VOCAB,

@@ -21,13 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import (
-    fold_tile,
-    halves,
-    tile_place,
-    tokens_together,
-    word_of,
-)
+from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, tile_place, tokens_together
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product,
@@ -42,10 +36,10 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
-def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size):
-    """Every step's rows and words, as soon as a buffer is free."""
+def _load(hidden, weight, upper, lower, entries, barriers, where, tiles, hidden_size):
+    """Every step's rows of hidden states and of the weight, as soon as a buffer is free."""
     ready, free, _begun = barriers
-    stages: gl.constexpr = words.type.shape[0]
+    stages: gl.constexpr = entries.type.shape[0]
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, vocab_tile = tile_place(tile, *where)
@@ -56,25 +50,25 @@ def _load(hidden, weight, upper, lower, words, barriers, where, tiles, hidden_si
             bar, token = ready.index(stage), token_tile * (2 * HALF)
             mbarrier.expect(bar, 2 * hidden.block_type.nbytes + weight.block_type.nbytes)
             tma.async_copy_global_to_shared(hidden, [token, column], bar, upper.index(stage))
-            tma.async_copy_global_to_shared(weight, [vocab_tile * TILE_VOCAB, column], bar, words.index(stage))
+            tma.async_copy_global_to_shared(weight, [vocab_tile * TILE_VOCAB, column], bar, entries.index(stage))
             tma.async_copy_global_to_shared(hidden, [token + HALF, column], bar, lower.index(stage))
             step += 1
 
 
 @gluon.jit
-def _begin(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
+def _begin(rows, entries, barriers, step, hidden_size, LOWER: gl.constexpr):
     """-> half a tile of logits of which the first step is on its way, for `_product`.
 
     What is done behind this and needs none of them costs nothing.
     """
     ready, _free, begun = barriers
-    stages: gl.constexpr = words.type.shape[0]
+    stages: gl.constexpr = entries.type.shape[0]
     if LOWER:
         mbarrier.wait(begun, 0, pred=step == 0)
     stage = step % stages
     mbarrier.wait(ready.index(stage), step // stages & 1)
     logits = hopper.warpgroup_mma(
-        rows.index(stage), words.index(stage).permute((1, 0)), gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT),
+        rows.index(stage), entries.index(stage).permute((1, 0)), gl.zeros([HALF, TILE_VOCAB], gl.float32, LAYOUT),
         use_acc=False, is_async=True,
     )  # fmt: skip
     logits = hopper.warpgroup_mma_wait(1, deps=(logits,))  # for none: a loop takes a tensor
@@ -84,16 +78,16 @@ def _begin(rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
 
 
 @gluon.jit
-def _product(logits, rows, words, barriers, step, hidden_size, LOWER: gl.constexpr):
+def _product(logits, rows, entries, barriers, step, hidden_size, LOWER: gl.constexpr):
     """-> half a tile of logits in float32, which `_begin` began, and how many steps this group has taken."""
     ready, free, begun = barriers
-    stages: gl.constexpr = words.type.shape[0]
+    stages: gl.constexpr = entries.type.shape[0]
     steps = gl.cdiv(hidden_size, TILE_HIDDEN)
     step += 1
     for _step in range(1, steps):
         stage = step % stages
         mbarrier.wait(ready.index(stage), step // stages & 1)
-        logits = hopper.warpgroup_mma(rows.index(stage), words.index(stage).permute((1, 0)), logits, is_async=True)
+        logits = hopper.warpgroup_mma(rows.index(stage), entries.index(stage).permute((1, 0)), logits, is_async=True)
         logits = hopper.warpgroup_mma_wait(1, deps=(logits,))
         mbarrier.arrive(free.index((step + stages - 1) % stages))
         if not LOWER:
@@ -107,23 +101,23 @@ def _product(logits, rows, words, barriers, step, hidden_size, LOWER: gl.constex
 @gluon.jit
 def _with_bias(logits, bias, vocab_tile, vocab):
     if bias is not None:
-        word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT)) + vocab_tile * TILE_VOCAB
-        logits += gl.load(bias + word, mask=word < vocab, other=0.0).to(gl.float32)[None, :]
+        column = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT)) + vocab_tile * TILE_VOCAB
+        logits += gl.load(bias + column, mask=column < vocab, other=0.0).to(gl.float32)[None, :]
     return logits
 
 
 @gluon.jit
-def _at_word(tile, word):
-    """As `tile_epilogues.at_word`, with layouts said to be what they are."""
-    given: gl.constexpr = word.type.layout
+def _at_column(tile, column):
+    """As `tile_epilogues.at_column`, with layouts said to be what they are."""
+    given: gl.constexpr = column.type.layout
     for _level in gl.static_range(5):
         left, right = halves(tile)
-        beyond = gl.convert_layout((word & left.shape[1]) != 0, gl.SliceLayout(1, left.type.layout))
+        beyond = gl.convert_layout((column & left.shape[1]) != 0, gl.SliceLayout(1, left.type.layout))
         tile = gl.where(beyond[:, None], right, left)
     layout: gl.constexpr = tile.type.layout
     place = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
-    word = gl.convert_layout(word & (tile.shape[1] - 1), gl.SliceLayout(1, layout))
-    return gl.convert_layout(gl.sum(gl.where(place[None, :] == word[:, None], tile, 0.0), 1), given)
+    column = gl.convert_layout(column & (tile.shape[1] - 1), gl.SliceLayout(1, layout))
+    return gl.convert_layout(gl.sum(gl.where(place[None, :] == column[:, None], tile, 0.0), 1), given)
 
 
 @gluon.jit
@@ -138,40 +132,36 @@ def _store(out, row, column, values):
 
 @gluon.jit
 def _fold(
-    rows, words, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
-    SCALED: gl.constexpr, CAPPED: gl.constexpr, HEATED: gl.constexpr, LEVELLED: gl.constexpr, WHOLE: gl.constexpr,
+    rows, entries, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
+    LEVELLED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits,
-        tokens, vocab, gain, cap, inverse, inverse_rest,
-    ) = given  # fmt: skip
+    bias, targets, folds, tokens, vocab, steps = given
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
-    word = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        logits = _begin(rows, words, barriers, step, hidden_size, LOWER)
+        logits = _begin(rows, entries, barriers, step, hidden_size, LOWER)
         token_tile, vocab_tile = tile_place(tile, *where)
         first = token_tile * (2 * HALF)
         token = first + row
         live = token < tokens
-        target = word_of(targets, token, live, vocab_tile * TILE_VOCAB)
-        logits, step = _product(logits, rows, words, barriers, step, hidden_size, LOWER)
+        target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
+        logits, step = _product(logits, rows, entries, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         fold_tile(
-            logits, token, target, word, first + LOWER * HALF, vocab_tile, tokens, vocab, peaks, sums,
-            moments, sums_sq, logit_sums, rivals, target_logits, None if stored[0] is None else stored,
-            gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED, LEVELLED, WHOLE, _store, _at_word,
+            logits, token, target, column, first + LOWER * HALF, vocab_tile, tokens, vocab, folds,
+            None if stored[0] is None else stored, steps, LEVELLED, WHOLE, _store, _at_column,
         )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _buffers(hidden, weight, out):
-    """-> those of the rows of either half, of the words and of what either half stores, and the barriers."""
+    """-> those of the rows of either half, of the entries and of what either half stores, and the barriers."""
     stages: gl.constexpr = STAGES if out is None else STORING_STAGES
     upper = gl.allocate_shared_memory(hidden.dtype, [stages, HALF, TILE_HIDDEN], hidden.layout)
     lower = gl.allocate_shared_memory(hidden.dtype, [stages, HALF, TILE_HIDDEN], hidden.layout)
-    words = gl.allocate_shared_memory(weight.dtype, [stages, TILE_VOCAB, TILE_HIDDEN], weight.layout)
+    entries = gl.allocate_shared_memory(weight.dtype, [stages, TILE_VOCAB, TILE_HIDDEN], weight.layout)
     # Without anything to store others stand for these.
     upper_out = upper if out is None else gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
     lower_out = lower if out is None else gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
@@ -184,7 +174,7 @@ def _buffers(hidden, weight, out):
     mbarrier.init(begun, count=1)
     # The copies that arrive at the barriers are another proxy's, which sees what was written to them from here on.
     hopper.fence_async_shared()
-    return upper, lower, words, upper_out, lower_out, (ready, free, begun)
+    return upper, lower, entries, upper_out, lower_out, (ready, free, begun)
 
 
 @gluon.jit
@@ -194,46 +184,31 @@ def fold_kernel(
     kept,  # descriptor of (tokens, V), or None
     bias,
     targets,
-    peaks,
-    sums,
-    moments,
-    sums_sq,
-    logit_sums,
-    rivals,
-    target_logits,
+    folds,
     tokens,
     vocab,
     hidden_size,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
-    HEATED: gl.constexpr,
+    steps,
     LEVELLED: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
     """The arguments are those of `epilogue._gemm_fold_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
-    given = (
-        bias, targets, peaks, sums, moments, sums_sq, logit_sums, rivals, target_logits,
-        tokens, vocab, gain, cap, inverse, inverse_rest,
-    )  # fmt: skip
+    given = (bias, targets, folds, tokens, vocab, steps)
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
-    upper, lower, words, upper_out, lower_out, barriers = _buffers(hidden, weight, kept)
+    upper, lower, entries, upper_out, lower_out, barriers = _buffers(hidden, weight, kept)
     gl.warp_specialize(
         [
             (_fold, (
-                upper, words, barriers, (kept, upper_out), where, tiles, hidden_size, given, False,
-                SCALED, CAPPED, HEATED, LEVELLED, WHOLE,
+                upper, entries, barriers, (kept, upper_out), where, tiles, hidden_size, given, False, LEVELLED,
+                WHOLE,
             )),
             (_fold, (
-                lower, words, barriers, (kept, lower_out), where, tiles, hidden_size, given, True,
-                SCALED, CAPPED, HEATED, LEVELLED, WHOLE,
+                lower, entries, barriers, (kept, lower_out), where, tiles, hidden_size, given, True, LEVELLED,
+                WHOLE,
             )),
-            (_load, (hidden, weight, upper, lower, words, barriers, where, tiles, hidden_size)),
+            (_load, (hidden, weight, upper, lower, entries, barriers, where, tiles, hidden_size)),
         ],
         [WARPS, LOADING_WARPS],
         [REGISTERS, LOADING_REGISTERS],

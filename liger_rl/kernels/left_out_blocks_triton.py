@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels import gemm
-from liger_rl.kernels.bounds_triton import NOT_WANTED, gradient_at_target, slope_at, sum_beside_target
+from liger_rl.kernels.bounds_triton import NOT_WANTED, slope_at_target, sum_beside_target
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -22,15 +24,14 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tile_triton import heat_of, on, transform_constants, transformed
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
 COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
 DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
-WEIGHED_WORDS, WEIGHED_COLUMNS = 16, 256  # of the weight, which a program reads at a time
+WEIGHED_ENTRIES, WEIGHED_COLUMNS = 16, 256  # of the weight, which a program reads at a time
 # Sums of what is left out have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
 TILE_MULTIPLE = 8
 # Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
@@ -76,24 +77,17 @@ def _count_kernel(keep, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
 
 @triton.jit
 def _left_out_kernel(
-    masses,  # (tiles, tokens)
-    moments,
-    logps_of,  # (tokens,) each
-    lse_of,
-    entropies,
-    grad_logps,
-    at_target_of,
-    grad_entropies,
+    known,  # `TileBounds`
+    statistics,  # `TokenStatistics`, (count,) each
+    tokens,  # `TokenGradients`, (count,) each
     targets,
     order,
     keep,  # (row blocks, tiles) bool
-    out,  # (tokens, width)
-    tokens,
+    out,  # (count, width)
+    count,
     tiles,
     width,
-    slope,  # scale / temperature
-    heat,  # temperature / softcap
-    CAPPED: tl.constexpr,
+    steps,
     BLOCK_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -101,140 +95,123 @@ def _left_out_kernel(
 ):
     first = tl.program_id(0).to(tl.int64) * TOKENS
     position = first + tl.arange(0, TOKENS)
-    live = position < tokens
+    live = position < count
     token = tl.load(order + position, mask=live, other=0)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     inside = live[:, None] & (tile < tiles)[None, :]
-    place = tile.to(tl.int64)[None, :] * tokens + token[:, None]
-    total = sum_beside_target(masses, moments, grad_logps, grad_entropies, token[:, None], place, live[:, None], inside)
-    logps = tl.load(logps_of + token, mask=live, other=0.0)
-    at_target = gradient_at_target(token, live, logps, at_target_of, entropies, grad_entropies)
-    if CAPPED:
-        at_target *= slope_at(logps + tl.load(lse_of + token, mask=live, other=0.0), heat)
+    place = tile.to(tl.int64)[None, :] * count + token[:, None]
+    total = sum_beside_target(known, tokens, token[:, None], place, live[:, None], inside)
+    logps = tl.load(statistics.logps + token, mask=live, other=0.0)
+    at_target = gradient_at_target(tokens, token, live, logps)
+    if steps.cap is not None:
+        at_target *= slope_at_target(logps, statistics, token, live, steps)
     target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
     total += tl.where(tile[None, :] == target_tile[:, None], at_target[:, None], 0.0)
     kept = tl.load(keep + first // BLOCK_TOKENS * tiles + tile, mask=tile < tiles, other=1) != 0
-    total = tl.where(kept[None, :], 0.0, total * slope)
+    total = tl.where(kept[None, :], 0.0, total * steps.slope)
     written = live[:, None] & (tile < width)[None, :]
     tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["count"])
 def _draw_kernel(
-    logps,  # (tokens,) each
-    lse_of,
-    at_target,
-    entropies,
-    grad_entropies,
+    statistics,  # `TokenStatistics`, (count,) each
+    tokens,  # `TokenGradients`, (count,) each
     targets,
     index,  # or None
-    rows,  # (SAMPLES,) each: where in all hidden states
-    lse_out,
-    targets_out,
-    counts,
-    tokens,
+    drawn,  # `Drawn`, (SAMPLES,) each
+    count,
     SAMPLES: tl.constexpr,
     STEP: tl.constexpr,
 ):
     # One program, because where a token comes depends on all before it.
     total = tl.zeros((), tl.float64)
-    for first in range(0, tokens, STEP):
+    for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
-        total += tl.sum(_beside_target(at_target, entropies, grad_entropies, token, token < tokens))
+        total += tl.sum(_beside_target(tokens, token, token < count))
     step = (tl.arange(0, SAMPLES) + 0.5) * (total / SAMPLES)
     so_far = tl.zeros((), tl.float64)
-    drawn = tl.zeros((SAMPLES,), tl.int32)
-    for first in range(0, tokens, STEP):
+    place = tl.zeros((SAMPLES,), tl.int32)
+    for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
-        live = token < tokens
-        until = so_far + tl.cumsum(_beside_target(at_target, entropies, grad_entropies, token, live), 0)
-        drawn += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
+        live = token < count
+        until = so_far + tl.cumsum(_beside_target(tokens, token, live), 0)
+        place += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
         so_far = tl.max(until, 0)
-    drawn = tl.minimum(drawn, tokens - 1)
+    place = tl.minimum(place, count - 1)
     sample = tl.arange(0, SAMPLES)
-    row = drawn.to(tl.int64)
+    row = place.to(tl.int64)
     if index is not None:
-        row = tl.load(index + drawn)
-    tl.store(rows + sample, row)
-    tl.store(lse_out + sample, tl.load(lse_of + drawn))
-    tl.store(targets_out + sample, tl.load(targets + drawn).to(tl.int64))
-    logp = tl.load(logps + drawn)
-    # 1 - p, of which a difference has few digits where p is near 1.
-    near = -logp * (1.0 + logp * (0.5 + logp * (1.0 / 6.0 + logp * (1.0 / 24.0))))
-    tl.store(counts + sample, 1.0 / tl.where(logp > -0.05, near, 1.0 - tl.exp(logp)))
+        row = tl.load(index + place)
+    tl.store(drawn.rows + sample, row)
+    tl.store(drawn.lse + sample, tl.load(tokens.lse + place))
+    tl.store(drawn.targets + sample, tl.load(targets + place).to(tl.int64))
+    tl.store(drawn.counts + sample, 1.0 / one_minus_exp(tl.load(statistics.logps + place)))
 
 
 @triton.jit
-def _beside_target(at_target, entropies, grad_entropies, token, live):
+def _beside_target(tokens, token, live):
     """-> what a token counts in float64, 0 where that is not finite."""
-    count = tl.abs(tl.load(at_target + token, mask=live, other=0.0))
-    if grad_entropies is not None:
-        e = tl.load(grad_entropies + token, mask=live, other=0.0)
-        count += tl.abs(e * tl.load(entropies + token, mask=live, other=0.0))
-    return tl.where(count < float("inf"), count, 0.0).to(tl.float64)
+    size = tl.abs(tl.load(tokens.at_target + token, mask=live, other=0.0))
+    if tokens.grad_entropy is not None:
+        e = tl.load(tokens.grad_entropy + token, mask=live, other=0.0)
+        size += tl.abs(e * tl.load(tokens.entropy + token, mask=live, other=0.0))
+    return tl.where(size < float("inf"), size, 0.0).to(tl.float64)
 
 
 @triton.jit
 def _shares_kernel(
     logits,  # (V, SAMPLES) float32
     bias,
-    lse_of,  # (SAMPLES,) each
-    targets,
-    counts,
+    drawn,  # `Drawn`, (SAMPLES,) each
     shares,  # (V,)
     squares,  # (tiles,)
     vocab,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
+    steps,
     TILE_VOCAB: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
     tile, sample = tl.program_id(0), tl.arange(0, SAMPLES)
-    word = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-    known = word < vocab
-    place = word.to(tl.int64)[:, None] * SAMPLES + sample[None, :]
+    entry = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    known = entry < vocab
+    place = entry.to(tl.int64)[:, None] * SAMPLES + sample[None, :]
     x = tl.load(logits + place, mask=known[:, None], other=0.0)
     if bias is not None:
-        x += tl.load(bias + word, mask=known, other=0.0).to(tl.float32)[:, None]
-    z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
-    p = tl.load(counts + sample)[None, :] * tl.exp(z - tl.load(lse_of + sample)[None, :])
-    beside = known[:, None] & (tl.load(targets + sample)[None, :] != word[:, None])
+        x += tl.load(bias + entry, mask=known, other=0.0).to(tl.float32)[:, None]
+    z, _ = transformed(x, steps)
+    p = tl.load(drawn.counts + sample)[None, :] * tl.exp(z - tl.load(drawn.lse + sample)[None, :])
+    beside = known[:, None] & (tl.load(drawn.targets + sample)[None, :] != entry[:, None])
     # One token's NaN must not reach the gradients of others.
     share = tl.sum(tl.where(beside & (tl.abs(p) < float("inf")), p, 0.0), 1)
     total = tl.sum(share, 0)
     # Finite numbers may add up to what is not.
     share = tl.where((total > 0.0) & (total < float("inf")), share / total, 0.0)
-    tl.store(shares + word, share, mask=known)
+    tl.store(shares + entry, share, mask=known)
     tl.store(squares + tile, tl.sum(share * share, 0))
 
 
 @triton.jit
 def _weigh_rows_kernel(
     weight,  # (V, H)
-    stride,  # between two words
+    stride,  # between two rows
     shares,
     rows,  # (padded tiles, H)
     vocab,
     hidden_size,
     TILE_VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     tile, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden_size
-    total = tl.zeros((WORDS, COLUMNS), tl.float32)
-    for step in range(0, TILE_VOCAB, WORDS):
-        word = tile * TILE_VOCAB + step + tl.arange(0, WORDS)
-        known = word < vocab
-        place = word.to(tl.int64)[:, None] * stride + column[None, :]
+    total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
+    for step in range(0, TILE_VOCAB, ENTRIES):
+        entry = tile * TILE_VOCAB + step + tl.arange(0, ENTRIES)
+        known = entry < vocab
+        place = entry.to(tl.int64)[:, None] * stride + column[None, :]
         part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
         part = part.to(rows.dtype.element_ty).to(tl.float32)
-        total += part * tl.load(shares + word, mask=known, other=0.0)[:, None]
+        total += part * tl.load(shares + entry, mask=known, other=0.0)[:, None]
     place = tile.to(tl.int64) * hidden_size + column
     tl.store(rows + place, tl.sum(total, 0).to(rows.dtype.element_ty), mask=inside)
 
@@ -287,17 +264,11 @@ def left_out_sums(
     tiles, n = known.codes.shape
     width = padded_tiles(vocab)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
-    grad_entropy = tokens.grad_entropy
     with on(targets.device):
         _left_out_kernel[(triton.cdiv(n, LEFT_OUT_TOKENS), triton.cdiv(width, LEFT_OUT_TILES))](
-            known.masses,
-            None if grad_entropy is None else known.moments,
-            statistics.logps,
-            statistics.lse,
-            None if grad_entropy is None else tokens.entropy,
-            tokens.grad_logps.contiguous(),
-            tokens.at_target,
-            None if grad_entropy is None else grad_entropy.contiguous(),
+            known,
+            statistics,
+            tokens.contiguous(),
             targets.contiguous(),
             order,
             keep,
@@ -305,9 +276,7 @@ def left_out_sums(
             n,
             tiles,
             width,
-            float(transform.scale / transform.temperature),
-            heat_of(transform),
-            CAPPED=transform.softcap is not None,
+            LogitSteps.of(transform),
             BLOCK_TOKENS=BLOCK_TOKENS,
             TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=LEFT_OUT_TOKENS,
@@ -317,7 +286,7 @@ def left_out_sums(
 
 
 class Drawn(NamedTuple):
-    """Tokens that say how words share what is left out, (SAMPLES,) each."""
+    """Tokens that say how vocabulary entries share what is left out, (SAMPLES,) each."""
 
     rows: Tensor  # int64, of all hidden states
     lse: Tensor  # float32
@@ -331,14 +300,11 @@ def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tok
     drawn = Drawn(*(numbers(dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64, torch.float32)))
     with on(targets.device):
         _draw_kernel[(1,)](
-            statistics.logps,
-            tokens.lse,
-            tokens.at_target,
-            tokens.entropy,
-            None if tokens.grad_entropy is None else tokens.grad_entropy.contiguous(),
+            statistics,
+            tokens.contiguous(),
             targets.contiguous(),
             index,
-            *drawn,
+            drawn,
             targets.numel(),
             SAMPLES=SAMPLES,
             STEP=DRAWN,
@@ -355,18 +321,18 @@ def shares_by(
     vocab, size = weight.shape
     tiles = padded_tiles(vocab)
     numbers = partial(torch.empty, device=weight.device)
-    words, squares = numbers(vocab, dtype=torch.float32), numbers(tiles, dtype=torch.float32)
+    entries, squares = numbers(vocab, dtype=torch.float32), numbers(tiles, dtype=torch.float32)
     rows = numbers(tiles, size, dtype=dtype)
     with on(weight.device):
-        # Tiles that fill up a multiple have no words, and rows of zeros.
+        # Tiles that fill up a multiple have no vocabulary entries, and rows of zeros.
         _shares_kernel[(tiles,)](
             gemm.matmul(weight.to(dtype), hidden[drawn.rows].to(dtype).T),
             None if bias is None else bias.contiguous(),
-            *drawn[1:],
-            words,
+            drawn,
+            entries,
             squares,
             vocab,
-            **transform_constants(transform),
+            LogitSteps.of(transform),
             TILE_VOCAB=BLOCK_VOCAB,
             SAMPLES=SAMPLES,
             num_warps=SHARING_WARPS,
@@ -374,15 +340,15 @@ def shares_by(
         _weigh_rows_kernel[(tiles, triton.cdiv(size, WEIGHED_COLUMNS))](
             weight,
             weight.stride(0),
-            words,
+            entries,
             rows,
             vocab,
             size,
             TILE_VOCAB=BLOCK_VOCAB,
-            WORDS=WEIGHED_WORDS,
+            ENTRIES=WEIGHED_ENTRIES,
             COLUMNS=WEIGHED_COLUMNS,
         )
-    return TileShares(words, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
+    return TileShares(entries, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
 
 
 def tile_shares(
@@ -396,10 +362,10 @@ def tile_shares(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> TileShares:
-    """How a tile's words share what is left out of it: as they share its mass where SAMPLES of the tokens are.
+    """How a tile's vocabulary entries share what is left out of it: as they share its mass for SAMPLES of the tokens.
 
-    Words that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
-    the gradient that it has beside its target, of which the left-out sums are parts, and counts by its probabilities
-    beside its target. Words of a tile in which none of these has any, have no share.
+    Vocabulary entries that are improbable for most tokens are so in much the same proportions for all of them. A token
+    is drawn by the gradient that it has beside its target, of which the left-out sums are parts, and counts by its
+    probabilities beside its target. Where none of these has a probability in a tile, its entries have no share.
     """
     return shares_by(draw(index, targets, statistics, tokens), hidden, weight, bias, transform, dtype)

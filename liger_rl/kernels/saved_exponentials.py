@@ -1,9 +1,9 @@
 """What a forward keeps of the logits so that their gradient needs no second product, in plain PyTorch.
 
-Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks: the largest z of every few words. The
-probability of a word is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside bfloat16 factors
-they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under 2^-24 of the
-largest one beside it. They are as wide as the gradient that takes their place.
+Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks: the largest z of every few vocabulary
+entries. The probability of an entry is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside
+bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under
+2^-24 of the largest one beside it. They are as wide as the gradient that takes their place.
 
 Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of
 a value, 2^-11 in float16, z is off by u, and dz/dx = 1 - (z temperature / softcap)^2 is off by at most
@@ -28,23 +28,27 @@ class Kept(NamedTuple):
     """The exponentials of n tokens over the whole vocabulary."""
 
     values: Tensor  # (n, V) float16 or float32, exp(z - peak)
-    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every word is banned
-    words: int  # in a tile, a power of two
+    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every id is banned
+    tile_vocab: int  # vocabulary entries in a tile, a power of two
 
     @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, words: int) -> "Kept":
+    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "Kept":
         dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
         width = -(-vocab * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
         values = torch.empty(n, width, dtype=dtype, device=device)[:, :vocab]
-        return cls(values, torch.empty(-(-vocab // words), n, dtype=torch.float32, device=device), words)
+        return cls(values, torch.empty(-(-vocab // tile_vocab), n, dtype=torch.float32, device=device), tile_vocab)
 
     @staticmethod
-    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, words: int) -> int:
-        return vocab * compute_dtype.itemsize + 4 * -(-vocab // words)
+    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, tile_vocab: int) -> int:
+        return vocab * compute_dtype.itemsize + 4 * -(-vocab // tile_vocab)
 
     def rows(self, rows: slice) -> "Kept":
         """Views of some tokens."""
-        return Kept(self.values[rows], self.peaks[:, rows], self.words)
+        return Kept(self.values[rows], self.peaks[:, rows], self.tile_vocab)
+
+    def from_column(self, first: int) -> tuple[Tensor, Tensor]:
+        """Views of the values and peaks from the first column of a tile on."""
+        return self.values[:, first:], self.peaks[first // self.tile_vocab :]
 
 
 def keep(
@@ -55,10 +59,10 @@ def keep(
     kept: Kept,  # (n, V), columns `first` on are written
 ) -> None:
     z = eager.transformed(logits, bias, transform)
-    columns, words = z.shape[1], kept.words
-    z = torch.nn.functional.pad(z, (0, -columns % words), value=-torch.inf).view(z.shape[0], -1, words)
+    columns, tile_vocab = z.shape[1], kept.tile_vocab
+    z = torch.nn.functional.pad(z, (0, -columns % tile_vocab), value=-torch.inf).view(z.shape[0], -1, tile_vocab)
     peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
-    tile = first // words
+    tile = first // tile_vocab
     kept.peaks[tile : tile + peaks.shape[1]] = peaks.T
     kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().flatten(1)[:, :columns]
 
@@ -71,8 +75,7 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
     grad = eager.target_gradient(tokens, statistics.logps)
     if transform.softcap is not None:
         assert statistics.target is not None
-        tanh = statistics.target * (transform.temperature / transform.softcap)
-        grad = grad * (1.0 - tanh.square())
+        grad = grad * (1.0 - eager.tanh_square(statistics.target, transform))
     return grad * (transform.scale / transform.temperature)
 
 
@@ -86,12 +89,11 @@ def grad_kept(
     at_target: Tensor,  # (n,) as `grad_at_targets` gives it
     out: Tensor,  # (n, v) any float dtype; without `rows` it may have the memory of the same columns of the values
 ) -> None:
-    columns = slice(first, first + out.shape[1])
-    tiles = slice(first // kept.words, -(-columns.stop // kept.words))
-    values, peaks = kept.values[:, columns], kept.peaks[tiles]
+    values, peaks = kept.from_column(first)
+    values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
-    exp, peaks = values.float(), peaks.T.repeat_interleave(kept.words, 1)[:, : out.shape[1]]
+    exp, peaks = values.float(), peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
     # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
     log_exp = exp.log().clamp_(min=eager.LOWEST_LOG_PROBABILITY)
     lse = tokens.lse[:, None]

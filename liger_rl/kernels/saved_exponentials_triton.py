@@ -7,23 +7,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.statistics import TokenGradients
-from liger_rl.kernels.tile_triton import (
+from liger_rl.kernels.softmax import (
+    LOWEST,
     LOWEST_LOG_PROBABILITY,
-    heat_of,
-    on,
+    gradient,
     rough_log,
-    transform_constants,
+    tanh_square,
+    times_derivative,
+    token_terms,
     transformed,
 )
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.tile_triton import loaded
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-# Words a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with 4096 words and
-# 8 warps they took 279 and 626.
+# Vocabulary entries of a program. On an H200, 2048 tokens of V = 128256 take 273 us, of 256000 with a softcap 567; with
+# 4096 entries and 8 warps they took 279 and 626.
 BLOCK, WARPS = 1024, 1
 SCALE_BLOCK, SCALE_WARPS = 8192, 8
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32's
 
 
 @triton.jit
@@ -36,29 +39,20 @@ def _keep_kernel(
     peaks,
     peak_stride,
     columns,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
+    steps,
     TILES: tl.constexpr,
-    WORDS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    column = tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
-    x = tl.load(logits + row * stride + column, mask=inside, other=0.0)
-    if bias is not None:
-        x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    z, _ = transformed(x, gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED)
+    z, _ = transformed(loaded(logits + row * stride, bias, column, inside), steps)
     z = tl.where(inside, z, float("-inf"))
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     exp = tl.exp(z - peak[:, None])
     tl.store(values + row * value_stride + column, exp.to(values.dtype.element_ty), mask=inside)
-    tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * WORDS < columns)
+    tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -71,43 +65,38 @@ def _grad_kept_kernel(
     out,
     out_stride,
     targets,
-    lse_of,
-    grad_logps,
-    entropies,
-    grad_entropies,
+    tokens,  # `TokenGradients`, whose `at_target` is not read
     at_target,
     columns,
     first,
-    slope,  # scale / temperature
-    heat,  # temperature / softcap
-    CAPPED: tl.constexpr,
+    steps,
     TILES: tl.constexpr,
-    WORDS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     source = row
     if rows is not None:
         source = tl.load(rows + row)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    column = tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
     exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32)
-    known = tile * WORDS < columns
+    known = tile * TILE_VOCAB < columns
     peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
-    lse = tl.load(lse_of + row)
+    lse = tl.load(tokens.lse + row)
+    g, e, entropy = token_terms(tokens, row, True)
+    # Where a value underflowed any finite logarithm will do: the probability beside it is 0. Not compiled where neither
+    # an entropy nor a softcap reads it.
+    log_exp = tl.maximum(rough_log(exp), LOWEST_LOG_PROBABILITY)
     p = exp * tl.exp(peak - lse)[:, None]
-    grad = -tl.load(grad_logps + row) * p
-    if entropies is not None or CAPPED:
-        # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
-        log_exp = tl.maximum(rough_log(exp), LOWEST_LOG_PROBABILITY)
-        if entropies is not None:
-            log_p = tl.maximum(log_exp + (peak - lse)[:, None], LOWEST_LOG_PROBABILITY)
-            grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
-        if CAPPED:
-            tanh = (log_exp + peak[:, None]) * heat
-            grad *= 1.0 - tanh * tanh
+    log_p = log_exp + (peak - lse)[:, None]
+    grad = gradient(p, log_p, None, None, g, e, entropy, tokens.grad_entropy is not None)
+    square = 0.0
+    if steps.cap is not None:
+        square = tanh_square(log_exp + peak[:, None], steps)
+    grad = times_derivative(grad, square, steps)
     hit = column == tl.load(targets + row) - first
-    grad = tl.where(hit, tl.load(at_target + row), grad * slope)
+    grad = tl.where(hit, tl.load(at_target + row), grad)
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
@@ -122,15 +111,15 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 
 
 def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, kept: Kept) -> None:
-    """As `kept.keep`; the last dimension of `logits` must be contiguous."""
+    """As `saved_exponentials.keep`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
     n, columns = logits.shape
     if n == 0:
         return
-    values, peaks = kept.values[:, first:], kept.peaks[first // kept.words :]
-    tiles = _tiles(columns, kept.words)
+    values, peaks = kept.from_column(first)
+    tiles = _tiles(columns, kept.tile_vocab)
     with on(logits.device):
-        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.words))](
+        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
             logits,
             logits.stride(0),
             None if bias is None else bias.contiguous(),
@@ -139,9 +128,9 @@ def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransf
             peaks,
             peaks.stride(0),
             columns,
-            **transform_constants(transform),
+            LogitSteps.of(transform),
             TILES=tiles,
-            WORDS=kept.words,
+            TILE_VOCAB=kept.tile_vocab,
             num_warps=WARPS,
         )
 
@@ -156,15 +145,15 @@ def grad_kept(
     at_target: Tensor,
     out: Tensor,
 ) -> None:
-    """As `kept.grad_kept`; the last dimension of `out` must be contiguous."""
+    """As `saved_exponentials.grad_kept`; the last dimension of `out` must be contiguous."""
     assert out.stride(-1) == 1
     n, columns = out.shape
     if n == 0:
         return
-    values, peaks = kept.values[:, first:], kept.peaks[first // kept.words :]
-    tiles = _tiles(columns, kept.words)
+    values, peaks = kept.from_column(first)
+    tiles = _tiles(columns, kept.tile_vocab)
     with on(out.device):
-        _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.words))](
+        _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
             values,
             values.stride(0),
             peaks,
@@ -173,24 +162,19 @@ def grad_kept(
             out,
             out.stride(0),
             targets.contiguous(),
-            tokens.lse.contiguous(),
-            tokens.grad_logps.contiguous(),
-            None if tokens.entropy is None else tokens.entropy.contiguous(),
-            None if tokens.grad_entropy is None else tokens.grad_entropy.contiguous(),
+            tokens.contiguous(),
             at_target.contiguous(),
             columns,
             first,
-            slope=float(transform.scale / transform.temperature),
-            heat=heat_of(transform),
-            CAPPED=transform.softcap is not None,
+            LogitSteps.of(transform),
             TILES=tiles,
-            WORDS=kept.words,
+            TILE_VOCAB=kept.tile_vocab,
             num_warps=WARPS,
         )
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """As `kept.scale_`; the values must be contiguous."""
+    """As `saved_exponentials.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
     with on(values.device):
         _scale_kernel[(triton.cdiv(values.numel(), SCALE_BLOCK),)](
@@ -198,5 +182,5 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         )
 
 
-def _tiles(columns: int, words: int) -> int:
-    return max(1, min(BLOCK, triton.next_power_of_2(columns)) // words)
+def _tiles(columns: int, tile_vocab: int) -> int:
+    return max(1, min(BLOCK, triton.next_power_of_2(columns)) // tile_vocab)

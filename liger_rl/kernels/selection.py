@@ -1,7 +1,9 @@
-"""Which tokens count, in plain PyTorch."""
+"""Which tokens count, and their rows back to where they belong, in plain PyTorch."""
 
 import torch
 from torch import Tensor
+
+ROWS = 2048  # scattered at a time, so that the converted copy stays small beside the float32 rows
 
 
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,3 +31,10 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
     numbers = torch.stack([n, outside.sum(), largest, improper])
     # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number.
     return torch.argsort(live.reshape(-1), descending=True, stable=True), numbers
+
+
+def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
+    """out[index] = rows, for float32 rows (n, H), an index (n,) without repeats and out (N, H) of any float dtype."""
+    for first in range(0, rows.shape[0], ROWS):
+        part = slice(first, first + ROWS)
+        out.index_copy_(0, index[part], rows[part].to(out.dtype))

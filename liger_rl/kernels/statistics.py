@@ -19,7 +19,7 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor | None  # (n,) in nats
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
-    is_top1: Tensor | None = None  # (n,) bool: the target is the first of the words with the largest z
+    is_top1: Tensor | None = None  # (n,) bool: the target is the first of the ids with the largest z
     target: Tensor | None = None  # (n,) z at the target, on demand
 
     def mean_logits(self, vocab: int) -> Tensor | None:
@@ -35,7 +35,7 @@ class Fold(NamedTuple):
     moment: Tensor | None  # (n,) sum_v exp(z_v - peak) (z_v - peak), kept for the entropy alone
     sum_sq_exp: Tensor | None  # (n,) sum_v exp(z_v - peak)^2, for log_sum_sq_probs
     sum_logits: Tensor | None  # (n,) sum_v z_v, for mean_logits
-    rival: Tensor | None  # (n,) max of z_v over the words before the target, for is_top1
+    rival: Tensor | None  # (n,) max of z_v over the ids before the target, for is_top1
 
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
@@ -103,7 +103,7 @@ class Fold(NamedTuple):
         logps = ((self.target - self.peak) - log_sum).clamp_(max=0.0)
         entropy = None if self.moment is None else (log_sum - self.moment / self.sum_exp).clamp_(min=0.0)
         log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
-        # Exact: peak and rival are logits of the same tiles as the target's, and a tie counts for the earlier word.
+        # Exact: peak and rival are logits of the same tiles as the target's, and a tie counts for the earlier id.
         is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
         target = self.target if with_target else None
         return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1, target)
@@ -111,16 +111,17 @@ class Fold(NamedTuple):
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
-# Tokens that say how words share what is left out. Of a trained model's own tokens 64 say it as well as all of them.
+# Tokens that say how vocabulary entries share what is left out. Of a trained model's own tokens 64 say it as well as
+# all of them.
 SAMPLES = 64
 # Of numbers kept in float16: a mass is at most 1, a moment at most the logarithm of the vocabulary.
 MASS_SCALE, MOMENT_SCALE = 2.0**15, 2.0**10
 
 
 class TileStatistics(NamedTuple):
-    """Softmax sums of each token over each tile of BLOCK_VOCAB words, float32."""
+    """Softmax sums of each token over each tile of BLOCK_VOCAB vocabulary entries, float32."""
 
-    peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every word is banned
+    peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every id is banned
     sums: Tensor  # (tiles, n) sum_v exp(z_v - peak)
     moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak), where entropies are asked for
 
@@ -128,8 +129,8 @@ class TileStatistics(NamedTuple):
 class TileBounds(NamedTuple):
     """How large a token's gradient can be in each tile, and what it adds up to: what leaving tiles out unseen needs.
 
-    An energy is a sum of squares over the words of a tile. Upper bounds of two of them are kept, from the tile's
-    largest probability P and its mass Q: sum_v p_v^2 <= P Q, what dL/dlogp multiplies; and, with H the entropy,
+    An energy is a sum of squares over the vocabulary entries of a tile. Upper bounds of two of them are kept, from the
+    tile's largest probability P and its mass Q: sum_v p_v^2 <= P Q, what dL/dlogp multiplies; and, with H the entropy,
     sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2, what dL/dentropy multiplies. In the target's own tile
     they leave out the target, whose gradient is known.
 
@@ -141,7 +142,7 @@ class TileBounds(NamedTuple):
 
     codes: Tensor  # (tiles, n) uint8, for dL/dlogp
     beside_target: Tensor  # (n,) float32, the same for the target's tile, whose code means nothing
-    elsewhere: Tensor  # (n,) float32, lower bound of sum_v (p_v dx/dz)^2 over the other tiles, from their largest words
+    elsewhere: Tensor  # (n,) float32, lower bound of sum_v (p_v dx/dz)^2 over the other tiles, from their peaks
     masses: Tensor  # (tiles, n) float16, times MASS_SCALE
     entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
     entropy_beside_target: Tensor | None  # (n,) float32
@@ -169,11 +170,30 @@ class TileBounds(NamedTuple):
 
 
 class TileShares(NamedTuple):
-    """How a tile's words share what is left out of it, see `left_out_blocks_triton.tile_shares`."""
+    """How a tile's vocabulary entries share what is left out of it, see `left_out_blocks_triton.tile_shares`."""
 
-    words: Tensor  # (V,) float32, adding up to 1 over a tile
+    entries: Tensor  # (V,) float32, adding up to 1 over a tile
     squares: Tensor  # (tiles,) float32, sums of their squares
     rows: Tensor  # (padded tiles, H) in the compute dtype, the weight's rows added up by them
+
+
+class BlockPlan(NamedTuple):
+    """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
+
+    keep: Tensor  # (row blocks, tiles) bool
+    counted: Tensor  # as `left_out_blocks_triton.count` gives it, of which the rest is known to the host
+    counts: Tensor  # (tiles,) int64, blocks kept in each
+    kept: int  # in all
+    wanted: int  # tokens with a gradient, the first of all
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.wanted // BLOCK_TOKENS)
+
+    @property
+    def share(self) -> float:
+        """Kept blocks, of all the blocks of the tokens with a gradient."""
+        return self.kept / max(self.row_blocks * self.counts.numel(), 1)
 
 
 class TokenGradients(NamedTuple):
@@ -193,10 +213,11 @@ class TokenGradients(NamedTuple):
         entropy = statistics.entropy if grad_entropy is not None else None
         return cls(statistics.lse, grad_logps, at_target, entropy, grad_entropy)
 
+    def contiguous(self) -> "TokenGradients":
+        return TokenGradients._make(None if part is None else part.contiguous() for part in self)
+
     def take(self, rows: Tensor | slice) -> "TokenGradients":
-        entropy = None if self.entropy is None else self.entropy[rows]
-        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
-        return TokenGradients(self.lse[rows], self.grad_logps[rows], self.at_target[rows], entropy, grad_entropy)
+        return TokenGradients._make(None if part is None else part[rows] for part in self)
 
     def silenced(self, live: Tensor) -> "TokenGradients":
         """Zero gradients where the mask is False, whatever finite logits their rows have."""

@@ -1,297 +1,245 @@
-"""Fold and gradient of a tile of logits as Triton kernels: one read of the tile each, any number of columns.
+"""Fold and gradient of rows of logits as Triton kernels: one read of the logits each, any number of columns.
 
-The signatures and formulas are those of `liger_rl.kernels.eager`. Rows go on grid axis 0, which is not limited to
-65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
+The rows are those of a float32 tile, a part of the vocabulary, or whole rows of given logits. The signatures and
+formulas are those of `liger_rl.kernels.eager` and `liger_rl.kernels.given_logits`. Rows go on grid axis 0, which is not
+limited to 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
 """
-
-import os
-import struct
-from contextlib import nullcontext
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.statistics import Fold, TokenGradients
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
-MAX_BLOCK = 4096
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
-# Triton's own functions in place of NVIDIA's instructions: the interpreter knows none, and at those AMD's compiler ends
-# the process.
-PORTABLE = tl.constexpr(INTERPRETED.value or torch.version.hip is not None)
+# Of 256 to 16384 vocabulary entries and 1 to 32 warps on an H200, with whole rows of V = 12800 in bfloat16: 63 and 103
+# us where reading and writing alone are 39 and 88. Few warps make sums over a block cheap, and many rows are in flight.
+BLOCK, WARPS = 1024, 2
 
 
 @triton.jit
-def flushed_exp(x):
-    """exp, but 0 where that is under float32's smallest normal number: two instructions where tl.exp takes five."""
-    return tl.exp2(x * LOG2_E)
+def _target(targets, mask, token, inside, first, columns):
+    """-> column of the token's target, and whether it counts: it is one of the columns, and the mask has it."""
+    column = tl.load(targets + token, mask=inside, other=-1).to(tl.int64) - first
+    counts = (column >= 0) & (column < columns)
+    if mask is not None:
+        counts = counts & (tl.load(mask + token, mask=inside, other=0) != 0)
+    return column, counts
 
 
 @triton.jit
-def exp_of_difference(z, peak):
-    """z (M, N), peak (M,) its maximum -> exp(z - peak) as `exp_of_steps` gives it."""
-    # Of larger numbers what differs is 32 apart: the smaller has probability 0, also by 2 to that power, and r is 0. A
-    # factor of more than 1 would make the largest peaks infinite.
-    return exp_of_steps(z, peak, tl.where(tl.abs(peak) < 2.0**29, LOG2_E, 1.0))
-
-
-@triton.jit
-def exp_of_steps(z, peak, unit):
-    """z (M, N), peak, unit (M,) -> e, b (M, N), f, r (M,): 2^((z - peak) unit) = e f and (z - peak) unit = b - r.
-
-    No number of a row is larger than e at the peak. e is 2^b, and b is rounded once in one instruction, where a
-    difference and its exponential round twice in two. r is what rounding the peak's exponent left, under 1e-5 for a
-    peak of under 100 nats, and f is 2^-r.
-    """
-    high = peak * unit
-    rest = tl.fma(peak, unit, -high)
-    exponent = tl.fma(z, unit[:, None], -high[:, None])
-    return tl.exp2(exponent), exponent, tl.exp2(-rest), rest
-
-
-@triton.jit
-def _reciprocal(x):
-    """1 / x to 1.2e-7 for x >= 0.5, and 0 from 2^126 on: one instruction where a quotient takes ten."""
-    if PORTABLE:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _tanh(x, gain):
-    """tanh(gain x) to 2.4e-7, absolute, with a gain above 0: six instructions."""
-    # An odd function, or the mean of many logits would be off. Beyond float32 the exponential is infinite, and its
-    # reciprocal 0.
-    e = tl.exp2(_magnitude(x) * (gain * (2.0 * LOG2_E)))
-    return _copysign(1.0 - 2.0 * _reciprocal(1.0 + e), x)
-
-
-@triton.jit
-def cap_left(x, gain):
-    """1 - tanh(gain x) to 2.4e-7, absolute, with a gain above 0: what is left under a cap of 1, in four instructions.
-
-    Not odd around 1 to the last digit: the mean of many logits takes `_tanh`.
-    """
-    # Half of it is 1 / (1 + e) with e = exp(2 gain x), which is infinite where nothing is left.
-    return _reciprocal(0.5 + tl.exp2(tl.fma(x, gain * (2.0 * LOG2_E), -1.0)))
-
-
-@triton.jit
-def _magnitude(x):
-    """|x| as part of what reads it: of tl.abs a product makes two instructions."""
-    if PORTABLE:
-        return tl.abs(x)
-    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _copysign(magnitude, sign):
-    """In one instruction, where a choice takes two."""
-    if PORTABLE:
-        return tl.where(sign < 0, -magnitude, magnitude)
-    return tl.inline_asm_elementwise(
-        "copysign.f32 $0, $2, $1;", "=f,f,f", [magnitude, sign], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def rough_log(x):
-    """log of x >= 0 to 2e-7, absolute between 1/2 and 2 and relative elsewhere: one instruction where log takes twenty.
-
-    For what is known to fewer digits than that, such as exponentials that were kept in float16.
-    """
-    if PORTABLE:
-        return tl.log(x)
-    log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return log2 * LN_2
-
-
-@triton.jit
-def _loaded(logits, bias, columns, inside):
-    """-> x = logits + bias in float32, 0 outside the tile."""
-    x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+def loaded(logits, bias, column, inside):
+    """-> x = logits + bias in float32, 0 outside the tile; all are inside if that is None."""
+    x = tl.load(logits + column, mask=inside, other=None if inside is None else 0.0).to(tl.float32)
     if bias is not None:
-        x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(bias + column, mask=inside, other=None if inside is None else 0.0).to(tl.float32)
     return x
 
 
 @triton.jit
-def transformed(x, gain, cap, inverse, inverse_rest, SCALED: tl.constexpr, CAPPED: tl.constexpr, HEATED: tl.constexpr):
-    """-> z and tanh^2 of float32 logits x; the numbers and flags are those of `transform_constants`."""
-    z = x
-    square = 0.0
-    if CAPPED:
-        tanh = _tanh(x, gain)
-        square = tanh * tanh
-        z = tanh * cap
-    elif SCALED:
-        z = x * gain
-    if HEATED:
-        # As good as a quotient, for two instructions. The rounded reciprocal alone would be a slightly different
-        # temperature for every logit, which adds up to more.
-        z = tl.fma(z, inverse, z * inverse_rest)
-    return z, square
-
-
-@triton.jit(do_not_specialize=["first"])
-def _fold_kernel(
-    logits,  # (rows, columns)
-    stride,
-    targets,
-    bias,
-    peaks,
-    sums,
-    target_logits,
-    moments,
-    sums_sq,
-    logit_sums,
-    rivals,
-    columns,
-    first,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    column_of_target = tl.load(targets + row) - first
-    peak = tl.load(peaks + row)
-    total = tl.load(sums + row)
-    target = tl.load(target_logits + row)
-    moment = 0.0
-    if moments is not None:
-        moment = tl.load(moments + row)
-    total_sq = 0.0
-    if sums_sq is not None:
-        total_sq = tl.load(sums_sq + row)
-    logit_sum = 0.0
-    if logit_sums is not None:
-        logit_sum = tl.load(logit_sums + row)
-    rival = float("-inf")
-    if rivals is not None:
-        rival = tl.load(rivals + row)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        z, _ = transformed(
-            _loaded(logits, bias, column, inside), gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED
-        )
-        target += tl.sum(tl.where(column == column_of_target, z, 0.0))
-        if logit_sums is not None:
-            logit_sum += tl.sum(tl.where(inside, z, 0.0))
+def _fold_block(
+    logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, rival,
+    MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, RIVAL: tl.constexpr,
+):  # fmt: skip
+    """-> the running numbers of a `Fold` but the target with one block more."""
+    z, _ = transformed(loaded(logits, bias, column, inside), steps)
+    if SUM_LOGITS:
+        sum_logits += tl.sum(z if inside is None else tl.where(inside, z, 0.0))
+    if inside is not None:
         # Only now, so that a softcap cannot make the lanes past the end finite again.
         z = tl.where(inside, z, float("-inf"))
-        if rivals is not None:
-            rival = tl.maximum(rival, tl.max(tl.where(column < column_of_target, z, float("-inf"))))
-        new_peak = tl.maximum(peak, tl.max(z))
-        kept = tl.exp(peak - new_peak)
-        shifted = z - new_peak
-        exp = tl.exp(shifted)
-        if moments is not None:
-            moment = kept * (moment + (peak - new_peak) * total)
-            moment += tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY))
-        total = total * kept + tl.sum(exp)
-        if sums_sq is not None:
-            total_sq = total_sq * kept * kept + tl.sum(exp * exp)
-        peak = new_peak
-    tl.store(peaks + row, peak)
-    tl.store(sums + row, total)
-    tl.store(target_logits + row, target)
-    if moments is not None:
-        tl.store(moments + row, moment)
-    if sums_sq is not None:
-        tl.store(sums_sq + row, total_sq)
-    if logit_sums is not None:
-        tl.store(logit_sums + row, logit_sum)
-    if rivals is not None:
-        tl.store(rivals + row, rival)
+    if RIVAL:
+        rival = tl.maximum(rival, tl.max(tl.where(column < target, z, float("-inf"))))
+    peak, total, moment, sum_sq = folded(z, peak, total, moment, sum_sq, MOMENT, SUM_SQ)
+    return peak, total, moment, sum_sq, sum_logits, rival
 
 
-@triton.jit(do_not_specialize=["first"])
-def _grad_kernel(
+@triton.jit(do_not_specialize=["first", "length"])
+def _fold_kernel(
     logits,
-    stride,
-    out,
-    out_stride,
-    targets,
+    batch_stride,  # elements between logits[b] and logits[b + 1], and between two positions of one b
+    row_stride,
+    targets,  # (batch, length)
+    mask,
     bias,
-    lse_of,
-    grad_logps,
-    at_target,
-    entropies,
-    grad_entropies,
+    state,  # `Fold` of a part of the vocabulary, (batch * length,) each, updated; None for whole rows
+    out,  # `TokenStatistics` of whole rows, (batch * length,) each, written; None for a part
+    length,
     columns,
     first,
-    gain,
-    cap,
-    inverse,
-    inverse_rest,
-    slope,  # scale / temperature
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEATED: tl.constexpr,
+    steps,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    MOMENT: tl.constexpr = state.moment is not None if PART else out.entropy is not None
+    SUM_SQ: tl.constexpr = state.sum_sq_exp is not None if PART else False
+    SUM_LOGITS: tl.constexpr = state.sum_logits is not None if PART else False
+    RIVAL: tl.constexpr = state.rival is not None if PART else False
+    token = tl.program_id(0).to(tl.int64)
+    target, counts = _target(targets, mask, token, True, first, columns)
+    if counts | PART:
+        logits += token // length * batch_stride + token % length * row_stride
+        target_z, _square = transformed(loaded(logits, bias, target, counts), steps)
+        peak = LOWEST
+        total = 0.0
+        moment = 0.0
+        sum_sq = 0.0
+        sum_logits = 0.0
+        rival = float("-inf")
+        if PART:
+            peak = tl.load(state.peak + token)
+            total = tl.load(state.sum_exp + token)
+            target_z = tl.where(counts, target_z, tl.load(state.target + token))
+            if MOMENT:
+                moment = tl.load(state.moment + token)
+        if SUM_SQ:
+            sum_sq = tl.load(state.sum_sq_exp + token)
+        if SUM_LOGITS:
+            sum_logits = tl.load(state.sum_logits + token)
+        if RIVAL:
+            rival = tl.load(state.rival + token)
+        whole = columns // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
+                logits, bias, start + tl.arange(0, BLOCK), None, target, steps,
+                peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
+            )  # fmt: skip
+        # What is left of the row apart, so that the loop needs no mask.
+        for start in range(whole, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
+                logits, bias, column, column < columns, target, steps,
+                peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
+            )  # fmt: skip
+        if PART:
+            tl.store(state.peak + token, peak)
+            tl.store(state.sum_exp + token, total)
+            tl.store(state.target + token, target_z)
+            if MOMENT:
+                tl.store(state.moment + token, moment)
+            if SUM_SQ:
+                tl.store(state.sum_sq_exp + token, sum_sq)
+            if SUM_LOGITS:
+                tl.store(state.sum_logits + token, sum_logits)
+            if RIVAL:
+                tl.store(state.rival + token, rival)
+        else:
+            log_sum = tl.log(total)
+            # Around the peak, not around lse: see `Fold.finish`.
+            logp = (target_z - peak) - log_sum
+            tl.store(out.logps + token, tl.where(logp > 0.0, 0.0, logp))
+            tl.store(out.lse + token, peak + log_sum)
+            if MOMENT:
+                entropy = log_sum - moment / total
+                tl.store(out.entropy + token, tl.where(entropy < 0.0, 0.0, entropy))
+    else:
+        if not PART:
+            tl.store(out.logps + token, 0.0)
+            tl.store(out.lse + token, float("inf"))
+            if MOMENT:
+                tl.store(out.entropy + token, 0.0)
+
+
+@triton.jit(do_not_specialize=["first", "length", "positions"])
+def _grad_kernel(
+    logits,
+    batch_stride,
+    row_stride,
+    out,
+    out_batch_stride,
+    out_row_stride,
+    targets,  # (batch, length)
+    mask,
+    bias,
+    logps,  # (batch * length,) of whole rows; None for a part of the vocabulary, whose tokens have `at_target`
+    tokens,  # `TokenGradients`, (batch * length,) each
+    positions,  # of a batch, `length` of which have tokens
+    length,
+    columns,
+    first,
+    steps,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    out += row * out_stride
+    batch, position = row // positions, row % positions
+    token = batch * length + position
+    here = position < length
+    target, counts = _target(targets, mask, token, here, first, columns)
+    g, e, entropy = token_terms(tokens, token, here)
+    wanted = g != 0.0
+    if tokens.grad_entropy is not None:
+        wanted = wanted | (e != 0.0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    z, square = transformed(
-        _loaded(logits, bias, column, inside), gain, cap, inverse, inverse_rest, SCALED, CAPPED, HEATED
-    )
-    log_p = z - tl.load(lse_of + row)
-    p = tl.exp(log_p)
-    hit = column == tl.load(targets + row) - first
-    g = tl.load(grad_logps + row)
-    grad = tl.where(hit, tl.load(at_target + row), -g * p)
-    if entropies is not None:
-        e = tl.load(grad_entropies + row)
-        log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
-        grad -= e * p * (log_p + tl.load(entropies + row))
-    grad *= slope
-    if CAPPED:
-        grad *= 1.0 - square
-    tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
+    out += batch * out_batch_stride + position * out_row_stride
+    if (counts & here & wanted) | (logps is None):
+        x = loaded(logits + batch * batch_stride + position * row_stride, bias, column, inside)
+        z, square = transformed(x, steps)
+        log_p = z - tl.load(tokens.lse + token)
+        # 1 - p from the forward's logp, as in `TokenGradients.of`.
+        at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
+        ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+        grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
+        grad = times_derivative(grad, square, steps)
+        if ADD:
+            grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
+    elif not ADD:
+        tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
 
 
 def fold(
-    logits: Tensor,
-    targets: Tensor,
-    first: int,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    state: Fold,
+    logits: Tensor, targets: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, state: Fold
 ) -> None:
     """As `eager.fold`; the last dimension of `logits` must be contiguous."""
+    _launch_fold(logits, targets, None, bias, first, transform, state, None)
+
+
+def fold_rows(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
+) -> TokenStatistics:
+    """As `given_logits.fold_rows`; the last dimension of `logits` must be contiguous."""
+    logps, lses, *entropies = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    out = TokenStatistics(logps, lses, entropies[0] if entropies else None)
+    _launch_fold(logits, targets, mask, None, 0, transform, None, out)
+    return out
+
+
+def _launch_fold(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    first: int,
+    transform: LogitTransform,
+    state: Fold | None,
+    out: TokenStatistics | None,
+) -> None:
     assert logits.stride(-1) == 1
-    n = targets.numel()
+    n, columns = targets.numel(), logits.shape[-1]
     if n == 0:
         return
-    block = _block(logits.shape[-1])
+    _, length, strides = _layout(logits, targets)
     with on(logits.device):
         _fold_kernel[(n,)](
             logits,
-            logits.stride(0),
+            *strides,
             targets.contiguous(),
+            None if mask is None else mask.contiguous(),
             None if bias is None else bias.contiguous(),
-            *state,
-            logits.shape[-1],
+            state,
+            out,
+            length,
+            columns,
             first,
-            **transform_constants(transform),
-            BLOCK=block,
-            num_warps=_warps(block),
+            LogitSteps.of(transform),
+            PART=state is not None,
+            BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+            num_warps=WARPS,
         )
 
 
@@ -305,68 +253,76 @@ def grad(
     out: Tensor,
 ) -> None:
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
+    _launch_grad(logits, targets, None, bias, first, transform, None, tokens, out, add=False)
+
+
+def grad_rows(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: LogitTransform,
+    statistics: TokenStatistics,
+    grad_logps: Tensor,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    *,
+    add: bool,
+) -> None:
+    """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
+    if targets.numel() == 0:
+        if not add:
+            out.zero_()
+        return
+    entropy = None if grad_entropy is None else statistics.entropy
+    # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
+    tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
+    _launch_grad(logits, targets, mask, None, 0, transform, statistics.logps, tokens, out, add=add)
+
+
+def _launch_grad(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    first: int,
+    transform: LogitTransform,
+    logps: Tensor | None,
+    tokens: TokenGradients,
+    out: Tensor,
+    *,
+    add: bool,
+) -> None:
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
-    n, columns = targets.numel(), logits.shape[-1]
-    if n == 0:
+    rows, columns = logits.shape[:-1].numel(), logits.shape[-1]
+    if rows == 0:
         return
-    block = _block(columns)
+    positions, length, strides = _layout(logits, targets)
+    block = min(BLOCK, triton.next_power_of_2(columns))
     with on(logits.device):
-        _grad_kernel[(n, triton.cdiv(columns, block))](
+        _grad_kernel[(rows, triton.cdiv(columns, block))](
             logits,
-            logits.stride(0),
+            *strides,
             out,
-            out.stride(0),
+            *_layout(out, targets)[2],
             targets.contiguous(),
+            None if mask is None else mask.contiguous(),
             None if bias is None else bias.contiguous(),
-            *(None if column is None else column.contiguous() for column in tokens),
+            logps,
+            tokens.contiguous(),
+            positions,
+            length,
             columns,
             first,
-            slope=transform.scale / transform.temperature,
-            **transform_constants(transform),
+            LogitSteps.of(transform),
+            ADD=add,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=WARPS,
         )
 
 
-@lru_cache
-def transform_constants(transform: LogitTransform) -> dict[str, float | bool]:
-    """Steps of z = cap * tanh(gain * x) / temperature, or gain * x / temperature; those that change nothing are off.
-
-    1 / temperature is in two parts of float32, the second what the first was cut by. It is above 0, if by as little as
-    changes no sum, so that the product of either with the -inf of a banned word is -inf.
-    """
-    capped = transform.softcap is not None
-    inverse = 1.0 / transform.temperature
-    (bits,) = struct.unpack("Q", struct.pack("d", inverse))
-    (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # to float32's digits
-    gain = transform.scale / transform.softcap if capped else transform.scale
-    return {
-        # float(), because an int would be an integer in the kernel, and some of them compiled in.
-        "gain": float(gain),
-        "cap": float(transform.softcap) if transform.softcap is not None else 1.0,
-        "inverse": cut,
-        "inverse_rest": max(inverse - cut, inverse * 2.0**-60),
-        "SCALED": gain != 1.0,
-        "CAPPED": capped,
-        "HEATED": transform.temperature != 1.0,
-    }
-
-
-def heat_of(transform: LogitTransform) -> float:
-    """temperature / softcap, which makes a tanh of z; 0 without a softcap."""
-    return 0.0 if transform.softcap is None else transform.temperature / transform.softcap
-
-
-def _block(columns: int) -> int:
-    return min(MAX_BLOCK, triton.next_power_of_2(columns))
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 512))
-
-
-def on(device: torch.device):
-    """Triton launches on the current device, which need not be the tensors'."""
-    # By its index, which is looked up in no time.
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]:
+    """-> positions and tokens of each batch, and the strides of (batch, position); N rows are one batch."""
+    if logits.dim() == 2:
+        return logits.shape[0], logits.shape[0], (0, logits.stride(0))
+    return logits.shape[1], targets.shape[1], (logits.stride(0), logits.stride(1))

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from liger_rl.kernels.tile_triton import INTERPRETED, on
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.policy import penalties
 from liger_rl.policy.batch import MAX_LOG_RATIO
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss

@@ -1,6 +1,6 @@
 """The block-sparse backward in plain PyTorch: bounds, choice, shares and products that Triton's kernels must equal.
 
-It imports none of the kernels under test: only the plain data types of `liger_rl.kernels.statistics` and `block_plan`,
+It imports none of the kernels under test: only the plain data types of `liger_rl.kernels.statistics`,
 and the dense formulas and products of `eager` and `gemm`, which have tests of their own. Its constants are its own.
 
 With g = dL/dlogp, e = dL/dentropy and p the softmax,
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager, gemm
-from liger_rl.kernels.block_plan import BlockPlan
 from liger_rl.kernels.eager import entropy_term, target_gradient, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -25,6 +24,7 @@ from liger_rl.kernels.statistics import (
     MASS_SCALE,
     MOMENT_SCALE,
     SAMPLES,
+    BlockPlan,
     TileBounds,
     TileShares,
     TileStatistics,
@@ -53,7 +53,7 @@ TILE_MULTIPLE = 8
 
 
 def tile_statistics(logits: Tensor, transform: LogitTransform, *, entropy: bool) -> TileStatistics:
-    """The softmax sums of logits (n, v) over every BLOCK_VOCAB words."""
+    """The softmax sums of logits (n, v) over every BLOCK_VOCAB ids."""
     z = transformed(logits, None, transform)
     z = torch.nn.functional.pad(z, (0, -z.shape[1] % BLOCK_VOCAB), value=-torch.inf)
     z = z.view(z.shape[0], -1, BLOCK_VOCAB)
@@ -92,7 +92,7 @@ def tile_bounds(
     energy = (log_peak.exp() * slope).square()
     out.elsewhere.copy_(energy.scatter(0, target_tile, 0.0).sum(0).mul_(1.0 - slack))
 
-    # Under a softcap a mass is weighted by dz/dx at the tile's largest word, which no other word with a say is below.
+    # Under a softcap a mass is weighted by dz/dx at the tile's largest id, which no other id with a say is below.
     scale = slope * MASS_SCALE
     mass = log_mass.exp().scatter(0, target_tile, ((peak_there - lse).exp() * beside)[None])
     out.masses.copy_(mass * scale)
@@ -154,7 +154,7 @@ def rank_tokens(
     """Tokens with about as many large tiles side by side, by target among them; those without a gradient last.
 
     The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
-    for dL/dlogp, the largest word of every other tile.
+    for dL/dlogp, the largest id of every other tile.
     """
     wanted = tokens.grad_logps != 0  # true for NaN, which must reach the gradients
     if tokens.grad_entropy is not None:
@@ -195,7 +195,7 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
 
 
 def sums_beside_target(known: TileBounds, tokens: TokenGradients) -> Tensor:
-    """(tiles, n) sums of dL/dx over each tile's words but the target, 0 for tokens without a gradient."""
+    """(tiles, n) sums of dL/dx over each tile's ids but the target, 0 for tokens without a gradient."""
     sums = known.masses.float().mul_(tokens.grad_logps * (-1.0 / MASS_SCALE))
     sums.masked_fill_(tokens.grad_logps == 0, 0.0)
     if tokens.grad_entropy is not None and known.moments is not None:
@@ -214,7 +214,7 @@ def _energies(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: T
     """(tiles, n) upper bounds of the sum of squares of dL/dx minus what takes its place where it is left out.
 
     That is its sum S times shares u >= 0 that add up to 1. Of numbers of one sign, such as those that dL/dlogp makes of
-    all words but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
+    all ids but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
     """
     amplitude = _decoded(known.codes).sqrt_().mul_(tokens.grad_logps.abs())
     replaced = sums_beside_target(known, tokens).abs_().mul_(_share_amplitudes(known)[:, None])
@@ -290,17 +290,17 @@ def tile_shares(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> TileShares:
-    """How a tile's words share what is left out of it: as they share its mass where SAMPLES of the tokens are.
+    """How a tile's ids share what is left out of it: as they share its mass where SAMPLES of the tokens are.
 
-    Words that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
+    Ids that few tokens are likely to say are rare for all of them, in much the same proportions. A token is drawn by
     the gradient that it has beside its target, of which the left-out sums are parts, and counts by its probabilities
-    beside its target. Words of a tile in which none of these has any, have no share.
+    beside its target. Ids of a tile in which none of these has any, have no share.
     """
     vocab, size = weight.shape
     drawn = drawn_tokens(tokens)
     rows = hidden[drawn if index is None else index[drawn]].to(dtype).float()
     lse, own, counts = statistics.lse[drawn], targets[drawn], (-1.0 / torch.expm1(statistics.logps[drawn]))
-    words = torch.empty(vocab, dtype=torch.float32, device=weight.device)
+    entries = torch.empty(vocab, dtype=torch.float32, device=weight.device)
     sums = torch.zeros(padded_tiles(vocab), size, dtype=dtype, device=weight.device)
     squares = torch.empty(-(-vocab // BLOCK_VOCAB), dtype=torch.float32, device=weight.device)
     for tile, first in enumerate(range(0, vocab, BLOCK_VOCAB)):
@@ -312,8 +312,8 @@ def tile_shares(
         # One token's NaN must not reach the gradients of others.
         share = p.nan_to_num_(0.0, 0.0, 0.0).sum(0)
         share = (share / share.sum()).nan_to_num_(0.0, 0.0, 0.0)
-        words[span], squares[tile], sums[tile] = share, share.square().sum(), share @ part
-    return TileShares(words, squares, sums)
+        entries[span], squares[tile], sums[tile] = share, share.square().sum(), share @ part
+    return TileShares(entries, squares, sums)
 
 
 def drawn_tokens(tokens: TokenGradients) -> Tensor:

@@ -72,30 +72,5 @@ def test_tiles_of_a_wider_matrix(first):
     check(wide.T.contiguous().T[:, first : first + 20], first)
 
 
-def test_rows_and_tiles_that_keep_nothing_or_everything():
-    keep = torch.ones(40, 50, dtype=torch.bool, device=DEVICE)
-    keep[::3] = 0
-    keep[:, 10:30] = 0
-    keep[7] = True
-    check(keep, 100)
-
-
 def test_no_rows():
     check(torch.empty(0, 5, dtype=torch.bool, device=DEVICE), 0)
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="minutes in Triton's interpreter")
-def test_thousands_of_rows():
-    """Beside PyTorch's sums and sorts, which take no loop in Python."""
-    rows, tiles = 4500, 1050
-    kept = torch.rand(rows, tiles, device=DEVICE) < 0.3 * torch.rand(tiles, device=DEVICE)
-    found = block_lists.BlockLists.of(kept, 0, int(kept.sum()))
-    tile, row = kept.T.nonzero(as_tuple=True)
-    assert torch.equal(found.row, row.int())
-    assert torch.equal(found.tile, tile.int())
-    assert torch.equal(found.by_row, (row * tiles + tile).argsort().int())
-    for kind, dim in (("row", 1), ("tile", 0)):
-        count = kept.sum(dim)
-        assert torch.equal(getattr(found, f"{kind}_count"), count.int())
-        assert torch.equal(getattr(found, f"{kind}_end"), count.cumsum(0).int())
-        assert torch.equal(getattr(found, f"{kind}_order"), count.argsort(descending=True, stable=True).int())

@@ -14,19 +14,10 @@ from liger_rl import FusedLinearGRPOLoss, linear_logprobs, logits_logprobs, plan
 from liger_rl import kernels as rooms
 from liger_rl.given_logits import loss as logit_loss
 from liger_rl.kernels import devices as limits
-from liger_rl.kernels import eager, scatter, selection
-from liger_rl.kernels import given_logits as rows
-from liger_rl.kernels import saved_exponentials as kept
+from liger_rl.kernels import plain
 from liger_rl.kernels.devices import HOPPER, Gpu, gpu_lacks
 
 CUDA = torch.device("cuda", 0)
-ROOMS = {
-    rooms.for_device: eager,
-    rooms.rows_for: rows,
-    rooms.selection_for: selection,
-    rooms.scatter_for: scatter,
-    rooms.kept_for: kept,
-}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +70,11 @@ class OnCuda:
 def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(limits, "_KNOWN", {0: gpu})
-    hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
-    assert (rooms.gemm_fold_for(hidden, weight) is not None) == taken
-    assert (rooms.gemm_grad_for(hidden, weight) is not None) == taken
+    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (512, 900))
+    assert (rooms.epilogue_for(OnCuda(hidden), OnCuda(weight)) is not None) == taken
+    for other in (hidden[:511], hidden.float(), hidden.half(), hidden[:, :60], hidden[:, 1:], hidden.T.contiguous().T):
+        narrow = weight[:, : other.shape[1]].contiguous()
+        assert rooms.epilogue_for(OnCuda(other), OnCuda(narrow)) is None
 
 
 @pytest.mark.parametrize(
@@ -148,11 +141,9 @@ def test_cuda_without_triton(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not limits.compiles(CUDA)
-    for room, plain in ROOMS.items():
-        assert room(CUDA) is plain
+    assert rooms.for_device(CUDA) is plain
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
-    assert rooms.gemm_fold_for(hidden, weight) is None
-    assert rooms.gemm_grad_for(hidden, weight) is None
+    assert rooms.epilogue_for(hidden, weight) is None
 
 
 def test_no_kernel_is_generated_without_triton(monkeypatch):
@@ -184,7 +175,7 @@ def test_steps_without_triton(passes, monkeypatch):
     actual = limits.gpu_of(hidden.device)
     monkeypatch.setattr(limits, "_KNOWN", {hidden.device.index: actual._replace(triton=None)})
     for name in [*sys.modules]:
-        if name.startswith("liger_rl.") and name.endswith(("triton", "epilogue", "tiles", "overlapped")):
+        if name.startswith("liger_rl.") and name.endswith(("triton", "compiled", "epilogue", "softmax", "gluon")):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
     plan = plan_linear_logprobs(**sizes, passes=passes, needs=(True, True))
     for options in ({}, {"max_extra_bytes": plan.least_bytes if passes == "two" else plan.one_pass_bytes}):
@@ -209,8 +200,7 @@ def test_no_instruction_of_nvidia_for_amd():
     """AMD's compiler ends the process at one; PyTorch's builds for AMD have a `torch.version.hip`."""
     pytest.importorskip("triton", reason="Triton is not installed")
     code = (
-        "import torch; torch.version.hip = {!r}; from liger_rl.kernels.tile_triton import PORTABLE; "
-        "print(PORTABLE.value)"
+        "import torch; torch.version.hip = {!r}; from liger_rl.kernels.softmax import PORTABLE; print(PORTABLE.value)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for version, portable in (("6.4", "True"), (None, "False")):

@@ -7,11 +7,10 @@ import torch
 
 import oracles
 from liger_rl import LogitTransform
-from liger_rl.kernels import given_logits as rows
-from liger_rl.kernels import given_logits_triton as rows_triton
+from liger_rl.kernels import compiled, plain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = pytest.mark.parametrize("kernels", [rows, rows_triton], ids=["eager", "triton"])
+KERNELS = pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
 TRANSFORMS = [
     LogitTransform(),
     LogitTransform(temperature=0.7),
@@ -45,10 +44,7 @@ def expected(logits, targets, mask, transform, grad_logps, grad_entropy):
     leaf = logits.double().requires_grad_()
     used = leaf if targets.dim() == 1 else leaf[:, : targets.shape[1]]
     counts = counted(logits, targets, mask)
-    logps, entropy = oracles.logits_logprobs(
-        used, torch.where(counts, targets, 0).long(), temperature=transform.temperature, softcap=transform.softcap,
-        scale=transform.scale,
-    )  # fmt: skip
+    logps, entropy = oracles.logits_logprobs(used, torch.where(counts, targets, 0).long(), **vars(transform))
     logps, entropy = (torch.where(counts, values, 0.0) for values in (logps, entropy))
     loss = (logps.flatten() * grad_logps).sum()
     if grad_entropy is not None:
@@ -89,7 +85,7 @@ def test_in_the_memory_of_the_logits(dtype, entropy):
     grad = torch.randn(targets.numel(), device=DEVICE)
     gradients = (grad, grad.flip(0) if entropy else None)
     outs = []
-    for kernels in (rows, rows_triton):
+    for kernels in (plain, compiled):
         place = logits.clone()
         found = kernels.fold_rows(place, targets, mask, TRANSFORMS[1], entropy=entropy)
         kernels.grad_rows(place, targets, mask, TRANSFORMS[1], found, *gradients, place, add=False)
@@ -133,7 +129,7 @@ def test_a_nan_in_a_row_that_counts_stays(kernels):
 @pytest.mark.parametrize(
     "transform", [*TRANSFORMS[:2], LogitTransform(temperature=0.5), LogitTransform(temperature=3.0)]
 )
-def test_banned_words(kernels, transform):
+def test_banned_ids(kernels, transform):
     """-inf has probability 0, whichever way the reciprocal of a temperature is rounded."""
     logits, targets, mask = problem("masked", 140, torch.float32)
     logits[..., 100:] = -math.inf

@@ -9,14 +9,13 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
-from liger_rl import kernels as rooms
 from liger_rl.head.engines import two_pass as projection
-from liger_rl.kernels import eager, gemm
+from liger_rl.kernels import eager, for_device, gemm, plain, selection
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 from peaks import tensor_peak
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import scatter, scatter_triton
+from liger_rl.kernels import compiled, epilogue
 from liger_rl.kernels import tile_triton as triton
 
 # Where Triton compiles, only CUDA tensors will do; elsewhere its interpreter takes CPU tensors.
@@ -36,7 +35,7 @@ CASES = [
     (2, [(0, 9001)], torch.float32, LogitTransform(softcap=30.0), True, True),
     pytest.param(300, [(0, 151936)], torch.bfloat16, LogitTransform(), False, True, marks=NEEDS_GPU),
     pytest.param(
-        # A softcap of 2 would round the largest of so many words to one number, and which of them is first is noise.
+        # A softcap of 2 would round the largest of so many ids to one number, and which of them is first is noise.
         300,
         [(0, 65536), (65536, 131072), (131072, 151936)],
         torch.float32,
@@ -91,14 +90,13 @@ def test_fold(rows, spans, dtype, transform, bias, entropy):
         if other is not None:
             tolerance = 1e-5 if name != "sum_logits" else 1e-5 * math.sqrt(spans[-1][1])
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
-    truth = oracles.logits_logprobs(x, targets, **options)
+    truth = oracles.logits_logprobs(x, targets, **vars(transform))
     statistics = found.finish()
     torch.testing.assert_close(statistics.logps.double(), truth[0], rtol=1e-5, atol=1e-5)
     if entropy:
         torch.testing.assert_close(statistics.entropy.double(), truth[1], rtol=1e-5, atol=2e-5)
     for statistics in (found.finish(), expected.finish()):
-        assert_extras(statistics, oracles.transformed(x, **options), targets)
+        assert_extras(statistics, oracles.transformed(x, **vars(transform)), targets)
 
 
 def test_what_is_not_asked_for_is_not_there():
@@ -112,7 +110,7 @@ def test_what_is_not_asked_for_is_not_there():
 
 
 @pytest.mark.parametrize("spans", [[(0, 90)], [(0, 30), (30, 60), (60, 90)]])
-def test_a_tie_counts_for_the_earlier_word(spans):
+def test_a_tie_counts_for_the_earlier_id(spans):
     """As argmax: the first of several equal logits is the top one, within a tile and from tile to tile."""
     logits = torch.full((4, 90), -1.0, device=DEVICE)
     logits[:2, 20] = logits[:2, 25] = logits[2:, 10] = logits[2:, 70] = 2.0
@@ -140,20 +138,8 @@ def test_grad(rows, spans, dtype, transform, bias, entropy):
             torch.testing.assert_close(*outs, rtol=tolerance, atol=1e-5)
 
 
-def test_fold_into_part_of_a_state():
-    """The tile loop folds chunks of tokens into views of one state."""
-    spans = [(0, 129)]
-    logits, targets, _ = make(6, spans, torch.float32, False)
-    state = Fold.start(6, DEVICE, entropy=True, extras=EXTRAS)
-    for part in (slice(0, 4), slice(4, 6)):
-        triton.fold(logits[part], targets[part], 0, None, LogitTransform(), state.take(part))
-    whole = folded(triton, logits, targets, spans, None, LogitTransform(), entropy=True)
-    for mine, expected in zip(state, whole, strict=True):
-        assert torch.equal(mine, expected)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])  # quotients that no kernel rounds
-def test_banned_words_and_large_logits(temperature):
+def test_banned_ids_and_large_logits(temperature):
     """-inf columns and logits of +-1e4, a whole tile of -inf included, in either order."""
     transform = LogitTransform(temperature=temperature)
     logits = torch.randn(4, 96, device=DEVICE)
@@ -261,8 +247,6 @@ NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpret
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "options"), FOLDED)
 def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, dtype, monkeypatch):
     """Against float64, no further than the product of the same rounded matrices in float32 and its fold."""
-    from liger_rl.kernels import epilogue
-
     skip_where_misread(hidden_size)
 
     options = dict(options)
@@ -278,28 +262,21 @@ def test_fold_in_the_epilogue_of_a_product(tokens, hidden_size, vocab, options, 
     assert not options
     found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras)
     doubles = [None if x is None else x.double() for x in (hidden, weight, bias)]
-    logps, entropies = oracles.logprobs(
-        doubles[0], doubles[1], targets, bias=doubles[2],
-        temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale,
-    )  # fmt: skip
+    logps, entropies = oracles.logprobs(doubles[0], doubles[1], targets, bias=doubles[2], **vars(transform))
     torch.testing.assert_close(found.logps.double(), logps, rtol=0.0, atol=1e-5)
     assert (found.entropy is None) == (not entropy)
     if entropy:
         torch.testing.assert_close(found.entropy.double(), entropies, rtol=0.0, atol=1e-5)
     assert (found.log_sum_sq_probs is None) == (found.sum_logits is None) == (found.is_top1 is None) == (not extras)
     if extras:
-        z = oracles.linear_logits(
-            *doubles, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale
-        )
+        z = oracles.linear_logits(*doubles, **vars(transform))
         assert 0 < found.is_top1.sum() < tokens
         assert_extras(found, z, targets)
 
 
 @pytest.mark.parametrize("softcap", [None, 100.0])
 def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
-    """However large the logit of the word that leads: what rounding it leaves is not taken for probability."""
-    from liger_rl.kernels import epilogue
-
+    """However large the logit of the id that leads: what rounding it leaves is not taken for probability."""
     tokens, vocab = 256, 600
     leads = torch.linspace(8.0, 150.0, tokens)
     hidden = torch.zeros(tokens, 64)
@@ -327,9 +304,7 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
     [(1024.0, 1.0), (1030.0, 1.0), (30.0, 1e-3), (30.0, 1e-8), (30.0, 1e-9), (1e10, 1.0), (3e38, 1.0)],
 )
 def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
-    """Statistics are finite however far a cap is, and those of the words as far as a tanh in float32 says."""
-    from liger_rl.kernels import epilogue
-
+    """Statistics are finite however far a cap is, and those of the ids as far as a tanh in float32 says."""
     tokens, vocab = 256, 512 if whole else 600
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
@@ -346,9 +321,7 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
 @pytest.mark.parametrize("level", [2.6e8, -5e8, 6e8, 1e30, 3e38, -3e38, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("banned", [False, True])
 def test_large_logits_in_the_epilogue(level, banned):
-    """Words that all have one logit are as likely as each other, and ones that are far below have no share."""
-    from liger_rl.kernels import epilogue
-
+    """Ids that all have one logit are as likely as each other, and ones that are far below have no share."""
     hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (130, 600))
     bias = torch.full((600,), level, device=DEVICE)
     lower = torch.tensor(-math.inf, device=DEVICE)
@@ -363,8 +336,6 @@ def test_large_logits_in_the_epilogue(level, banned):
 
 
 def test_product_with_fold_under_another_default_dtype():
-    from liger_rl.kernels import epilogue
-
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
     hidden, weight = torch.randn(16, 64).to(DEVICE, dtype), torch.randn(300, 64).to(DEVICE, dtype)
     inputs = hidden, weight, None, torch.randint(300, (16,)).to(DEVICE), LogitTransform()
@@ -377,10 +348,8 @@ def test_product_with_fold_under_another_default_dtype():
     assert all(torch.equal(mine, other) for mine, other in zip(found[:3], expected[:3], strict=True))
 
 
-def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
+def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
     """Equal rows of the weight give equal logits, within a tile and from tile to tile."""
-    from liger_rl.kernels import epilogue
-
     hidden = torch.randn(128, 64).to(DEVICE, torch.float16)
     weight = (torch.randn(600, 64) / 8).to(DEVICE, torch.float16)
     weight[[40, 50, 550]] = 2.0 * hidden[:1]
@@ -390,31 +359,10 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_word():
     assert found.is_top1.tolist() == [True, False, False, False] * 32
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
-def test_which_fold_is_taken():
-    from liger_rl.kernels import devices as limits
-    from liger_rl.kernels import gemm_fold_for
-
-    hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (600, 900))
-    assert (gemm_fold_for(hidden, weight) is None) == bool(limits.gpu_lacks(limits.gpu_of(hidden.device)))
-    for other in (
-        hidden[:100],
-        hidden.float(),
-        hidden.half(),
-        hidden[:, :60],
-        hidden[:, 1:],
-        hidden.mT.contiguous().mT,
-    ):
-        width = other.shape[1]
-        assert gemm_fold_for(other, weight[:, :width] if width == 64 else weight[:, :width].contiguous()) is None
-
-
 @pytest.mark.parametrize(("version", "known"), [
     ("3.6.0", True), ("3.6.1+git1234", True), ("3.6.0a0", True), ("3.4.0", False), ("3.7.0", False), ("3.60.0", False),
 ])  # fmt: skip
 def test_which_gluon_is_known(version, known, monkeypatch):
-    from liger_rl.kernels import epilogue
-
     monkeypatch.setattr("triton.__version__", version)
     assert epilogue.gluon_is_known() == known
 
@@ -462,8 +410,6 @@ def test_both_forwards_agree():
 )
 def test_gradient_in_the_epilogue_of_a_product(tokens, hidden_size, span, transform, bias, entropy, dtype):
     """Against the eager gradient of the same tile in float32: one rounding to the products' dtype."""
-    from liger_rl.kernels import epilogue
-
     skip_where_misread(hidden_size)
 
     first, last = span
@@ -516,38 +462,31 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (scatter.ROWS + 3, 9), (2, 5000)])
-@pytest.mark.parametrize("scattered", [scatter, scatter_triton], ids=["eager", "triton"])
-def test_rows_are_scattered(scattered, rows, size, dtype):
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (selection.ROWS + 3, 9), (2, 5000)])
+@pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
+def test_rows_are_scattered(kernels, rows, size, dtype):
     """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
-    if scattered is scatter_triton and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+    if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter truncates where the compiler rounds to bfloat16")
     values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]
     index = torch.randperm(2 * rows)[:rows].to(DEVICE)
     out = torch.full((2 * rows, size), 7.0, device=DEVICE, dtype=dtype)
     expected = out.clone()
     expected[index] = values.to(dtype)
-    scattered.scatter_rows(values, index, out)
+    kernels.scatter_rows(values, index, out)
     assert torch.equal(out, expected)
-    scattered.scatter_rows(values[:0], index[:0], out)
+    kernels.scatter_rows(values[:0], index[:0], out)
     assert torch.equal(out, expected)
 
 
 def test_every_device_has_its_kernels():
     """What is called on CUDA is there, with the arguments of the plain function."""
-    names_of = {
-        rooms.for_device: ("fold", "grad"),
-        rooms.rows_for: ("fold_rows", "grad_rows"),
-        rooms.selection_for: ("select",),
-        rooms.scatter_for: ("scatter_rows",),
-        rooms.kept_for: ("keep", "grad_kept", "scale_"),
-    }
-    for room, names in names_of.items():
-        plain, compiled = room(torch.device("cpu")), room(torch.device("cuda"))
-        assert plain is not compiled
-        for name in names:
-            expected = list(inspect.signature(getattr(plain, name)).parameters)
-            assert list(inspect.signature(getattr(compiled, name)).parameters) == expected, (plain, name)
+    assert for_device(torch.device("cpu")) is plain
+    assert for_device(torch.device("cuda")) is compiled
+    assert plain.__all__ == compiled.__all__
+    for name in plain.__all__:
+        mine, other = (list(inspect.signature(getattr(module, name)).parameters) for module in (compiled, plain))
+        assert mine == other, name
 
 
 @pytest.mark.parametrize("rows", [0, 7, 256, 1100])

@@ -8,16 +8,14 @@ import torch
 import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform
-from liger_rl.kernels import eager, gemm
-from liger_rl.kernels import saved_exponentials as kept
-from liger_rl.kernels import saved_exponentials_triton as kept_triton
-from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.kernels import compiled, eager, gemm, plain
+from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
 from liger_rl.kernels.statistics import Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
 CASES = [
-    # tokens, vocab, words of a tile, columns of a tile of logits, transform, bias, gradient of the entropy
+    # tokens, vocab, vocabulary entries of a tile, columns of a tile of logits, transform, bias, gradient of the entropy
     (3, 300, 256, 256, LogitTransform(), False, False),
     (5, 700, 256, 512, LogitTransform(temperature=0.8), True, True),
     (4, 100, 32, 64, ALL, True, False),
@@ -32,8 +30,8 @@ def make(tokens, vocab, bias):
     return logits, targets, torch.randn(vocab).to(DEVICE) if bias else None
 
 
-def fill(kernels, logits, bias, transform, dtype, words, columns) -> Kept:
-    found = Kept.empty(*logits.shape, DEVICE, dtype, words)
+def fill(kernels, logits, bias, transform, dtype, tile_vocab, columns) -> Kept:
+    found = Kept.empty(*logits.shape, DEVICE, dtype, tile_vocab)
     found.values.fill_(math.nan)
     found.peaks.fill_(math.nan)
     for first in range(0, logits.shape[1], columns):
@@ -49,13 +47,12 @@ def token_gradients(logits, targets, bias, transform, entropy) -> tuple[TokenGra
     g, e = torch.randn(2, logits.shape[0]).to(DEVICE)
     statistics = state.finish(with_target=True)
     tokens = TokenGradients.of(statistics, g, e if entropy else None)
-    return tokens, kept.grad_at_targets(tokens, statistics, transform)
+    return tokens, grad_at_targets(tokens, statistics, transform)
 
 
 def truth_of(logits, targets, bias, transform, tokens):
     x = logits.double().requires_grad_()
-    options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
-    logps, entropy = oracles.logits_logprobs(x if bias is None else x + bias.double(), targets, **options)
+    logps, entropy = oracles.logits_logprobs(x if bias is None else x + bias.double(), targets, **vars(transform))
     loss = (logps * tokens.grad_logps.double()).sum()
     if tokens.grad_entropy is not None:
         loss = loss + (entropy * tokens.grad_entropy.double()).sum()
@@ -67,10 +64,10 @@ def relative(found, expected) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "vocab", "words", "columns", "transform", "bias", "entropy"), CASES)
-def test_triton_as_eager(tokens, vocab, words, columns, transform, bias, entropy, dtype):
+@pytest.mark.parametrize(("tokens", "vocab", "tile_vocab", "columns", "transform", "bias", "entropy"), CASES)
+def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype):
     logits, targets, biases = make(tokens, vocab, bias)
-    mine, other = (fill(k, logits, biases, transform, dtype, words, columns) for k in (kept_triton, kept))
+    mine, other = (fill(k, logits, biases, transform, dtype, tile_vocab, columns) for k in (compiled, plain))
     assert other.values.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
     tolerance = torch.finfo(other.values.dtype).eps
     torch.testing.assert_close(mine.values, other.values, rtol=tolerance, atol=1e-6)
@@ -82,7 +79,7 @@ def test_triton_as_eager(tokens, vocab, words, columns, transform, bias, entropy
         row_targets, at = (values if rows is None else values[rows] for values in (targets, at_target))
         for first in range(0, vocab, columns):
             outs = []
-            for kernels in (kept_triton, kept):
+            for kernels in (compiled, plain):
                 out = torch.full((row_targets.numel(), min(columns, vocab - first)), math.nan, device=DEVICE)
                 kernels.grad_kept(other, rows, first, row_targets, transform, some, at, out)
                 outs.append(out)
@@ -95,20 +92,20 @@ TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter tru
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
     [
-        (kept, torch.float32),
-        (kept, torch.bfloat16),
-        (kept_triton, torch.float32),
-        pytest.param(kept_triton, torch.bfloat16, marks=TRUNCATED),
+        (plain, torch.float32),
+        (plain, torch.bfloat16),
+        (compiled, torch.float32),
+        pytest.param(compiled, torch.bfloat16, marks=TRUNCATED),
     ],
     ids=["eager-float32", "eager-bfloat16", "triton-float32", "triton-bfloat16"],
 )
-@pytest.mark.parametrize(("tokens", "vocab", "words", "columns", "transform", "bias", "entropy"), CASES)
+@pytest.mark.parametrize(("tokens", "vocab", "tile_vocab", "columns", "transform", "bias", "entropy"), CASES)
 def test_gradient_in_the_exponentials_own_memory(
-    tokens, vocab, words, columns, transform, bias, entropy, dtype, kernels
+    tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype, kernels
 ):
     """As exact as rounding the exact gradient to the dtype: 1.7e-3 for bfloat16, of which float16 adds an eighth."""
     logits, targets, biases = make(64, vocab, bias)
-    found = fill(kernels, logits, biases, transform, dtype, words, columns)
+    found = fill(kernels, logits, biases, transform, dtype, tile_vocab, columns)
     some, at = token_gradients(logits, targets, biases, transform, entropy)
     out = found.values.view(dtype)
     for first in range(0, vocab, columns):
@@ -118,7 +115,7 @@ def test_gradient_in_the_exponentials_own_memory(
     assert relative(out, expected) < (1.1 * rounded if dtype == torch.bfloat16 else 1e-6)
 
 
-BOTH = pytest.mark.parametrize("kernels", [kept_triton, kept], ids=["triton", "eager"])
+BOTH = pytest.mark.parametrize("kernels", [compiled, plain], ids=["triton", "eager"])
 SOFTCAPS = [(1.0, 1.0, 1.0), (5.0, 0.5, 2.0), (30.0, 1.0, 1.0), (50.0, 1.3, 0.25), (1e4, 0.7, 1.0)]
 
 
@@ -140,7 +137,7 @@ def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, k
     some, at = token_gradients(logits, targets, None, transform, entropy)
     expected = truth_of(logits, targets, None, transform, some)
     out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(fill(kept, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out)
+    kernels.grad_kept(fill(plain, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out)
     two_passes = torch.empty_like(logits)
     eager.grad(logits, targets, 0, None, transform, some, two_passes)
     room = relative(expected.to(dtype), expected) if dtype == torch.bfloat16 else 2e-7
@@ -160,7 +157,7 @@ def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
     transform = LogitTransform(softcap=below)
     some, at = token_gradients(logits, targets, None, transform, entropy)
     out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(fill(kept, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out)
+    kernels.grad_kept(fill(plain, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out)
     expected = truth_of(logits, targets, None, transform, some)
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 if dtype == torch.float32 else 1e-4)
 
@@ -184,7 +181,7 @@ def test_a_banned_id_under_a_softcap(entropy, kernels):
 
 @BOTH
 @pytest.mark.parametrize("entropy", [False, True])
-def test_banned_words_and_large_logits(kernels, entropy):
+def test_banned_ids_and_large_logits(kernels, entropy):
     """-inf columns and logits of +-1e4, a whole tile of -inf included."""
     logits = torch.randn(4, 96, device=DEVICE)
     logits[0, 10:60] = -math.inf
@@ -236,7 +233,7 @@ def test_kept_in_the_epilogue_of_a_product(transform, bias, entropy, statistics_
     assert with_kept.target is not None
     for mine, other in zip(with_kept._replace(target=None), without, strict=True):
         assert mine is other is None or torch.equal(mine, other)
-    expected = fill(kept, gemm.matmul(hidden, weight.T), biases, transform, torch.bfloat16, 256, 512)
+    expected = fill(plain, gemm.matmul(hidden, weight.T), biases, transform, torch.bfloat16, 256, 512)
     torch.testing.assert_close(found.values, expected.values, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(found.peaks, expected.peaks, rtol=1e-5, atol=1e-5)
 

@@ -26,8 +26,7 @@ from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
-from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.statistics import TileBounds, TileShares, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import BlockPlan, TileBounds, TileShares, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 # From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
@@ -73,10 +72,10 @@ def choose_blocks(
     counted = left_out_blocks_triton.count(keep, ranking.key)
     numbers = HostAnswer(counted)
     left_out = left_out_blocks_triton.left_out_sums(
-        known, statistics, tokens, targets, order, keep, transform, shares.words.numel(), compute_dtype
+        known, statistics, tokens, targets, order, keep, transform, shares.entries.numel(), compute_dtype
     )
     from_left_out = gemm.matmul(left_out, shares.rows) if needs_hidden else None
-    return ChosenBlocks(order, keep, counted, numbers, left_out, shares.words, from_left_out)
+    return ChosenBlocks(order, keep, counted, numbers, left_out, shares.entries, from_left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:

@@ -17,7 +17,7 @@ from liger_rl.head.engines.one_pass import OnePassPlan, tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
 from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
 from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
-from liger_rl.kernels import gemm, scatter
+from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
     BLOCKS_BYTES,
     MIN_TOKENS,
@@ -170,7 +170,7 @@ class HeadShape:
             return kept + first
         second = max(tile_bytes(backward, c if compiles(self.device) else 0), blocks)
         if self.needs[0]:
-            rounded = 0 if compiles(self.device) else min(n, scatter.ROWS) * self.hidden_size * s
+            rounded = 0 if compiles(self.device) else min(n, selection.ROWS) * self.hidden_size * s
             second += 4 * n * (self.hidden_size + self.rank) + rounded
         one_product = self.cuda and n <= backward.tokens and self.weight_dtype == self.options.compute_dtype
         if self.needs[1] and (self.sum_bytes or self.rank) and not one_product:

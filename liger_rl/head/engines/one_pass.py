@@ -18,7 +18,7 @@ from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, spans
 from liger_rl.head.options import EngineOptions
-from liger_rl.kernels import gemm, gemm_fold_for, kept_for, scatter_for
+from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
@@ -111,7 +111,7 @@ def one_pass(
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
     """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
-    if options.chunk_vocab is None and gemm_fold_for(rows, weight) is not None:
+    if options.chunk_vocab is None and epilogue_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
     return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
 
@@ -142,7 +142,7 @@ def _add_chunk(
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        kept_for(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
+        for_device(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
         if grad_rows is not None:
             product = gemm.write if first == 0 else gemm.accumulate
             product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
@@ -154,7 +154,7 @@ def _add_chunk(
         if isinstance(index, slice):
             totals.hidden[index] = grad_rows
         else:
-            scatter_for(rows.device).scatter_rows(grad_rows, index, totals.hidden)
+            for_device(rows.device).scatter_rows(grad_rows, index, totals.hidden)
 
 
 class _Totals:
@@ -244,7 +244,7 @@ class WithGradients(torch.autograd.Function):
                 return None
             if again:
                 return gradient * factor
-            kept_for(gradient.device).scale_(gradient, factor)
+            for_device(gradient.device).scale_(gradient, factor)
             return gradient
 
         hidden, weight, bias = map(scaled, gradients)

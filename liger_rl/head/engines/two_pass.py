@@ -16,7 +16,7 @@ from liger_rl.head.engines.tiles import plan_tiles, spans
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels import for_device, gemm, gemm_fold_for, gemm_grad_for, kept_for
+from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import Fold, TileBounds, TokenGradients, TokenStatistics
@@ -68,10 +68,10 @@ def fold(
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
     free = options.chunks_are_free and low_rank is None
-    whole_fold = gemm_fold_for(hidden, weight) if free else None
+    epilogue = epilogue_for(hidden, weight) if free else None
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-    if whole_fold is not None:
-        return whole_fold(
+    if epilogue is not None:
+        return epilogue.gemm_fold(
             hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
             bounded=bounded, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def fold(
             logits = gemm.matmul(hidden[part], weight_tile.T)
             kernels.fold(logits, targets[part], first, bias_tile, options.transform, state.take(part))
             if kept is not None:
-                kept_for(hidden.device).keep(logits, first, bias_tile, options.transform, kept.rows(part))
+                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
             del logits  # or it would stay alive while the next tile is allocated
     state = state if over_ranks is None else over_ranks(state)
     return state.finish(with_target=kept is not None), None
@@ -110,7 +110,7 @@ def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
     """
     n, weight = rows.hidden.shape[0], rows.weight
     whole = _made_up(rows, MIN_TOKENS)
-    if gemm_fold_for(whole.hidden, weight) is None:
+    if epilogue_for(whole.hidden, weight) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         free = replace(options, kernels_fit=False, chunk_tokens=None, chunk_vocab=None)
@@ -144,9 +144,9 @@ def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs:
         factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
         hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    gemm_grad = gemm_grad_for(factor, weight) if options.chunks_are_free else None
+    epilogue = epilogue_for(factor, weight) if options.chunks_are_free else None
     bytes_per_gradient = options.compute_dtype.itemsize
-    bytes_per_logit = bytes_per_gradient + (0 if gemm_grad is not None else 4) if compiles(hidden.device) else 12
+    bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     in_place = rows.weight_grad is not None
@@ -162,8 +162,8 @@ def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs:
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
-        if gemm_grad is not None:
-            return gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
+        if epilogue is not None:
+            return epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
         logits = gemm.matmul(part, weight_tile.T)
         out = logits if logits.dtype == options.compute_dtype else torch.empty_like(logits, dtype=options.compute_dtype)
         kernels.grad(logits, part_targets, first, bias_tile, options.transform, part_tokens, out)

@@ -1,0 +1,8 @@
+"""Every kernel in PyTorch, under the names of `compiled`."""
+
+from liger_rl.kernels.eager import fold, grad
+from liger_rl.kernels.given_logits import fold_rows, grad_rows
+from liger_rl.kernels.saved_exponentials import grad_kept, keep, scale_
+from liger_rl.kernels.selection import scatter_rows, select
+
+__all__ = ["fold", "fold_rows", "grad", "grad_kept", "grad_rows", "keep", "scale_", "scatter_rows", "select"]
