@@ -173,5 +173,7 @@ def logits_logprobs(
     check_transform(transform)
     for name, flag in (("entropy", entropy), ("fixed_shape", fixed_shape)):
         check_flag(name, flag)
-    options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
-    return row_logprobs(logits, targets, mask, options, fixed_shape=fixed_shape)
+    options = LogitRowsOptions(
+        transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer, fixed_shape=fixed_shape
+    )
+    return row_logprobs(logits, targets, mask, options)

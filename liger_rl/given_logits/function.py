@@ -1,38 +1,65 @@
-"""Log-probabilities of given logits: checks, and the way into autograd or a graph."""
+"""Log-probabilities of given logits: checks, and one autograd Function for eager mode and torch.compile."""
 
 import torch
 from torch import Tensor
 
-from liger_rl.given_logits.operator import logits_op
-from liger_rl.given_logits.rows import LogitRows, LogitRowsOptions
+from liger_rl.given_logits.operator import flat_transform, fold_in_graph, grad_in_graph, options_of
+from liger_rl.given_logits.rows import LogitRowsOptions, checked_fold, grad_rows
 from liger_rl.head.call import LogProbs
 from liger_rl.head.checks import check_apart, check_device, check_flag, check_floating, check_tokens, overlaps_itself
-from liger_rl.head.tokens import ask_vocabulary
+from liger_rl.kernels.statistics import TokenStatistics
+from liger_rl.once import differentiable_once
 
 
-def row_logprobs(
+class LogitRows(torch.autograd.Function):
+    """(logits, targets, mask) -> (logps, entropy), (tokens,) each, 0 where none counts; a gradient for the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, mask, options, in_graph):
+        # See `liger_rl.kernels.given_logits` for the shapes, and for which tokens count.
+        ctx.set_materialize_grads(False)
+        statistics = (fold_in_graph if in_graph else checked_fold)(logits, targets, mask, options)
+        ctx.options, ctx.grad_rows = options, grad_in_graph if in_graph else grad_rows
+        ctx.save_for_backward(logits, targets, mask, *statistics[:3])
+        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, saved, grad_logps, grad_entropy):
+        logits, targets, mask, *statistics = saved
+        nothing = (None, None, None, None)
+        if grad_logps is None and grad_entropy is None:
+            return None, *nothing
+        known = TokenStatistics(*statistics)
+        return ctx.grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), *nothing
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-    options: LogitRowsOptions,
-    *,
+    transform: list[float],
+    entropy: bool,
     fixed_shape: bool,
-    targets_name: str = "targets",
-) -> LogProbs:
+    targets_name: str,
+) -> tuple[Tensor, ...]:
+    """`LogitRows` with arguments that a graph can hold. Dynamo, which traces no such Function, does not look inside."""
+    options = options_of(transform, entropy, fixed_shape=fixed_shape, targets_name=targets_name)
+    found = LogitRows.apply(logits, targets, mask, options, True)
+    return tuple(part for part in found if part is not None)
+
+
+def row_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> LogProbs:
     """`logits_logprobs` of what is already checked; logits may be (B, P, V) with P > T, further positions unused."""
     if torch.compiler.is_compiling():
         if options.in_place or options.grad_buffer is not None:
             raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
-        logps, entropies = logits_op(
-            logits, targets, mask, options.transform, entropy=options.entropy, fixed_shape=fixed_shape,
-            targets_name=targets_name,
-        )  # fmt: skip
+        constants = (flat_transform(options.transform), options.entropy, options.fixed_shape, options.targets_name)
+        logps, *rest = _in_graph(logits, targets, mask, *constants)
+        entropies = rest[0] if rest else None
     else:
-        raise_if_outside = ask_vocabulary(
-            targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=targets_name
-        )
-        logps, entropies = LogitRows.apply(logits, targets, mask, options)
-        raise_if_outside()
+        logps, entropies = LogitRows.apply(logits, targets, mask, options, False)
     return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
 
 

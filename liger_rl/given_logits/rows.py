@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels import rows_for
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.once import differentiable_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,35 +19,24 @@ class LogitRowsOptions:
     entropy: bool = False
     in_place: bool = False
     grad_buffer: Tensor | None = None
-
-
-class LogitRows(torch.autograd.Function):
-    """(logits, targets, mask) -> (logps, entropy), (tokens,) each, 0 where none counts; a gradient for the logits."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, mask, options):
-        # See `liger_rl.kernels.given_logits` for the shapes, and for which tokens count.
-        ctx.set_materialize_grads(False)
-        statistics = fold_rows(logits, targets, mask, options)
-        ctx.options = options
-        # By name: torch.compile of torch 2.8 traces no slice of a NamedTuple.
-        ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
-        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, grad_logps, grad_entropy):
-        logits, targets, mask, *statistics = saved
-        if grad_logps is None and grad_entropy is None:
-            return None, None, None, None
-        known = TokenStatistics(*statistics)
-        return grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), None, None, None
+    fixed_shape: bool = False
+    targets_name: str = "targets"  # the caller's
 
 
 def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
     """Statistics of the logits, (tokens,) each."""
     kernels = rows_for(logits.device)
     return kernels.fold_rows(_with_rows(logits), targets, mask, options.transform, entropy=options.entropy)
+
+
+def checked_fold(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
+    """`fold_rows`, which raises where a target is outside the vocabulary or the mask is neither 0 nor 1."""
+    raise_if_outside = ask_vocabulary(
+        targets, mask, logits.shape[-1], "logits", fixed_shape=options.fixed_shape, targets_name=options.targets_name
+    )
+    statistics = fold_rows(logits, targets, mask, options)
+    raise_if_outside()
+    return statistics
 
 
 def _with_rows(logits: Tensor) -> Tensor:

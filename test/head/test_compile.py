@@ -345,9 +345,9 @@ def test_operators_keep_torchs_rules(fixed):
     head = (hidden.requires_grad_(), x["weight"], x["bias"], targets, live, None, None)
     operator = linear_op.never_waiting if fixed else linear_op.waiting
     torch.library.opcheck(operator, (*head, *options), test_utils=CHECKED)
-    rows = (x["logits"], x["targets"], x["mask"])
+    rows = (x["logits"].detach(), x["targets"], x["mask"])
     operator = logit_op.never_waiting if fixed else logit_op.waiting
-    torch.library.opcheck(operator, (*rows, 1.0, None, 1.0, True, fixed, "targets"), test_utils=CHECKED)
+    torch.library.opcheck(operator, (*rows, [1.0, 1.0], True, fixed, "targets"), test_utils=CHECKED)
     low_rank = (hidden, x["a"], live, torch.float32)
     torch.library.opcheck(linear_op._inputs, low_rank, test_utils=CHECKED)
 
