@@ -34,7 +34,6 @@ class LogitRows(torch.autograd.Function):
         return ctx.grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), *nothing
 
 
-@torch.compiler.allow_in_graph
 def _in_graph(
     logits: Tensor,
     targets: Tensor,
@@ -43,11 +42,20 @@ def _in_graph(
     entropy: bool,
     fixed_shape: bool,
     targets_name: str,
-) -> tuple[Tensor, ...]:
-    """`LogitRows` with arguments that a graph can hold. Dynamo, which traces no such Function, does not look inside."""
+) -> list[Tensor]:
     options = options_of(transform, entropy, fixed_shape=fixed_shape, targets_name=targets_name)
     found = LogitRows.apply(logits, targets, mask, options, True)
-    return tuple(part for part in found if part is not None)
+    return [part for part in found if part is not None]
+
+
+# Dynamo traces no such Function, but puts an operator into its graph. AOTAutograd then runs `_in_graph`, because a
+# composite operator has no derivative of its own.
+_LIBRARY = torch.library.Library("liger_rl", "FRAGMENT")
+_LIBRARY.define(
+    "logit_rows(Tensor logits, Tensor targets, Tensor? mask, float[] transform, bool entropy, bool fixed_shape, "
+    "str targets_name) -> Tensor[]"
+)
+_LIBRARY.impl("logit_rows", _in_graph, "CompositeImplicitAutograd")
 
 
 def row_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> LogProbs:
@@ -56,7 +64,7 @@ def row_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, options: 
         if options.in_place or options.grad_buffer is not None:
             raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
         constants = (flat_transform(options.transform), options.entropy, options.fixed_shape, options.targets_name)
-        logps, *rest = _in_graph(logits, targets, mask, *constants)
+        logps, *rest = torch.ops.liger_rl.logit_rows(logits, targets, mask, *constants)
         entropies = rest[0] if rest else None
     else:
         logps, entropies = LogitRows.apply(logits, targets, mask, options, False)
