@@ -96,12 +96,7 @@ def grpo_loss_from_logits(
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     objective, kl = build_per_token(loss_type, **options)
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
-    check_logits(
-        logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,
-        targets_name="selected_token_ids", spare_position=True,
-    )  # fmt: skip
-    for name, value in (("fixed_shape", fixed_shape), ("compiled", compiled)):
-        check_flag(name, value)
+    check_flag("compiled", compiled)
     where = LogitRowsOptions(
         transform=LogitTransform(temperature=temperature),
         in_place=in_place,
@@ -109,6 +104,7 @@ def grpo_loss_from_logits(
         fixed_shape=fixed_shape,
         targets_name="selected_token_ids",
     )
+    check_logits(logits, selected_token_ids, mask, where, spare_position=True)
     batch = PolicyBatch(
         advantages=advantages,
         completion_mask=mask,

@@ -1,12 +1,14 @@
 """Log-probabilities of given logits: checks, and one autograd Function for eager mode and torch.compile."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from liger_rl.given_logits.operator import flat_transform, fold_in_graph, grad_in_graph, options_of
+from liger_rl.given_logits.operator import flat, fold_in_graph, grad_in_graph, options_of
 from liger_rl.given_logits.rows import LogitRowsOptions, checked_fold, grad_rows
 from liger_rl.head.call import LogProbs
-from liger_rl.head.checks import check_apart, check_device, check_flag, check_floating, check_tokens, overlaps_itself
+from liger_rl.head.checks import check_apart, check_device, check_floating, check_tokens, overlaps_itself
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.once import differentiable_once
 
@@ -34,17 +36,8 @@ class LogitRows(torch.autograd.Function):
         return ctx.grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), *nothing
 
 
-def _in_graph(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: list[float],
-    entropy: bool,
-    fixed_shape: bool,
-    targets_name: str,
-) -> list[Tensor]:
-    options = options_of(transform, entropy, fixed_shape=fixed_shape, targets_name=targets_name)
-    found = LogitRows.apply(logits, targets, mask, options, True)
+def _in_graph(logits: Tensor, targets: Tensor, mask: Tensor | None, *constants: Any) -> list[Tensor]:
+    found = LogitRows.apply(logits, targets, mask, options_of(*constants), True)
     return [part for part in found if part is not None]
 
 
@@ -63,8 +56,7 @@ def row_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, options: 
     if torch.compiler.is_compiling():
         if options.in_place or options.grad_buffer is not None:
             raise ValueError("in_place and grad_buffer must be left out under torch.compile, which writes for itself")
-        constants = (flat_transform(options.transform), options.entropy, options.fixed_shape, options.targets_name)
-        logps, *rest = torch.ops.liger_rl.logit_rows(logits, targets, mask, *constants)
+        logps, *rest = torch.ops.liger_rl.logit_rows(logits, targets, mask, *flat(options))
         entropies = rest[0] if rest else None
     else:
         logps, entropies = LogitRows.apply(logits, targets, mask, options, False)
@@ -72,33 +64,24 @@ def row_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, options: 
 
 
 def check_logits(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    *,
-    in_place: bool,
-    grad_buffer: Tensor | None,
-    targets_name: str = "targets",
-    spare_position: bool = False,
+    logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions, *, spare_position: bool = False
 ) -> None:
     """Raise for what can be seen without reading values; `spare_position` allows (B, T + 1, V) beside (B, T)."""
-    check_flag("in_place", in_place)
+    grad_buffer = options.grad_buffer
     check_floating("logits", logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
         raise ValueError(f"logits must be (B, T, V) or (N, V), got {tuple(logits.shape)}")
     shape: torch.Size = logits.shape[:-1]
     if spare_position and len(shape) == 2 and isinstance(targets, Tensor) and targets.shape == (shape[0], shape[1] - 1):
         shape = torch.Size(targets.shape)
-    check_tokens(targets, mask, shape, logits, "logits", targets_name)
+    check_tokens(targets, mask, shape, logits, "logits", options.targets_name)
     if grad_buffer is not None:
         check_floating("grad_buffer", grad_buffer)
         if grad_buffer.shape != logits.shape:
             raise ValueError(f"grad_buffer must be {tuple(logits.shape)} from logits, got {tuple(grad_buffer.shape)}")
         check_device("grad_buffer", grad_buffer, logits, "logits")
-        if in_place:
-            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
         check_apart("grad_buffer", grad_buffer, logits=logits)
-    for name, place in (("logits", logits if in_place else None), ("grad_buffer", grad_buffer)):
+    for name, place in (("logits", logits if options.in_place else None), ("grad_buffer", grad_buffer)):
         if place is not None and place.numel() > 0 and (place.stride(-1) != 1 or overlaps_itself(place)):
             raise ValueError(
                 f"{name} must have rows of its own and a contiguous last dimension for the gradient, "

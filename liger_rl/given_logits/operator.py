@@ -15,15 +15,18 @@ from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 
-def flat_transform(transform: LogitTransform) -> list[float]:
-    """In a type that an operator's schema has."""
-    return [transform.temperature, transform.scale, *([] if transform.softcap is None else [transform.softcap])]
+def flat(options: LogitRowsOptions) -> tuple[list[float], bool, bool, str]:
+    """In types that an operator's schema has; without in_place and grad_buffer, which are for eager mode."""
+    transform = options.transform
+    numbers = [transform.temperature, transform.scale, *([] if transform.softcap is None else [transform.softcap])]
+    return numbers, options.entropy, options.fixed_shape, options.targets_name
 
 
-def options_of(transform: list[float], entropy: bool, **more: Any) -> LogitRowsOptions:
+def options_of(transform: list[float], *flags: Any) -> LogitRowsOptions:
     temperature, scale, *softcap = transform
     whole = LogitTransform(temperature=temperature, scale=scale, softcap=softcap[0] if softcap else None)
-    return LogitRowsOptions(transform=whole, entropy=entropy, **more)
+    named = dict(zip(("entropy", "fixed_shape", "targets_name"), flags, strict=False))
+    return LogitRowsOptions(transform=whole, **named)
 
 
 def _fold(
@@ -35,7 +38,7 @@ def _fold(
     fixed_shape: bool,
     targets_name: str,
 ) -> Tensor:
-    options = options_of(transform, entropy, fixed_shape=fixed_shape, targets_name=targets_name)
+    options = options_of(transform, entropy, fixed_shape, targets_name)
     return torch.stack([part for part in checked_fold(logits, targets, mask, options)[:3] if part is not None])
 
 
@@ -80,8 +83,7 @@ def _(logits, *_):
 def fold_in_graph(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
     """`checked_fold` as an operator."""
     fold = never_waiting if options.fixed_shape else waiting
-    constants = (flat_transform(options.transform), options.entropy, options.fixed_shape, options.targets_name)
-    logps, lse, *entropies = fold(logits, targets, mask, *constants)
+    logps, lse, *entropies = fold(logits, targets, mask, *flat(options))
     return TokenStatistics(logps, lse, entropies[0] if entropies else None)
 
 
@@ -96,4 +98,4 @@ def grad_in_graph(
 ) -> Tensor:
     """`grad_rows` as an operator."""
     known = [part for part in statistics[:3] if part is not None]
-    return _grad(logits, targets, mask, known, grad_logps, grad_entropy, flat_transform(options.transform))
+    return _grad(logits, targets, mask, known, grad_logps, grad_entropy, flat(options)[0])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_rl.head.checks import check_flag, check_transform
 from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels import rows_for
 from liger_rl.kernels.statistics import TokenStatistics
@@ -13,7 +14,7 @@ from liger_rl.kernels.transform import LogitTransform
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRowsOptions:
-    """Everything the autograd Functions take that is not differentiated or an index."""
+    """Everything the autograd Functions take that is not differentiated or an index, checked but for the buffer."""
 
     transform: LogitTransform
     entropy: bool = False
@@ -21,6 +22,13 @@ class LogitRowsOptions:
     grad_buffer: Tensor | None = None
     fixed_shape: bool = False
     targets_name: str = "targets"  # the caller's
+
+    def __post_init__(self) -> None:
+        check_transform(self.transform)
+        for name in ("entropy", "in_place", "fixed_shape"):
+            check_flag(name, getattr(self, name))
+        if self.in_place and self.grad_buffer is not None:
+            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
 
 
 def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
