@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 HF = ["transformers>=4.57"]
 PEFT = [*HF, "peft>=0.17"]
 TRL = [*HF, "trl>=1.15,<1.17"]
-BENCHMARK = ["liger-kernel>=0.8.5", "matplotlib>=3.8", "rich>=13"]
+BENCHMARK = ["liger-kernel>=0.8.5", "matplotlib>=3.8"]
 TEST = ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5"]
 DEV = [*PEFT, *TRL, *BENCHMARK, *TEST, "mypy>=1.10", "ruff>=0.6", "tqdm>=4.66"]
 

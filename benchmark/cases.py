@@ -1,4 +1,4 @@
-"""What is measured: named shapes that know their work and the bytes of their logits.
+"""What is measured: named shapes.
 
 Imports no torch, so that the process that starts the measurements stays small.
 """
@@ -24,7 +24,7 @@ GROUPS = (MODELS, RL, POLICY, ENTROPY, FROZEN, FORWARD, TOKENS, VOCABULARY)
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
 SURE = "sure"  # p > 0.99 at SURE_SHARE of the tokens, the rest below
-FLAT = "flat"  # logits of random hidden states, where every word has a share
+FLAT = "flat"  # logits of random hidden states, where every vocabulary entry has a share
 SURE_SHARE = 0.8
 
 STEP = "step"  # forward and backward of the loss
@@ -96,30 +96,10 @@ class Case:
         return sum(self.lengths)
 
     @property
-    def product_flops(self) -> int:
-        """2 N H V of one product, over the tokens that count."""
-        return 2 * self.live_rows * self.hidden_size * self.vocab
-
-    @property
     def idle_sequences(self) -> list[int]:
         """Sequences without an advantage, evenly spread, so among short and long ones alike."""
         count = round(self.idle_share * self.batch)
         return [(2 * k + 1) * self.batch // (2 * count) for k in range(count)]
-
-    @property
-    def floor_flops(self) -> int:
-        """2 N H V of each product that the results need: logits, gradient of hidden, gradient of weight."""
-        return (1 if self.task != STEP else 2 if self.frozen else 3) * self.product_flops
-
-    @property
-    def recompute_flops(self) -> int:
-        """The same with the logits computed twice where there is a gradient."""
-        return self.floor_flops + (self.product_flops if self.task == STEP else 0)
-
-    @property
-    def logits_bytes(self) -> int:
-        """One copy of the (B, T, V) logits in the case's dtype."""
-        return self.rows * self.vocab * ITEM_BYTES[self.dtype]
 
     @property
     def gradient_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the numbers were taken on: device, versions, commit. `python -m benchmark.environment DEVICE` prints it."""
+"""What the numbers were taken on (`python -m benchmark.environment DEVICE` prints it), and where they are written."""
 
 import datetime
 import json
@@ -7,11 +7,13 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
 # What the peers need.
 PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "verl", "nvidia-cutlass-dsl", "transformers")
 
@@ -36,8 +38,8 @@ def describe(device: str) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        **{package_key(name): _version(name) for name in PACKAGES},
+        "triton": version("triton"),
+        **{package_key(name): version(name) for name in PACKAGES},
         **_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
@@ -55,6 +57,27 @@ def slug(environment: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", environment["device_name"].lower()).strip("-")
 
 
+def output_directory(given: Path | None, *, whole: bool) -> Path:
+    """`given`, else `benchmark/results` for a whole run and a temporary folder for a part of one."""
+    directory = given or (RESULTS if whole else Path(tempfile.mkdtemp(prefix="liger-rl-benchmark-")))
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_results(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's text, for a row's reason."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].split(". GPU ")[0][:160]
+
+
 def _cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -70,7 +93,7 @@ def _driver() -> str | None:
     return query.splitlines()[0].strip() if query else None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

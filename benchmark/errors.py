@@ -34,8 +34,8 @@ def measure_errors(
         loss = compute()
         loss.backward()
         errors["loss_error"] = abs(loss.item() - gold.loss.item())
-        errors["grad_hidden_error"] = _relative(inputs.hidden.grad, gold.grad_hidden)
-        errors["grad_weight_error"] = _relative(variant.weight_gradient(inputs), gold.grad_weight)
+        errors["grad_hidden_error"] = relative(inputs.hidden.grad, gold.grad_hidden)
+        errors["grad_weight_error"] = relative(variant.weight_gradient(inputs), gold.grad_weight)
     return errors
 
 
@@ -43,8 +43,8 @@ def _largest(found: Tensor, gold: Tensor, mask: Tensor) -> float:
     return (found - gold)[mask].abs().max().item()
 
 
-def _relative(found: Tensor | None, gold: Tensor | None) -> float | None:
-    """None where the case has no such gradient; a variant that leaves out one that it has is wrong by all of it."""
+def relative(found: Tensor | None, gold: Tensor | None) -> float | None:
+    """Frobenius; None if the case has no such gradient, 1 if a variant leaves it out."""
     if gold is None:
         return None
     if found is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmark import variants
 from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
+from benchmark.environment import first_line
 from benchmark.errors import measure_errors
 from benchmark.floor import Products
 from benchmark.gold import GOLD_ROWS, Gold, gold_of
@@ -109,7 +110,7 @@ def measure(bench: Bench, variant_name: str, quantities: list[str]) -> dict[str,
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        return {"status": "out of memory", "reason": _first_line(error)}
+        return {"status": "out of memory", "reason": first_line(error)}
 
 
 def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _numbers(bench: Bench, variant: Head, ours: bool, quantities: list[str]) -> 
             if ours:
                 raise
             # A peer's numbers so far stand.
-            result["reason"] = f"no errors measured: {type(error).__name__}: {_first_line(error)}"
+            result["reason"] = f"no errors measured: {type(error).__name__}: {first_line(error)}"
     return result
 
 
@@ -174,7 +175,7 @@ def _measure_time(compute: Compute, bench: Bench, *, warm: bool, forward: bool) 
         _clear_gradients(inputs)
         floor = bench.floor(gradients=True)
         result |= _with_floor("step", step, floor)
-    return result | {"floor_tflops": case.floor_flops / floor.median_ms / 1e9}
+    return result
 
 
 def _with_floor(name: str, timing: Timing, floor: Timing) -> dict[str, float | int]:
@@ -213,11 +214,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].split(". GPU ")[0][:160]
-
-
 def _forget(bench: Bench) -> None:
     """Leave the next variant nothing but the inputs."""
     _clear_gradients(bench.inputs)
@@ -234,7 +230,7 @@ def answer(request: dict[str, Any], write: Callable[[dict[str, Any]], object]) -
             result = measure(bench, name, request["quantities"])
         except Exception as error:
             traceback.print_exc()
-            result = {"status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+            result = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
         write(result)
         if result["status"] != "unavailable":
             _forget(bench)

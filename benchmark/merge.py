@@ -1,8 +1,5 @@
-"""Results of one environment from several runs, in one file: `python -m benchmark.merge OUTPUT INPUT...`."""
+"""Results of one environment from several runs, in one file."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from benchmark.variants import BASELINE, LABELS, TRL
@@ -32,34 +29,3 @@ def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dic
                 row[field] = row[of] / other
     cases = list(dict.fromkeys(case for case, _variant in both))
     return sorted(both.values(), key=lambda row: (cases.index(row["case"]), list(LABELS).index(row["variant"])))
-
-
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Contents of results files -> one; of a row that several have, the last one's.
-
-    Raises:
-        ValueError: the files are of different environments.
-    """
-    rows: list[dict[str, Any]] = []
-    for part in parts:
-        differs = differences(parts[0]["environment"], part["environment"])
-        if differs:
-            raise ValueError(f"measured with another {', '.join(differs)}")
-        rows = merged(rows, part["rows"])
-    return {"environment": parts[-1]["environment"], "rows": rows}
-
-
-def main() -> None:
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
-    output, *inputs = (Path(argument) for argument in sys.argv[1:])
-    parts = [json.loads(path.read_text(encoding="utf-8")) for path in inputs]
-    try:
-        content = merge(parts)
-    except ValueError as error:
-        raise SystemExit(f"{', '.join(map(str, inputs))}: {error}") from error
-    output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ rl-NAME.png       time and gradient error on the batch as RL makes it
 entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
+from benchmark.environment import RESULTS, read_results
 from benchmark.variants import LABELS
 
-RESULTS = Path(__file__).resolve().parent / "results"
 STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#8c8c8c", "marker": "s"},
     "compiled": {"color": "#4d4d4d", "marker": "D"},
@@ -225,7 +224,7 @@ def plot_directory(directory: Path) -> list[Path]:
     """<plot>-<name>.png beside every <name>.json of `benchmark.run` that has the rows for it."""
     drawn = []
     for source in sorted(directory.glob("*.json")):
-        results = json.loads(source.read_text(encoding="utf-8"))
+        results = read_results(source)
         if not all("groups" in row for row in results["rows"]):
             continue  # of row losses or of tensor parallelism, which lie beside them
         for name, draw in PLOTS.items():

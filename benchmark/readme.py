@@ -1,12 +1,10 @@
 """Tables of numbers in README and docs, from the committed results: `python -m benchmark.readme` writes them there."""
 
-import json
 import re
 from pathlib import Path
 
 from benchmark import row_losses
-from benchmark.environment import ROOT
-from benchmark.plot import RESULTS
+from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -23,14 +21,14 @@ def filled(text: str) -> str:
     """
 
     def block(match: re.Match[str]) -> str:
-        results = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        results = read_results(RESULTS / f"{match[2]}.json")
         if match[2].startswith(row_losses.PREFIX):
             return f"{match[1]}{row_losses.markdown(results)}{match[5]}"
         patterns = match[3].split() or ["*"]
-        return f"{match[1]}{markdown(results, patterns=patterns, sweeps=False)}{match[5]}"
+        return f"{match[1]}{markdown(results, patterns=patterns, timed=True)}{match[5]}"
 
     def few(match: re.Match[str]) -> str:
-        results = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        results = read_results(RESULTS / f"{match[2]}.json")
         return f"{match[1]}{summary(results, match[3], match[4].split())}{match[6]}"
 
     return SUMMARY.sub(few, BLOCK.sub(block, text))

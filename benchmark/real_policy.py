@@ -1,10 +1,10 @@
 """Train a language model on this machine's Python sources and keep what it samples: `python -m benchmark.real_policy`.
 
-Random hidden states have no words that go together and no tail of words that never matter; a trained policy has both,
-and what a tolerance saves depends on them. So a model of the shape of a published one (hidden size 2048, 128,256 words,
-1.24 billion parameters) is trained for a few minutes with this library's head as its loss. Its contexts are held-out
-sources; at each of their positions one token is drawn from the model's own distribution at each temperature. Whole
-completions are not sampled: after minutes of training they run into loops, which no policy in use does.
+What a tolerance saves depends on which token ids occur together and on which never matter, and random hidden states
+have neither. So a model of the shape of a published one is trained for a few minutes with this library's head as its
+loss: hidden size 2048, 128,256 token ids, 1.24 billion parameters. Its contexts are held-out sources. At each of their
+positions one token is drawn from the model's own distribution at each temperature. Whole completions are not sampled:
+after minutes of training they run into loops, which no policy in use does.
 
 The folder it writes is what `benchmark.run --policy` reads:
 
@@ -15,7 +15,6 @@ The folder it writes is what `benchmark.run --policy` reads:
 """
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -27,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmark.environment import write_results
 from liger_rl.integrations.transformers import swap_lm_head
 
 SEED = 0
@@ -138,7 +136,7 @@ def sources(limit: int) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], recipe: Recipe) -> Tokenizer:
-    """Byte-level BPE of `recipe.vocab` words."""
+    """Byte-level BPE of `recipe.vocab` token ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -177,35 +175,29 @@ def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator)
     return tokens[starts + torch.arange(length)].long()
 
 
-def train(
-    model: LlamaForCausalLM, tokens: Tensor, recipe: Recipe, seconds: float, device: str, console: Console
-) -> dict[str, Any]:
+def train(model: LlamaForCausalLM, tokens: Tensor, recipe: Recipe, seconds: float, device: str) -> dict[str, Any]:
     """AdamW in float32 under bfloat16 autocast, its rate falling to a tenth by the time that is given."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     losses: list[float] = []
     begun = time.monotonic()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=seconds)
-        while (spent := time.monotonic() - begun) < seconds or not losses:
-            warm = min(1.0, (len(losses) + 1) / recipe.warmup_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * warm * (1.0 - 0.9 * min(spent / seconds, 1.0))
-            ids = windows(tokens, recipe.batch, recipe.length, generator).to(device)
-            loss = fused_loss(model, ids, device)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                raise SystemExit(f"the loss of step {len(losses)} is {losses[-1]}")
-            progress.update(task, completed=spent, description=f"step {len(losses)}, loss {losses[-1]:.2f}")
-            if not console.is_terminal and len(losses) % 50 == 0:
-                print(f"step {len(losses)}, {spent:.0f} s, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
+    while (spent := time.monotonic() - begun) < seconds or not losses:
+        warm = min(1.0, (len(losses) + 1) / recipe.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * warm * (1.0 - 0.9 * min(spent / seconds, 1.0))
+        ids = windows(tokens, recipe.batch, recipe.length, generator).to(device)
+        loss = fused_loss(model, ids, device)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise SystemExit(f"the loss of step {len(losses)} is {losses[-1]}")
+        if len(losses) % 50 == 0:
+            print(f"step {len(losses)}, {spent:.0f} s, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
     last = losses[-20:]
     return {
         "steps": len(losses),
@@ -229,19 +221,15 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, device: str) -> Tensor:
         return model.model(input_ids=ids, use_cache=False).last_hidden_state.float().flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Tokens that a policy drew."""
-
-    hidden: Tensor  # (N, H) in the head's dtype, divided by the temperature
-    ids: Tensor  # (N,)
-    entropy: float  # mean, in nats
-    sure_share: float  # of the tokens, with p > SURE
-
-
 @torch.no_grad()
-def draw(hidden: Tensor, weight: Tensor, temperature: float, generator: torch.Generator) -> Sample:
-    """One token per row from softmax(hidden weight^T / temperature), of what is left of it after rounding."""
+def draw(
+    hidden: Tensor, weight: Tensor, temperature: float, generator: torch.Generator
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """One token per row from softmax(hidden weight^T / temperature), with hidden / temperature rounded first.
+
+    -> {"hidden": (N, H) in the head's dtype, divided by the temperature, "ids": (N,)}; and the mean entropy in nats and
+    the share of tokens with p > SURE.
+    """
     scaled = (hidden / temperature).to(weight.dtype)
     head = weight.float()
     step = max(1, LOGITS_BYTES[hidden.device.type] // (4 * weight.shape[0]))
@@ -253,28 +241,25 @@ def draw(hidden: Tensor, weight: Tensor, temperature: float, generator: torch.Ge
         ids.append(drawn.squeeze(1))
         entropies.append(-(p * log_p).sum(-1))
         sure.append(p.gather(1, drawn).squeeze(1) > SURE)
-    return Sample(
-        hidden=scaled,
-        ids=torch.cat(ids),
-        entropy=torch.cat(entropies).mean().item(),
-        sure_share=torch.cat(sure).float().mean().item(),
-    )
+    about = {"entropy": torch.cat(entropies).mean().item(), "sure_share": torch.cat(sure).float().mean().item()}
+    return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
 
 
-def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path, console: Console) -> dict[str, Any]:
+def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> dict[str, Any]:
     """Train, sample, write `folder`; -> the content of its policy.json."""
     torch.manual_seed(SEED)
     begun = time.monotonic()
     texts = sources(recipe.text_bytes)
     tokenizer = train_tokenizer(texts, recipe)
     tokens = encode(tokenizer, texts)
-    console.print(f"{tokens.numel():,} tokens, {tokenizer.get_vocab_size():,} words, {time.monotonic() - begun:.0f} s")
+    vocab = tokenizer.get_vocab_size()
+    print(f"{tokens.numel():,} tokens of {vocab:,} ids, {time.monotonic() - begun:.0f} s", file=sys.stderr)
     held_out = tokens[: max(int(recipe.held_out * tokens.numel()), recipe.length)]
     tokens = tokens[held_out.numel() :]
 
     with torch.device(device):
-        model = swap_lm_head(LlamaForCausalLM(recipe.config(tokenizer.get_vocab_size())))
-    trained = train(model, tokens, recipe, seconds, device, console)
+        model = swap_lm_head(LlamaForCausalLM(recipe.config(vocab)))
+    trained = train(model, tokens, recipe, seconds, device)
     model.eval()
 
     contexts = windows(held_out, recipe.sequences, recipe.length, torch.Generator().manual_seed(SEED)).to(device)
@@ -288,9 +273,9 @@ def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path, conso
     generator = torch.Generator(device).manual_seed(SEED)
     samples = []
     for temperature in recipe.temperatures:
-        sample = draw(hidden, weight, temperature, generator)
-        torch.save({"hidden": sample.hidden, "ids": sample.ids}, folder / f"sample-{temperature:g}.pt")
-        samples.append({"temperature": temperature, "entropy": sample.entropy, "sure_share": sample.sure_share})
+        drawn, of_drawn = draw(hidden, weight, temperature, generator)
+        torch.save(drawn, folder / f"sample-{temperature:g}.pt")
+        samples.append(of_drawn)
     about = {
         "batch": recipe.sequences,
         "tokens": recipe.length,
@@ -302,14 +287,14 @@ def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path, conso
         **trained,
         "recipe": asdict(recipe),
     }
-    (folder / "policy.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_results(folder / "policy.json", about)
     return about
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.real_policy", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--minutes", type=float, default=4.0, help="of training; reading, words and samples take 1 more"
+        "--minutes", type=float, default=4.0, help="of training; reading, the vocabulary and samples take 1 more"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="about 650 MiB")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -320,15 +305,14 @@ def main() -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not arguments.toy:
         raise SystemExit("a billion parameters are for a GPU; --toy shows on a CPU that everything runs")
-    console = Console(width=None if sys.stdout.isatty() else 120)
     recipe = TOY if arguments.toy else FULL
-    about = make_policy(recipe, arguments.minutes * 60, device, arguments.output, console)
-    console.print(
+    about = make_policy(recipe, arguments.minutes * 60, device, arguments.output)
+    print(
         f"{about['steps']} steps, {about['tokens_trained']:,} tokens: {about['training_loss']:.3f} nats, "
         f"held out {about['held_out_loss']:.3f}"
     )
     for sample in about["samples"]:
-        console.print(
+        print(
             f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
             f"p > {SURE} at {sample['sure_share']:.0%} of the tokens"
         )

@@ -1,27 +1,24 @@
 """Per-token GRPO losses of logits that are already there, timed beside each other: `python -m benchmark.row_losses`."""
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmark.environment import describe, slug
-from benchmark.plot import RESULTS
-from benchmark.timing import median_ms
+from benchmark.environment import describe, first_line, output_directory, slug, version, write_results
+from benchmark.errors import relative
+from benchmark.memory import PeakMemory
+from benchmark.table import Columns, environment_line, markdown_table, number
+from benchmark.timing import measure_ms
 
 TEMPERATURE, EPSILON_LOW, EPSILON_HIGH, BETA = 0.9, 0.2, 0.4, 0.04
 MASK_SHARE = 0.2
@@ -209,8 +206,7 @@ def measure(make: Callable[[], LossOf], batch: Batch, gold: Gold, device: str) -
         return {"status": "unavailable", "reason": str(reason)}
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        first_line = str(error).strip().splitlines()[:1]
-        return {"status": "failed", "reason": ": ".join([type(error).__name__, *first_line])}
+        return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def _numbers(loss_of: LossOf, batch: Batch, gold: Gold, device: str) -> dict[str, float | None]:
@@ -232,14 +228,18 @@ def _numbers(loss_of: LossOf, batch: Batch, gold: Gold, device: str) -> dict[str
     loss, grad = step()
     numbers: dict[str, float | None] = {
         "loss_max_error": (loss.double() - gold.loss)[batch.mask].abs().max().item(),
-        "grad_error": _relative(grad, gold.grad),
+        "grad_error": relative(grad, gold.grad),
     }
     del loss, grad
     tokens = batch.mask.sum().item()
     for name, run in (("forward", forward), ("step", step)):
-        time_ms = _queued_median_ms(run, restore) if device == "cuda" else median_ms(run, device, restore)
+        time_ms = _queued_median_ms(run, restore) if device == "cuda" else measure_ms(run, device, restore).median_ms
         numbers |= {f"{name}_ms": time_ms, f"{name}_tokens_per_s": tokens / time_ms * 1e3}
-    numbers["step_extra_mib"] = _extra_mib(step, restore) if device == "cuda" else None
+    if device == "cuda":
+        restore()
+        with PeakMemory(device) as memory:
+            step()
+        numbers["step_extra_mib"] = memory.peak_bytes / 2**20  # its gradient included
     return numbers
 
 
@@ -265,46 +265,15 @@ def _queued_median_ms(run: Callable[[], object], before: Callable[[], object]) -
     return statistics.median(start.elapsed_time(stop) for start, stop in events)
 
 
-def _extra_mib(step: Callable[[], object], before: Callable[[], object]) -> float:
-    """Peak of one step above what was allocated, its gradient included."""
-    before()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    allocated = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - allocated) / 2**20
-
-
-def _relative(found: Tensor, gold: Tensor) -> float:
-    return (torch.linalg.vector_norm(found.double() - gold) / torch.linalg.vector_norm(gold)).item()
-
-
-def _cell(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        value = row.get(field)
-        return "" if value is None else format(value * scale, form)
-
-    return cell
-
-
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "fwd ms": _cell("forward_ms", ".3f"),
-    "fwd Mtok/s": _cell("forward_tokens_per_s", ".3g", 1e-6),
-    "fwd+bwd ms": _cell("step_ms", ".3f"),
-    "fwd+bwd Mtok/s": _cell("step_tokens_per_s", ".3g", 1e-6),
-    "extra MiB": _cell("step_extra_mib", ",.0f"),
-    "loss err": _cell("loss_max_error", ".1e"),
-    "dlogits err": _cell("grad_error", ".1e"),
+COLUMNS: Columns = {
+    "fwd ms": number("forward_ms", ".3f"),
+    "fwd Mtok/s": number("forward_tokens_per_s", ".3g", 1e-6),
+    "fwd+bwd ms": number("step_ms", ".3f"),
+    "fwd+bwd Mtok/s": number("step_tokens_per_s", ".3g", 1e-6),
+    "extra MiB": number("step_extra_mib", ",.0f"),
+    "loss err": number("loss_max_error", ".1e"),
+    "dlogits err": number("grad_error", ".1e"),
 }
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row's text, after its label; a row without numbers says why in the first cell."""
-    texts = [cell(row) for cell in COLUMNS.values()]
-    if row["status"] != "ok":
-        texts[0] = f"{row['status']}: {row['reason']}"
-    return texts
 
 
 def title(results: dict[str, Any]) -> str:
@@ -315,39 +284,9 @@ def title(results: dict[str, Any]) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     """What `main` writes -> a line on where it was measured and a table."""
-    environment = results["environment"]
-    named = ("torch", "triton", "helion", "liger_kernel", "driver")
-    versions = ", ".join(f"{name.replace('_', '-')} {environment[name]}" for name in named if environment.get(name))
-    commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
-    head = f"{environment['device_name']}; {versions}; commit {commit}; {environment['date']}."
-    lines = [["", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
-    lines += [[row["variant"], *cells(row)] for row in results["rows"]]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    head = environment_line(results["environment"], ("helion", "liger-kernel"))
+    table = markdown_table(COLUMNS, [(row["variant"], row) for row in results["rows"]])
     return f"{head}\n\n**{title(results)}**\n\n{table}\n"
-
-
-def show(results: dict[str, Any], console: Console) -> None:
-    table = Table(title=title(results), title_justify="left", title_style="bold")
-    table.add_column("variant", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    notes = []
-    for row in results["rows"]:
-        if row["status"] == "ok":
-            table.add_row(row["variant"], *cells(row))
-        else:
-            table.add_row(row["variant"], row["status"])
-            notes.append(f"{row['variant']}: {row['reason']}")
-    if notes:
-        table.caption = "; ".join(notes)
-    console.print(table)
-
-
-def _helion_version() -> str | None:
-    try:
-        return metadata.version("helion")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:
@@ -359,20 +298,16 @@ def main() -> None:
         help="where to write; default: benchmark/results on CUDA, a temporary folder on CPU, where it is a smoke test",
     )
     arguments = parser.parse_args()
-    environment = describe("auto") | {"helion": _helion_version()}
+    environment = describe("auto") | {"helion": version("helion")}
     device = environment["device"]
     if device == "cpu":
         # Read when liger-kernel's kernels are decorated, which is when its variant is made.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    whole = device == "cuda"
-    output = arguments.output or (RESULTS if whole else Path(tempfile.mkdtemp(prefix="liger-rl-benchmark-")))
     shape = SHAPES[device]
     batch = make_batch(shape, device)
     gold = gold_of(batch)
-    rows = []
-    for name, make in VARIANTS.items():
-        # `groups` as in a row of `benchmark.run`, whose results lie in the same folder: part of no sweep.
-        rows.append({"variant": name, "groups": [], **measure(make, batch, gold, device)})
+    # `groups` as in a row of `benchmark.run`, whose results lie in the same folder: part of no sweep.
+    rows = [{"variant": name, "groups": [], **measure(make, batch, gold, device)} for name, make in VARIANTS.items()]
     results = {
         "environment": environment,
         "shape": asdict(shape),
@@ -380,13 +315,11 @@ def main() -> None:
         "beta": BETA,
         "rows": rows,
     }
-    output.mkdir(parents=True, exist_ok=True)
+    output = output_directory(arguments.output, whole=device == "cuda")
     target = output / f"{PREFIX}{slug(environment)}.json"
-    target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    # A log has no width of its own, and 80 columns cut the numbers.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    show(results, console)
-    console.print(f"written: {target}", soft_wrap=True)
+    write_results(target, results)
+    print(markdown(results))
+    print(f"written: {target}")
     # A peer that fails is a finding, and its row says so.
     if any(row["status"] == "failed" for row in rows if row["variant"].startswith("liger_rl")):
         raise SystemExit(1)

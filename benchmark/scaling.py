@@ -10,18 +10,16 @@ measured, and a(S) = 2 (T - 1) latency + 2 (T - 1) / T S / bandwidth the all-red
 Bandwidths are taken from the measurement on several GPUs where there is one, else from data sheets.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.environment import ROOT
+from benchmark.environment import RESULTS, ROOT, read_results
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYTES
 
 PAGE = ROOT / "docs" / "distributed.md"
-RESULTS = ROOT / "benchmark" / "results"
 DEVICE, CASE = "nvidia-h200", "llama-3-8b"
 BLOCK = re.compile(r"(<!-- begin scaling -->\n)(.*?)(<!-- end scaling -->)", re.DOTALL)
 
@@ -48,13 +46,13 @@ class Measured:
 
     @classmethod
     def load(cls) -> "Measured":
-        rows = json.loads((RESULTS / f"{DEVICE}.json").read_text(encoding="utf-8"))["rows"]
+        rows = read_results(RESULTS / f"{DEVICE}.json")["rows"]
         row = next(row for row in rows if (row["case"], row["variant"]) == (CASE, "ours"))
         shape = {"tokens": row["rows"], "hidden_size": row["hidden_size"], "vocab": row["vocab"]}
         sharded = {
             found["ranks"]: found
             for path in sorted(RESULTS.glob(f"tensor-parallel-*{DEVICE}*.json"))
-            for found in json.loads(path.read_text(encoding="utf-8"))["rows"]
+            for found in read_results(path)["rows"]
             if found["ranks"] > 1 and all(found[name] == size for name, size in shape.items())
         }
         return cls(**shape, forward_ms=row["forward_ms"], step_ms=row["step_ms"], sharded=sharded)

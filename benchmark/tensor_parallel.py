@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmark.environment import describe
+from benchmark.memory import PeakMemory
+from benchmark.timing import once_ms
 from liger_rl import VocabParallel, linear_logprobs
 
 WARM_UP, REPEATS = 3, 11
 # Of the sharded results beside the whole head's, Frobenius. A gradient in bfloat16 is rounded on both sides.
 TOLERANCE = {"logps": 1e-5, "entropy": 1e-5, "hidden": 4e-3, "weight": 4e-3}
-VERL_SPLIT = 1024  # words, of whose maxima verl reduces one per token and split
+VERL_SPLIT = 1024  # vocabulary entries; verl reduces one maximum for each token and split
 SECONDS = 170
 
 
@@ -106,26 +107,12 @@ def median_ms(run: Callable[[], object], place: Place) -> float:
     times = []
     for repeat in range(WARM_UP + REPEATS):
         dist.barrier()
-        elapsed = _once(run, place.device)
+        elapsed = once_ms(run, place.device.type)
         if repeat >= WARM_UP:
             times.append(elapsed)
     slowest = torch.tensor([statistics.median(times)], device=place.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
-
-
-def _once(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = perf_counter()
-        run()
-        return (perf_counter() - start) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
 
 
 def measure(shape: Shape, place: Place) -> list[dict[str, Any]]:
@@ -148,23 +135,15 @@ def measure(shape: Shape, place: Place) -> list[dict[str, Any]]:
             (forward() * upstream).sum().backward()
 
         timed = {"forward_ms": median_ms(forward_without_gradient, place), "step_ms": median_ms(step, place)}
-        rows.append({"ranks": ranks, **vars(shape), **timed, "peak_extra_mib": _peak_mib(step, place)})
+        with PeakMemory(place.device.type) as memory:
+            step()
+        # Gradients included. Beside other ranks, the memory of a host says nothing.
+        peak_mib = memory.peak_bytes / 2**20 if memory.cuda else None
+        rows.append({"ranks": ranks, **vars(shape), **timed, "peak_extra_mib": peak_mib})
         del leaf, head
     for name in ("forward_ms", "step_ms"):
         rows[1][name.replace("_ms", "_speedup")] = rows[0][name] / rows[1][name]
     return [rows[0], rows[1] | {"bytes": wire_bytes(shape, place.ranks), **collectives_ms(shape, place)}]
-
-
-def _peak_mib(run: Callable[[], object], place: Place) -> float | None:
-    """Above what is there before, gradients included."""
-    if place.device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def wire_bytes(shape: Shape, ranks: int) -> dict[str, float]:

@@ -36,11 +36,11 @@ def measure_ms(
 ) -> Timing:
     """Median over repeats, after one that does not count unless `run` is `warm`, and as many more as keep the device
     busy for `warm_seconds`: a GPU lowers its clock as it warms up. `before` runs ahead of each, untimed."""
-    repeats, once = REPEATS[device], _once_cuda if device == "cuda" else _once_cpu
+    repeats = REPEATS[device]
 
     def repeat() -> float:
         before()
-        return once(run)
+        return once_ms(run, device)
 
     if not warm:
         repeat()  # which may compile, and leave the device with nothing to do
@@ -57,8 +57,8 @@ def measure_ms(
     return Timing(statistics.median(times), len(times))
 
 
-def median_ms(run: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:
-    return measure_ms(run, device, before).median_ms
+def once_ms(run: Callable[[], object], device: str) -> float:
+    return _once_cuda(run) if device == "cuda" else _once_cpu(run)
 
 
 def _once_cuda(run: Callable[[], object]) -> float:

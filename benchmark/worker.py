@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmark.cases import Case
 from benchmark.environment import ROOT
@@ -39,19 +39,8 @@ class Job:
     alone: bool = False  # in a process of its own, as host memory has to be measured
 
     def request(self, variants: list[str]) -> str:
-        return json.dumps(
-            {
-                "case": self.case.to_dict(),
-                "variants": variants,
-                "device": self.device,
-                "quantities": self.quantities,
-            }
-        )
-
-
-class Outcome(NamedTuple):
-    variant: str
-    result: dict[str, Any]
+        case, quantities = self.case.to_dict(), self.quantities
+        return json.dumps({"case": case, "variants": variants, "device": self.device, "quantities": quantities})
 
 
 class OutOfTime(Exception):
@@ -61,9 +50,9 @@ class OutOfTime(Exception):
 class Workers:
     """Runs jobs one after the other; one process does them all for as long as nothing goes wrong in it.
 
-    A variant that fails in a process that others have used is tried once more in a fresh one: a failure may be
-    another's doing. Once it has failed in a fresh one it is not given a second chance again. After any failure the
-    process is replaced, since a GPU's errors outlive the call that made them.
+    After any failure the process is replaced, because a GPU's errors outlive the call that made them. A variant that
+    fails in a process that others have used is tried once more in a fresh one, because an earlier variant may be at
+    fault. After a failure in a fresh process it gets no second chance any more.
     """
 
     def __init__(self, deadline: float | None = None, command: Sequence[str] = MEASURE) -> None:
@@ -78,11 +67,11 @@ class Workers:
     def __exit__(self, *error: object) -> None:
         self._stop()
 
-    def run(self, job: Job) -> Iterator[Outcome]:
-        """One outcome per variant, in their order.
+    def run(self, job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+        """One (variant, result) per variant, in their order.
 
         Raises:
-            OutOfTime: the deadline passed; the variant in progress and those after it have no outcome.
+            OutOfTime: the deadline passed; the variant in progress and those after it have no result.
         """
         waiting = list(job.variants)
         while waiting:
@@ -97,7 +86,7 @@ class Workers:
                     if used and waiting[0] not in self.hopeless:
                         break  # asks again, from this variant on, in a fresh process
                     self.hopeless.add(waiting[0])
-                yield Outcome(waiting.pop(0), result)
+                yield waiting.pop(0), result
                 if self.process is None or not waiting:
                     break
                 self._check_deadline()

@@ -1,7 +1,7 @@
 """Many ranks: a head whose vocabulary is sharded, and sums over the ranks that share a batch.
 
-The only module that speaks to torch.distributed. Every function here that is a collective says so, and is entered by
-every rank of its group the same number of times, whatever the rank holds.
+The only module that speaks to torch.distributed. A function that is a collective says so. Every rank of the group
+enters it the same number of times, whatever the rank holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# A row past every shard's last: before it lies the whole shard, and no kernel's last tile reaches so far.
+# A row after the last of any shard. No kernel's last tile reaches so far.
 BEYOND = torch.iinfo(torch.int32).max
 
 Facts = Mapping[str, object]
@@ -23,17 +23,17 @@ Facts = Mapping[str, object]
 class VocabParallel:
     """This rank's place in an lm_head whose vocabulary is sharded over a group of ranks.
 
-    The rank's weight, bias and low-rank `b` are the rows of the ids from `vocab_start` on; shards may differ in size.
-    Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options) must be the same on every rank of
-    the group, and so must be what each rank's loss makes of the results, because which tokens enter the backward is
-    decided from dL/dlogp on each rank by itself. Results and the gradient of hidden come out the same on every rank.
+    The rank's weight, bias and low-rank `b` are the rows of the token ids from `vocab_start` on. Shards may differ in
+    size. Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options) must be the same on every
+    rank of the group. So must the loss, because each rank decides by itself, from dL/dlogp, which tokens enter the
+    backward. Results and the gradient of hidden are the same on every rank.
 
     Attributes:
-        group: the ranks that hold the shards, not those that hold other tokens.
-        vocab_start: id of the first word of this rank's rows, >= 0.
-        sum_hidden_grad: the gradient of hidden (and of a low-rank term's `a`) is the whole one, summed over the group;
-            False leaves it this rank's part of that sum, for a caller whose own backward adds the parts up, as that of
-            Megatron's gather from sequence-parallel ranks does.
+        group: the ranks that hold the shards. Ranks with other tokens are not part of it.
+        vocab_start: token id of this rank's first row, >= 0.
+        sum_hidden_grad: True sums the gradient of hidden (and of a low-rank term's `a`) over the group. False leaves
+            this rank's part of the sum, for a caller whose own backward adds the parts, such as Megatron's gather from
+            sequence-parallel ranks.
     """
 
     group: "dist.ProcessGroup"
@@ -49,16 +49,16 @@ class VocabParallel:
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
     def shard_of(self, weight: Tensor, facts: Callable[[], Facts], *, known_by: Tensor) -> "VocabShard":
-        """The shard that `weight` is, its fit with the others checked at the first call with this weight: a collective.
+        """The shard that `weight` is. The first call with a weight checks that the shards fit: a collective.
 
         Args:
             weight: (rows, H).
-            known_by: what stays the same object from call to call, the weight or what it was cut from.
-            facts: what has to be the same on every rank, by name; called at the first call alone. What it raises is
-                raised on every rank.
+            known_by: the tensor that stays the same object from call to call: the weight, or what it was cut from.
+            facts: returns what must be the same on every rank, by name. Only the first call asks for it. An error that
+                it raises is raised on every rank.
 
         Raises:
-            ValueError, TypeError: the same on every rank of the group: shards that overlap or leave ids out, facts that
+            ValueError, TypeError: on every rank of the group alike: shards overlap or leave token ids out, or facts
                 differ.
         """
         known = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
@@ -78,9 +78,9 @@ class VocabParallel:
 
     @contextmanager
     def shared_errors(self, weight: Tensor) -> Iterator[None]:
-        """What is raised within is raised on every rank, where the others are about to compare notes in `shard_of`.
+        """An error raised within is raised on every rank: the others wait in `shard_of`, which passes it on.
 
-        `weight` is what their `shard_of` knows it by.
+        `weight` is the `known_by` of their `shard_of`.
         """
         try:
             yield
@@ -94,7 +94,7 @@ class VocabParallel:
             raise
 
 
-# Weight -> its shards by their place: what has been checked is not checked again.
+# Weight -> its checked shards, by their place.
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -104,7 +104,7 @@ def _current(tensor: object):
 
 
 def _checked_vocab(ranks: list[tuple[Exception | None, Facts, int, int]]) -> int:
-    """Words of all shards together."""
+    """Vocabulary entries of all shards together."""
     for rank, (problem, *_) in enumerate(ranks):
         if problem is not None:
             raise type(problem)(f"{problem} (rank {rank} of vocab_parallel.group)")
@@ -131,7 +131,7 @@ class VocabShard:
     vocab: int  # of all shards together
 
     def local(self, targets: Tensor) -> Tensor:
-        """Ids of the vocabulary -> rows of this shard; < 0 for a word before it, BEYOND for one after it."""
+        """Token ids -> rows of this shard; < 0 for an id before the shard, BEYOND for one after it."""
         rows = targets - self.place.vocab_start
         return torch.where(rows < self.rows, rows, BEYOND)
 
@@ -146,24 +146,24 @@ class VocabShard:
         return values
 
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
-        """Of the gradients of what every rank has the whole of."""
+        """Of the gradients of inputs that every rank holds whole."""
         wanted = inputs if self.place.sum_hidden_grad else ()
         return PendingSum(self.place.group, [tensor for tensor in wanted if tensor is not None])
 
 
 class PendingSum:
-    """Tensors that become their sums over ranks while something else is computed: one collective for each."""
+    """Sums over ranks, in place, while something else is computed: one collective for each tensor."""
 
     def __init__(self, group: "dist.ProcessGroup", tensors: list[Tensor]) -> None:
         self.group, self.tensors = group, tensors
         self.works: list | None = None
 
     def start(self) -> None:
-        """The tensors must not be touched from here to the end of `wait`."""
+        """From here to the end of `wait`, the tensors must not be touched."""
         self.works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in self.tensors]
 
     def wait(self) -> None:
-        """Starts the sums too, where nothing was there to be computed beside them."""
+        """Starts the sums where `start` was not called."""
         if self.works is None:
             self.start()
         for work in self.works or ():
@@ -171,8 +171,8 @@ class PendingSum:
 
 
 def sum_over(group: "dist.ProcessGroup") -> Callable[[Tensor], Tensor]:
-    """-> a collective: values -> their sum over the ranks, a new tensor. For `Segments.all_reduce` (the gradient of a
-    segment's sum is one too, and is made by the same function) and for counts of a whole step."""
+    """-> a collective: values -> their sum over the ranks, a new tensor. For `Segments.all_reduce`, which also sums
+    gradients with it, and for counts of a whole step."""
     return lambda values: _reduced(values, "sum", group)
 
 

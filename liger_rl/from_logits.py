@@ -67,44 +67,44 @@ def grpo_loss_from_logits(
     """Per-token loss of a preset's objective, before its reduction: reduce it as you like and call backward.
 
     Args:
-        logits: (B, T + 1, V), whose last position predicts nothing and is left out, or (B, T, V), or packed (N, V);
-            float32, bfloat16 or float16. They get their gradient in their own dtype.
+        logits: (B, T + 1, V), whose last position is left out, or (B, T, V), or packed (N, V); float32, bfloat16 or
+            float16. The gradient has their dtype.
         selected_token_ids: (B, T) or (N,); a negative id masks its token.
         advantages: (B,) or (B, T) / (N,).
         mask: (B, T) or (N,), the tokens that count.
         loss_type: a preset's name; "gspo" for one ratio per sequence.
         old_per_token_logps, ref_per_token_logps, importance_ratio, segments: see `PolicyBatch`.
-        clip_indicator: "active", the gradient is cut (Liger, TRL); "range", the ratio is outside the bounds (Fast-LLM);
-            "helion", r A < clip(r) A (Helion's example: tokens outside on the side that is not cut).
+        clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
+            is outside the bounds (Fast-LLM). "helion": r A < clip(r) A, outside on the side that is not cut (Helion's
+            example).
         in_place, grad_buffer: where the gradient goes, see `logits_logprobs`.
         fixed_shape: never wait for the device, as in `linear_logprobs`; a token whose id is outside the vocabulary is
             masked and does not raise.
-        compiled: on CUDA, have torch.compile make one kernel of the objective's formulas and their derivative, where
-            tokens do not depend on each other; the first call with such a loss takes some seconds, and so does the
-            first with other options: of a coefficient that changes with every step, take False. False runs the formulas
-            step by step, as sequence-level losses and other devices always do.
+        compiled: on CUDA, torch.compile makes one kernel of the objective's formulas and their derivative, if tokens
+            do not depend on each other. The first call with each set of options takes some seconds, so take False for
+            a coefficient that changes with every step. False runs the formulas step by step, as sequence-level losses
+            and other devices always do.
         temperature: divides the logits, > 0.
         options: fields of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
 
     Raises:
-        TypeError, ValueError: as `logits_logprobs`; for an unknown loss_type, option or clip_indicator, and for a
-            `reduction`, because the result is per token. Of a loss
-            that is one kernel and has a gradient, a live id outside [0, V) raises in the backward, so that the host
-            need not wait for the device between the two; until then its token is masked, and a `grad_buffer` has the
-            gradient of the others by then.
+        TypeError, ValueError: as `logits_logprobs`; for an unknown loss_type, option or clip_indicator; for a
+            `reduction`, because the result is per token. If the loss is one kernel and has a gradient, an unmasked id
+            outside [0, V) raises in the backward, so that the host need not wait in the forward. Its token is masked
+            until then, and a `grad_buffer` already has the gradient of the other tokens.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     objective, kl = build_per_token(loss_type, **options)
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
-    check_logits(
-        logits, selected_token_ids, mask, in_place=in_place, grad_buffer=grad_buffer,
-        targets_name="selected_token_ids", spare_position=True,
-    )  # fmt: skip
-    for name, value in (("fixed_shape", fixed_shape), ("compiled", compiled)):
-        check_flag(name, value)
+    check_flag("compiled", compiled)
     where = LogitRowsOptions(
-        transform=LogitTransform(temperature=temperature), in_place=in_place, grad_buffer=grad_buffer
+        transform=LogitTransform(temperature=temperature),
+        in_place=in_place,
+        grad_buffer=grad_buffer,
+        fixed_shape=fixed_shape,
+        targets_name="selected_token_ids",
     )
+    check_logits(logits, selected_token_ids, mask, where, spare_position=True)
     batch = PolicyBatch(
         advantages=advantages,
         completion_mask=mask,
@@ -132,9 +132,7 @@ def grpo_loss_from_logits(
         counted = counted & (mask != 0)
     batch = replace(batch, completion_mask=counted)
     given = terms.check(batch, counted.shape, counted.device)
-    logps = row_logprobs(
-        logits, selected_token_ids, mask, where, fixed_shape=fixed_shape, targets_name="selected_token_ids"
-    ).logps
+    logps = row_logprobs(logits, selected_token_ids, mask, where).logps
     return per_token_loss(terms.prepared(given, torch.float32), logps, indicator)
 
 

@@ -9,7 +9,6 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.given_logits.function import check_logits, row_logprobs
 from liger_rl.given_logits.rows import LogitRowsOptions
 from liger_rl.head.call import HeadCall, LogProbs, shared_errors
-from liger_rl.head.checks import check_flag, check_transform
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY, HeadKeywords, options_of
@@ -125,9 +124,8 @@ def logits_logprobs(
 
     Returns, raises: as `linear_logprobs`.
     """
-    check_logits(logits, targets, mask, in_place=in_place, grad_buffer=grad_buffer)
-    check_transform(transform)
-    for name, flag in (("entropy", entropy), ("fixed_shape", fixed_shape)):
-        check_flag(name, flag)
-    options = LogitRowsOptions(transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer)
-    return row_logprobs(logits, targets, mask, options, fixed_shape=fixed_shape)
+    options = LogitRowsOptions(
+        transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer, fixed_shape=fixed_shape
+    )
+    check_logits(logits, targets, mask, options)
+    return row_logprobs(logits, targets, mask, options)

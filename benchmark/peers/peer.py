@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmark.cases import LOGPS_AND_ENTROPY, STEP, Case
+from benchmark.environment import first_line
 from benchmark.inputs import Inputs
 from benchmark.loss import grpo_loss
 from benchmark.variants import VARIANTS
@@ -95,8 +96,7 @@ def import_reason(name: str, load: Callable[[], object]) -> str | None:
     try:
         load()
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return f"{name} cannot be imported: {type(error).__name__}: {lines[0][:120] if lines else ''}"
+        return f"{name} cannot be imported: {type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -1,8 +1,7 @@
-"""Per-token losses of given logits and their gradient, in two kernels each way: the logits' rows, and the loss.
+"""Per-token losses of given logits: one kernel for the rows of logits, one for the loss.
 
-The objective's own formulas become the second kernel: torch.compile generates it from them. A loss whose tokens do not
-depend on each other has one derivative per token, which the forward makes beside the loss, so that nothing but the
-rows is left for the backward.
+torch.compile generates the second kernel from the objective's formulas. It also makes d loss / d logp in the forward,
+which is one number per token where tokens do not depend on each other. The backward is then the kernel of the rows.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 from liger_rl.policy.objectives import TokenLoss
 
 ClipIndicator = Callable[[TokenLoss, AlignedBatch], Tensor | None]
-DEVICES = ("cuda",)  # where a kernel is generated; elsewhere steps are cheap beside the rows
+DEVICES = ("cuda",)  # where a kernel is generated; elsewhere the formulas cost little beside the rows
 BACKEND = "inductor"
 
 
@@ -59,7 +58,7 @@ def per_token_loss(prepared: PreparedLoss, logps: Tensor, indicator: ClipIndicat
 
 
 def generates(device: torch.device, terms: PolicyTerms) -> bool:
-    """Whether a kernel can be made of a loss, with Triton: each token's has to depend on that token alone."""
+    """Whether a kernel can be generated of a loss: it takes Triton, and tokens that do not depend on each other."""
     if device.type not in DEVICES or terms.locality != "token" or torch.compiler.is_compiling():
         return False
     return device.type != "cuda" or compiles(device)
@@ -89,7 +88,7 @@ class LogitLoss(torch.autograd.Function):
         known = TokenStatistics(logps, lse, None)
         grad_logps = (grad_loss * slope).flatten()
         grad = grad_rows(logits, ids, mask, known, grad_logps, None, ctx.options)
-        # Last: by now the device has long answered, and has enough to do while the host comes back from waiting.
+        # Last, because the device has work queued while the host waits.
         ctx.raise_if_outside()
         return grad, *nothing
 
@@ -120,18 +119,18 @@ def generated(
         def total(logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss, kl, is_clipped = per_token_loss(prepared, logps, indicator)
             found = {"loss": loss, "kl": kl, "is_clipped": is_clipped}
-            # What is returned beside the gradient has to be tensors.
+            # torch.func.grad returns only tensors beside the gradient.
             return loss.sum(), {name: part for name, part in found.items() if part is not None}
 
         slope, found = torch.func.grad(total, has_aux=True)(logps.view(columns.ids.shape))
         return PerTokenLoss(found["loss"], found.get("kl"), found.get("is_clipped")), slope
 
-    # Not fullgraph: beyond torch.compile's limit of layouts and dtypes, formulas run step by step then.
+    # Not fullgraph: beyond torch.compile's limit of layouts and dtypes the formulas run step by step.
     return torch.compile(_with_code_of_its_own(evaluated), dynamic=True, backend=BACKEND)
 
 
 def _with_code_of_its_own(function: Callable) -> Callable:
-    """torch.compile counts how often a code object was compiled, and gives up at a few; losses are not to share one."""
+    """torch.compile limits how often it compiles one code object. With its own, no loss uses up another's limit."""
     plain = cast(FunctionType, function)
     code: CodeType = plain.__code__.replace()
     return FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)

@@ -1,4 +1,7 @@
-"""Log-probabilities of given logits as an operator of torch's own, for torch.compile; see `liger_rl.head.operator`."""
+"""The kernels of given logits as operators of torch's own: a graph of torch.compile holds each as one node.
+
+They have no derivative of their own. `LogitRows` differentiates them as it does the kernels themselves.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,95 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.given_logits.rows import LogitRowsOptions, fold_rows, grad_rows
-from liger_rl.head.tokens import WAITING_OPERATOR, ask_vocabulary
+from liger_rl.given_logits.rows import LogitRowsOptions, checked_fold, grad_rows
+from liger_rl.head.tokens import WAITING_OPERATOR
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.once import differentiable_once
 
 
-def _forward(
+def flat(options: LogitRowsOptions) -> tuple[list[float], bool, bool, str]:
+    """In types that an operator's schema has; without in_place and grad_buffer, which are for eager mode."""
+    transform = options.transform
+    numbers = [transform.temperature, transform.scale, *([] if transform.softcap is None else [transform.softcap])]
+    return numbers, options.entropy, options.fixed_shape, options.targets_name
+
+
+def options_of(transform: list[float], *flags: Any) -> LogitRowsOptions:
+    temperature, scale, *softcap = transform
+    whole = LogitTransform(temperature=temperature, scale=scale, softcap=softcap[0] if softcap else None)
+    named = dict(zip(("entropy", "fixed_shape", "targets_name"), flags, strict=False))
+    return LogitRowsOptions(transform=whole, **named)
+
+
+def _fold(
     logits: Tensor,  # (B, P, V) or (N, V)
     targets: Tensor,  # (B, T) or (N,)
     mask: Tensor | None,  # like targets
-    temperature: float,
-    softcap: float | None,
-    scale: float,
-    entropy: bool,
-    fixed_shape: bool,
-    targets_name: str,
-) -> list[Tensor]:
-    raise_if_outside = ask_vocabulary(
-        targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=targets_name
-    )
-    statistics = fold_rows(logits, targets, mask, _options(temperature, softcap, scale, entropy))
-    raise_if_outside()
-    return [part.clone() for part in statistics[:3] if part is not None]
-
-
-def _fake_forward(logits, targets, mask, temperature, softcap, scale, entropy, *_):
-    def values() -> Tensor:
-        return torch.empty(targets.numel(), dtype=torch.float32, device=logits.device)
-
-    return [values() for _ in range(3 if entropy else 2)]
-
-
-@torch.library.custom_op("liger_rl::logits_logprobs_backward", mutates_args=())
-def _backward(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    logps: Tensor,
-    lse: Tensor,
-    entropies: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    scale: float,
+    transform: list[float],
     entropy: bool,
     fixed_shape: bool,
     targets_name: str,
 ) -> Tensor:
-    known = TokenStatistics(logps, lse, entropies)
-    options = _options(temperature, softcap, scale, entropy)
-    grad = grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, options)
-    assert grad is not None
-    return grad
+    options = options_of(transform, entropy, fixed_shape, targets_name)
+    return torch.stack([part for part in checked_fold(logits, targets, mask, options)[:3] if part is not None])
 
 
-@_backward.register_fake
-def _(grad_logps, grad_entropy, logps, lse, entropies, logits, *_):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+def _fake_fold(logits, targets, mask, transform, entropy, *_):
+    return torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
 
 
-def _options(temperature: float, softcap: float | None, scale: float, entropy: bool) -> LogitRowsOptions:
-    transform = LogitTransform(temperature=temperature, softcap=softcap, scale=scale)
-    return LogitRowsOptions(transform=transform, entropy=entropy)
-
-
-def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.options = inputs[3:]
-    ctx.save_for_backward(*inputs[:3], *output)
-
-
-@differentiable_once
-def _differentiate(ctx, saved, grads):
-    logits, targets, mask, logps, lse, *entropies = saved
-    nothing = [None] * (2 + len(ctx.options))
-    grad_logps, grad_entropy = grads[0], grads[2] if entropies else None
-    if grad_logps is None and grad_entropy is None:
-        return None, *nothing
-    kept = (logps, lse, entropies[0] if entropies else None)
-    return _backward(grad_logps, grad_entropy, *kept, logits, targets, mask, *ctx.options), *nothing
-
-
-def _registered(name: str, **options: Any) -> Callable[..., list[Tensor]]:
-    forward = torch.library.custom_op(f"liger_rl::{name}", _forward, mutates_args=(), **options)
-    forward.register_fake(_fake_forward)
-    forward.register_autograd(_differentiate, setup_context=_keep)
-    return forward
+def _registered(name: str, **options: Any) -> Callable[..., Tensor]:
+    fold = torch.library.custom_op(f"liger_rl::{name}", _fold, mutates_args=(), **options)
+    fold.register_fake(_fake_fold)
+    return fold
 
 
 # Two operators that compute the same, because an operator either has a tag or has it not.
@@ -102,22 +57,45 @@ waiting = _registered("logits_logprobs", **WAITING_OPERATOR)
 never_waiting = _registered("logits_logprobs_fixed_shape")
 
 
-def logits_op(
+@torch.library.custom_op("liger_rl::logits_logprobs_backward", mutates_args=())
+def _grad(
     logits: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-    transform: LogitTransform,
-    *,
-    entropy: bool,
-    fixed_shape: bool,
-    targets_name: str,
-) -> tuple[Tensor, Tensor | None]:
-    """(tokens,) logps and entropy, differentiable; 0 for tokens that do not count.
+    statistics: list[Tensor],
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    transform: list[float],
+) -> Tensor:
+    logps, lse, *entropies = statistics
+    known = TokenStatistics(logps, lse, entropies[0] if entropies else None)
+    options = options_of(transform, bool(entropies))
+    grad = grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, options)
+    assert grad is not None
+    return grad
 
-    Raises:
-        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
-    """
-    constants = (transform.temperature, transform.softcap, transform.scale)
-    operator = never_waiting if fixed_shape else waiting
-    logps, _, *entropies = operator(logits, targets, mask, *constants, entropy, fixed_shape, targets_name)
-    return logps, entropies[0] if entropies else None
+
+@_grad.register_fake
+def _(logits, *_):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def fold_in_graph(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
+    """`checked_fold` as an operator."""
+    fold = never_waiting if options.fixed_shape else waiting
+    logps, lse, *entropies = fold(logits, targets, mask, *flat(options))
+    return TokenStatistics(logps, lse, entropies[0] if entropies else None)
+
+
+def grad_in_graph(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    statistics: TokenStatistics,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    options: LogitRowsOptions,
+) -> Tensor:
+    """`grad_rows` as an operator."""
+    known = [part for part in statistics[:3] if part is not None]
+    return _grad(logits, targets, mask, known, grad_logps, grad_entropy, flat(options)[0])

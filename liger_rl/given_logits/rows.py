@@ -5,49 +5,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_rl.head.checks import check_flag, check_transform
+from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels import for_device
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.once import differentiable_once
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRowsOptions:
-    """Everything the autograd Functions take that is not differentiated or an index."""
+    """Everything the autograd Functions take that is not differentiated or an index, checked but for the buffer."""
 
     transform: LogitTransform
     entropy: bool = False
     in_place: bool = False
     grad_buffer: Tensor | None = None
+    fixed_shape: bool = False
+    targets_name: str = "targets"  # the caller's
 
-
-class LogitRows(torch.autograd.Function):
-    """(logits, targets, mask) -> (logps, entropy), (tokens,) each, 0 where none counts; a gradient for the logits."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, mask, options):
-        # See `liger_rl.kernels.given_logits` for the shapes, and for which tokens count.
-        ctx.set_materialize_grads(False)
-        statistics = fold_rows(logits, targets, mask, options)
-        ctx.options = options
-        # By name: torch.compile of torch 2.8 traces no slice of a NamedTuple.
-        ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
-        return statistics.logps.clone(), None if statistics.entropy is None else statistics.entropy.clone()
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, saved, grad_logps, grad_entropy):
-        logits, targets, mask, *statistics = saved
-        if grad_logps is None and grad_entropy is None:
-            return None, None, None, None
-        known = TokenStatistics(*statistics)
-        return grad_rows(logits, targets, mask, known, grad_logps, grad_entropy, ctx.options), None, None, None
+    def __post_init__(self) -> None:
+        check_transform(self.transform)
+        for name in ("entropy", "in_place", "fixed_shape"):
+            check_flag(name, getattr(self, name))
+        if self.in_place and self.grad_buffer is not None:
+            raise ValueError("in_place and grad_buffer are two places for one gradient; give one of them")
 
 
 def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
     """Statistics of the logits, (tokens,) each."""
     kernels = for_device(logits.device)
     return kernels.fold_rows(_with_rows(logits), targets, mask, options.transform, entropy=options.entropy)
+
+
+def checked_fold(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
+    """`fold_rows`, which raises where a target is outside the vocabulary or the mask is neither 0 nor 1."""
+    raise_if_outside = ask_vocabulary(
+        targets, mask, logits.shape[-1], "logits", fixed_shape=options.fixed_shape, targets_name=options.targets_name
+    )
+    statistics = fold_rows(logits, targets, mask, options)
+    raise_if_outside()
+    return statistics
 
 
 def _with_rows(logits: Tensor) -> Tensor:

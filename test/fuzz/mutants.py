@@ -25,14 +25,14 @@ MUTANTS = (
     ("target at a tile's first column is missed", "kernels/eager.py", "(column >= 0) & (column < width)", "(column > 0) & (column < width)"),
     ("target past a tile's end is taken", "kernels/eager.py", "(column >= 0) & (column < width)", "(column >= 0) & (column <= width)"),
     ("target logit off by 2e-5", "kernels/eager.py", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1),", "state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1) + 2e-5,"),
-    ("probabilities off by 5e-5", "kernels/eager.py", "grad_z = p.mul_(-tokens.grad_logps[:, None])", "grad_z = p.mul_(-1.00005 * tokens.grad_logps[:, None])"),
-    ("bias gradient lacks a tile's first token", "projection.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
-    ("first token of a tile dropped from the weight's gradient", "projection.py", "gemm.accumulate(self.total, tile.T, hidden)", "gemm.accumulate(self.total, tile[1:].T, hidden[1:])"),
-    ("one row lost between chunks", "projection.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
-    ("low-rank scaling without gradient", "low_rank.py", "self.a, index, dtype) * self.scaling", "self.a, index, dtype) * 1.0 + (self.scaling - 1.0) * (function or _Inputs.apply)(given.detach().reshape(-1, given.shape[-1]), self.a.detach(), index, dtype)"),
-    ("gradients of masked tokens kept", "kernels/rows.py", "wanted = wanted & _counted(logits, targets, mask)", "pass"),
-    ("grad_buffer overwritten", "kernels/rows.py", "(grad + out[rows] if add else grad)", "grad"),
-    ("weight_grad overwritten", "projection.py", "self.total = self.out if add else self.out.zero_()", "self.total = self.out.zero_()"),
+    ("probabilities off by 5e-5", "kernels/eager.py", "return p.mul_(-tokens.grad_logps[:, None])", "return p.mul_(-1.00005 * tokens.grad_logps[:, None])"),
+    ("bias gradient lacks a tile's first token", "head/engines/two_pass.py", "bias_total += gemm.column_sums(tile)", "bias_total += gemm.column_sums(tile[1:])"),
+    ("first token of a tile dropped from the weight's gradient", "head/engines/two_pass.py", "gemm.accumulate(self.total, tile.T, hidden)", "gemm.accumulate(self.total, tile[1:].T, hidden[1:])"),
+    ("one row lost between chunks", "head/engines/two_pass.py", "range(0, total, max(step, 1))]", "range(0, total, max(step, 1) + (0 < step < total))]"),
+    ("low-rank scaling without gradient", "head/low_rank.py", "self.a, live, dtype) * self.scaling", "self.a, live, dtype) * 1.0 + (self.scaling - 1.0) * (function or _Inputs.apply)(given.detach().reshape(-1, given.shape[-1]), self.a.detach(), live, dtype)"),
+    ("gradients of masked tokens kept", "kernels/given_logits.py", "wanted = wanted & _counted(logits, targets, mask)", "pass"),
+    ("grad_buffer overwritten", "kernels/given_logits.py", "(grad + out[rows] if add else grad)", "grad"),
+    ("weight_grad overwritten", "head/engines/two_pass.py", "self.total = self.out if add else self.out.zero_()", "self.total = self.out.zero_()"),
     ("mask is multiplied", "policy/loss.py", "logps = per_token_logps.masked_fill(masked, 0.0)", "logps = per_token_logps * ~masked"),
     ("padding counted in a sequence's length", "policy/sequences.py", "sequence_sum(batch.mask.to(batch.advantages.dtype), batch)", "sequence_sum(batch.mask.to(batch.advantages.dtype) * 0 + 1, batch)"),
     ("sign of k1", "policy/penalties.py", "return logps - ref_per_token_logps", "return ref_per_token_logps - logps"),
@@ -41,8 +41,8 @@ MUTANTS = (
     ("a tie on the clip's bound loses gradient", "policy/objectives.py", "-torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)", "-torch.minimum(unclipped * advantages, torch.where((ratio > low) & (ratio < high), ratio, ratio.detach().clamp(low, high)) * advantages)"),
     ("dual clip on the wrong side", "policy/objectives.py", "torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)", "torch.where(advantages > 0, torch.minimum(loss, -self.dual_clip * advantages), loss)"),
     ("GSPO-token without the token's gradient", "policy/ratios.py", "* torch.exp(logps - logps.detach())", "* torch.exp(logps.detach() - logps.detach())"),
-    ("CISPO's bound is taken from 1", "policy/objectives.py", "ratio.detach().clamp(max=self.epsilon_high)", "ratio.detach().clamp(max=1 + self.epsilon_high)"),
-    ("world size ignored", "policy/reductions.py", "(divisor(batch.num_items_in_batch) / self.world_size)", "divisor(batch.num_items_in_batch)"),
+    ("CISPO's bound is taken from 1", "policy/objectives.py", "ratio.detach().clamp(self.ratio_min, self.epsilon_high)", "ratio.detach().clamp(self.ratio_min, 1 + self.epsilon_high)"),
+    ("world size ignored", "policy/reductions.py", "_weights(batch) * self.world_size / divisor(batch.num_items_in_batch)", "_weights(batch) / divisor(batch.num_items_in_batch)"),
     ("entropy bonus over every token", "policy/penalties.py", "torch.where(kept, entropy, 0.0).sum()", "entropy.sum()"),
     ("sampler ratio not bounded below", "policy/corrections.py", "ratio.clamp(low, high)", "ratio.clamp(max=high)"),
     ("merged metrics lose a count", "policy/metrics.py", "else a.count + b.count", "else a.count"),
@@ -54,7 +54,7 @@ def outcome(name: str, file: str | None, text: str, bug: str) -> str:
         shutil.copytree(ROOT / "liger_rl", Path(folder, "liger_rl"), ignore=shutil.ignore_patterns("__pycache__"))
         if file is not None:
             source = Path(folder, "liger_rl", file)
-            found = source.read_text()
+            found = source.read_text() if source.exists() else ""
             if found.count(text) != 1:
                 return f"ERROR: the text occurs {found.count(text)} times in {file}"
             source.write_text(found.replace(text, bug))

@@ -9,7 +9,7 @@ from torch import Tensor
 import liger_rl
 import oracle
 from cases import F32, PolicyCase, fused_cases, fuzz, given_logits_cases, policy_cases
-from checks import Call, check_gradients, same, within
+from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import (
     PRESETS,
     EntropyBonus,
@@ -148,11 +148,7 @@ def test_fused_loss(case: PolicyCase) -> None:
     check_loss(found, expected, case)
     g, e, dg, de = (0.5 * x[k] for x in (expected.values, expected.budgets) for k in ("dlogps", "dentropy"))
     result = oracle.head(head, g, e, (dg, de))
-    check_gradients(grads, result.grads, result.grad_budgets, case)
-    if call.weight_grad is not None:
-        before = head.weight_grad.double()
-        budget = result.grad_budgets["weight"] + oracle.ROUNDINGS * oracle.EPS * before.abs()
-        within("weight_grad", call.weight_grad, before + result.grads["weight"], budget, case)
+    check_gradients(grads, result, call)
     again, repeated = run(Call(head))
     same("repeated loss", again.loss.detach(), found.loss.detach(), case)
     for name, grad in repeated.items():
@@ -167,21 +163,16 @@ def test_fused_loss(case: PolicyCase) -> None:
 @fuzz(0.07)
 @given(case=given_logits_cases())
 def test_grpo_loss_from_logits(case: PolicyCase) -> None:
-    at = case.logits
-    leaf = at.logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    buffer = None if at.grad_buffer is None else at.grad_buffer.clone()
+    at, call = case.logits, GivenLogits(case.logits)
     found = grpo_loss_from_logits(
-        leaf * 1 if at.options["in_place"] else leaf, at.targets, case.advantages, at.mask,
-        loss_type=case.loss_type, grad_buffer=buffer, temperature=at.transform["temperature"],
+        call.logits, at.targets, case.advantages, at.mask,
+        loss_type=case.loss_type, grad_buffer=call.buffer, temperature=at.transform["temperature"],
         **{k: v for k, v in columns(case).items() if k in ("old_per_token_logps", "ref_per_token_logps",
            "importance_ratio", "segments")},
         **at.options, **case.objective_options, beta=case.beta, kl_estimator=case.estimator,
         importance_weighted=case.weighted, compiled=False,  # each new option would be compiled
     )  # fmt: skip
-    g = at.upstream[0]
-    raw = at.logits[:, :-1] if at.spare_position else at.logits
-    rows = raw.reshape(-1, raw.shape[-1]).masked_fill(~case.live.reshape(-1, 1), 0.0).double().requires_grad_()
-    logits = oracle.Logits(rows, rows.detach().abs(), at.targets.reshape(-1), case.live.reshape(-1), at.transform)
+    g, logits = at.upstream[0], call.expected
     logps, entropy = (logits.values[k].detach() for k in ("logps", "entropy"))
     moves = tuple(logits.budgets[k] for k in ("logps", "entropy"))
     expected = oracle.policy_result(case, logps, entropy, moves, g.reshape(-1))
@@ -190,13 +181,6 @@ def test_grpo_loss_from_logits(case: PolicyCase) -> None:
     if found.kl is not None:
         within("kl", found.kl, expected.values["kl"], expected.budgets["kl"], case)
     found.loss.backward(g)
-    grad, budget = logits.gradient(
-        expected.values["dlogps"], torch.zeros_like(logps), (expected.budgets["dlogps"], torch.zeros_like(logps)), F32
-    )
-    grad, budget = grad.reshape(raw.shape), budget.reshape(raw.shape)
-    if at.spare_position:
-        grad, budget = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (grad, budget))
-    total = grad if buffer is None else at.grad_buffer.double() + grad
-    dtype = leaf.dtype if buffer is None else buffer.dtype
-    slack = budget + 2 * oracle.unit(dtype) * (total.abs() + budget) + oracle._least(dtype)
-    within("gradient of logits", leaf.grad if buffer is None else buffer, total, slack, case)
+    nothing = torch.zeros_like(logps)
+    upstream = (expected.budgets["dlogps"], nothing)
+    call.check_gradient(*logits.gradient(expected.values["dlogps"], nothing, upstream, F32))
