@@ -199,7 +199,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     coefficients = support_triton.slot_gradients(logits, slots, token_gradients(entropy), transform, temperatures)
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
-        out = torch.empty(segments.count, H, dtype=torch.float32 if add else torch.bfloat16)
+        out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
         support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
 
 

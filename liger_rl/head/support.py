@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_dense, check_device, check_floating
-from liger_rl.kernels.support import BAD_END, BAD_ID, BAD_ORDER, BAD_START
+from liger_rl.kernels.support import BAD_ENDS, BAD_IDS, BAD_ORDERS, BAD_STARTS, COUNTED, MISSING_TARGETS
 
 MissingTarget = Literal["add", "error"]
 
@@ -45,8 +45,7 @@ class Support:
         if self.offsets.numel() == 0:
             raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
         if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-            for problem in (BAD_START, BAD_ORDER, BAD_END, BAD_ID):
-                self._raise_if(problem, None)
+            self._raise_for_values(None)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> "Support":
@@ -146,32 +145,36 @@ class Support:
         check_device("support", self.token_ids, targets, targets_name)
 
     def check_values(
-        self, problem: int, missing: int, *, vocab: int, missing_target: MissingTarget, targets_name: str = "targets"
+        self, numbers: Sequence[int], *, vocab: int, missing_target: MissingTarget, targets_name: str = "targets"
     ) -> None:
         """Raise ValueError for what the device found in the values.
 
         Args:
-            problem, missing: `Slots.numbers`, read by the caller. What is wrong in detail is read here, where it is.
+            numbers: `Slots.numbers`, read by the caller. If they are fine, nothing here waits for the device.
         """
-        if problem:
-            self._raise_if(problem, vocab)
+        if len(numbers) != COUNTED:
+            raise ValueError(f"numbers must be the {COUNTED} of Slots.numbers, got {len(numbers)}")
+        if any(numbers[problem] for problem in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS)):
+            self._raise_for_values(vocab)
+        missing = numbers[MISSING_TARGETS]
         if missing and missing_target == "error":
             raise ValueError(
                 f"{targets_name} must be among their row's ids with missing_target='error'; {missing} of them are not"
             )
 
-    def _raise_if(self, problem: int, vocab: int | None) -> None:
+    def _raise_for_values(self, vocab: int | None) -> None:
         pairs, offsets = self.token_ids.numel(), self.offsets
-        if problem == BAD_START and int(offsets[0]) != 0:
+        if int(offsets[0]) != 0:
             raise ValueError(f"offsets must start at 0, got {int(offsets[0])}")
-        if problem == BAD_ORDER and bool((offsets[1:] < offsets[:-1]).any()):
-            row = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+        down = (offsets[1:] < offsets[:-1]).nonzero()
+        if down.numel():
+            row = int(down[0])
             raise ValueError(
                 f"offsets must never decrease, got {int(offsets[row])} and then {int(offsets[row + 1])} at row {row}"
             )
-        if problem == BAD_END and int(offsets[-1]) != pairs:
+        if int(offsets[-1]) != pairs:
             raise ValueError(f"offsets must end at the number of token_ids, {pairs}, got {int(offsets[-1])}")
-        if problem == BAD_ID and pairs:
+        if pairs:
             least, most = (int(number) for number in self.token_ids.aminmax())
             if least < 0 or (vocab is not None and most >= vocab):
                 expected = "at least 0" if vocab is None else f"in [0, {vocab}) from weight"

@@ -22,24 +22,26 @@ from liger_rl.kernels.transform import LogitTransform
 # What a row is. IGNORED: its token does not count. FULL: it lists nothing, which stands for the whole vocabulary.
 # SINGLE: it has one id, so nothing is to be computed. SEVERAL: it has more.
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
-# What is wrong with a support, the first of these that applies to any row.
-FINE, BAD_START, BAD_ORDER, BAD_END, BAD_ID = range(5)
+# What `Slots.numbers` counts, in this order.
+COUNTED = 6
+BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS = range(COUNTED)
 GATHERED = 1 << 21  # numbers of gathered rows at a time: 8 MiB in float32
 
 
 class Slots(NamedTuple):
-    """Where logits are wanted. Token t has the slots starts[t] to starts[t + 1]: its target, then its row's ids.
+    """Where logits are wanted. Token t has the slots starts[t] to starts[t + 1]: its target, then its row's other ids.
 
     A slot's id is a row of the weight. It is V' = rows of the weight where the id belongs to another shard, and V' + 1
-    where nothing is to be computed: a repeated id, the target among the row's ids, a row that is not SEVERAL.
+    where nothing is to be computed: a repeated id, a slot to spare because the row lists the target, a row that is not
+    SEVERAL.
     """
 
     ids: Tensor  # (S,) int32 with S = P + N
-    tokens: Tensor  # (S,) int32
+    tokens: Tensor  # (S,) int32, undefined in slots to spare
     starts: Tensor  # (N + 1,) int64
     kinds: Tensor  # (N,) uint8, as listed above
     missing: Tensor  # (N,) bool: the token's row lists ids, but not its target
-    numbers: Tensor  # (2,) int64: what is wrong with the support, as listed above, and how many targets are missing
+    numbers: Tensor  # (6,) int64, in the order above: what is wrong, how many targets are missing and rows FULL
     rows: int  # V' of the weight
     first: int  # vocabulary id of the weight's first row
 
@@ -70,7 +72,7 @@ class Segments(NamedTuple):
     of_position: Tensor  # (S,) integers: the segment of each position; M or more belongs to none
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.starts.numel() - 1
 
 
@@ -101,35 +103,33 @@ def make_slots(
     if live is not None:
         counts = counts & (live != 0)
     inside = (positions >= begin[token]) & (positions < end[token])
-    in_vocab = (listed >= 0) & (listed < vocab)
-    known = inside & in_vocab
+    known = inside & (listed >= 0) & (listed < vocab)
     hit = known & (listed == targets[token])
-    other = known & ~hit
-
-    def any_of_row(of_pair: Tensor) -> Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, token, of_pair.long()) > 0
-
-    several = torch.where(any_of_row(other), SEVERAL, SINGLE)
-    kinds = torch.where(counts, torch.where(end > begin, several, FULL), IGNORED).to(torch.uint8)
-    missing = counts & (end > begin) & ~any_of_row(hit)
-    member = other & ~_repeated(token * vocab + listed.clamp(0, vocab - 1)) & (kinds == SEVERAL)[token]
+    first_hit = torch.full((n,), pairs, device=device).scatter_reduce(
+        0, token, torch.where(hit, positions, pairs), "amin"
+    )
+    others = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, token, (known & ~hit).long())
+    kinds = torch.where(others > 0, SEVERAL, SINGLE)
+    kinds = torch.where(counts, torch.where(end > begin, kinds, FULL), IGNORED).to(torch.uint8)
+    missing = counts & (end > begin) & (first_hit == pairs)
+    repeated = _repeated(token * vocab + listed.clamp(0, vocab - 1))
+    member = known & ~hit & ~repeated & (kinds == SEVERAL)[token]
 
     def local(global_ids: Tensor, wanted: Tensor) -> Tensor:
         row = global_ids - first
         row = torch.where((row >= 0) & (row < rows), row, rows)
         return torch.where(wanted, row, rows + 1).to(torch.int32)
 
-    place = positions + token + 1
-    ids[place] = local(listed, member)
-    tokens[place] = token.to(torch.int32)
+    # The target is first, and what stands after it in the row moves up.
+    place = positions + token + (positions <= first_hit[token]).long()
+    stored = inside & (positions != first_hit[token])
+    ids[place[stored]] = local(listed, member)[stored]
+    tokens[place[stored]] = token[stored].to(torch.int32)
     alone = (kinds == SINGLE) if keep_single else torch.zeros_like(missing)
     ids[starts[:-1]] = local(targets, (kinds == SEVERAL) | alone)
     tokens[starts[:-1]] = all_tokens.to(torch.int32)
-    problem = torch.where((inside & ~in_vocab).any(), BAD_ID, FINE)
-    problem = torch.where(raw[-1] != pairs, BAD_END, problem)
-    problem = torch.where((raw[1:] < raw[:-1]).any(), BAD_ORDER, problem)
-    problem = torch.where(raw[0] != 0, BAD_START, problem)
-    return Slots(ids, tokens, starts, kinds, missing, torch.stack([problem, missing.sum()]), rows, first)
+    numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, missing, kinds == FULL]
+    return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), rows, first)
 
 
 def no_slots(pairs: int, rows: int, first: int, device: torch.device) -> Slots:
@@ -138,7 +138,8 @@ def no_slots(pairs: int, rows: int, first: int, device: torch.device) -> Slots:
     def empty(dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
-    numbers = torch.tensor([BAD_END if pairs else FINE, 0])
+    numbers = torch.zeros(COUNTED, dtype=torch.int64)
+    numbers[BAD_ENDS] = pairs
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     ids, kinds = empty(torch.int32), empty(torch.uint8)
     return Slots(ids, ids, starts, kinds, empty(torch.bool), numbers.to(device), rows, first)
@@ -225,7 +226,7 @@ def finished(state: Fold, slots: Slots) -> TokenStatistics:
     found = state.finish()
     known = slots.kinds >= SINGLE
     parts = (None if part is None else part.masked_fill(~known, 0) for part in found)
-    return TokenStatistics(*parts)._replace(lse=torch.where(known, found.lse, math.inf))
+    return TokenStatistics._make(parts)._replace(lse=torch.where(known, found.lse, math.inf))
 
 
 def statistics(
@@ -274,7 +275,7 @@ def segment_sums(
     total = out if in_place else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if in_place and not add:
         total.zero_()
-    picked = ((coefficients != 0) & (segments.of_position < segments.count)).nonzero().squeeze(1)
+    picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
     for part in _parts(picked.numel(), table.shape[1]):
         at = picked[part]
         rows = table[indices[at].long()].float() * coefficients[at, None]

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.support import (
-    BAD_END,
-    BAD_ID,
-    BAD_ORDER,
-    BAD_START,
+    BAD_ENDS,
+    BAD_IDS,
+    BAD_ORDERS,
+    BAD_STARTS,
+    COUNTED,
     FULL,
+    FULL_ROWS,
     IGNORED,
+    MISSING_TARGETS,
     SEVERAL,
     SINGLE,
     Factors,
@@ -53,9 +56,10 @@ FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 ROW_IGNORED, ROW_FULL, ROW_SINGLE, ROW_SEVERAL = (tl.constexpr(kind) for kind in (IGNORED, FULL, SINGLE, SEVERAL))
-START_IS_BAD, ORDER_IS_BAD, END_IS_BAD, ID_IS_BAD = (
-    tl.constexpr(problem) for problem in (BAD_START, BAD_ORDER, BAD_END, BAD_ID)
+START, ORDER, END, ID, MISSING, EMPTY = (
+    tl.constexpr(place) for place in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS)
 )
+NUMBERS = tl.constexpr(COUNTED)
 
 
 @triton.jit
@@ -87,7 +91,7 @@ def _slots_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,)
     missing,
-    problems,  # (programs,)
+    numbers,  # (programs, NUMBERS)
     tokens,
     pairs,
     vocab,
@@ -120,9 +124,13 @@ def _slots_kernel(
     counts = (target >= 0) & (target < vocab)
     if live is not None:
         counts = counts & (tl.load(live + token) != 0)
-    problem = 0
+    numbers += program * NUMBERS
+    tl.store(numbers + START, ((program == 0) & (raw_begin != 0)).to(tl.int8))
+    tl.store(numbers + ORDER, (own & (raw_end < raw_begin)).to(tl.int8))
+    tl.store(numbers + END, ((program == tokens - 1) & (raw_end != pairs)).to(tl.int8))
+    lists = counts & (end > begin)
+    hits = 0
     if own:
-        hits = 0
         others = 0
         for start in range(begin, end, 128):
             place = start + tl.arange(0, 128)
@@ -142,34 +150,40 @@ def _slots_kernel(
         tl.store(slot_tokens + slot, token.to(tl.int32))
         tl.store(starts + token, slot)
         tl.store(kinds + token, kind.to(tl.uint8))
-        tl.store(missing + token, (counts & (end > begin) & (hits == 0)).to(tl.uint8))
+        tl.store(missing + token, (lists & (hits == 0)).to(tl.uint8))
         if token == tokens - 1:
             tl.store(starts + tokens, end + tokens)
-            problem = tl.where(raw_end != pairs, END_IS_BAD, problem)
-        problem = tl.where(raw_end < raw_begin, ORDER_IS_BAD, problem)
-        problem = tl.where((token == 0) & (raw_begin != 0), START_IS_BAD, problem)
+    tl.store(numbers + MISSING, (own & lists & (hits == 0)).to(tl.int8))
+    tl.store(numbers + EMPTY, (own & counts & (end == begin)).to(tl.int8))
     first = tl.where(own, begin, tl.maximum(position, begin + PIECE))
     last = tl.minimum(end, tl.where(own, begin, position) + PIECE)
+    outside = 0
     if first < last:
         place = first + tl.arange(0, PIECE)
         inside = place < last
         listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
         known = (listed >= 0) & (listed < vocab)
         repeated = tl.zeros((PIECE,), tl.int32)
+        passed = tl.zeros((PIECE,), tl.int32)  # the target stands before
         for start in range(begin, last, BLOCK):
             before = start + tl.arange(0, BLOCK)
             earlier = tl.load(token_ids + before, mask=before < last, other=-1).to(tl.int64)
-            same = (earlier[None, :] == listed[:, None]) & (before[None, :] < place[:, None])
+            is_earlier = before[None, :] < place[:, None]
+            same = (earlier[None, :] == listed[:, None]) & is_earlier
             repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
-        wanted = counts & known & (listed != target) & (repeated == 0)
+            same = (earlier == target)[None, :] & is_earlier
+            passed = tl.maximum(passed, tl.max(same.to(tl.int32), 1))
+        hit = known & (listed == target)
+        wanted = counts & known & (hit == 0) & (repeated == 0)
         row = listed - first_id
         row = tl.where((row >= 0) & (row < rows), row, rows)
-        slot = place + token + 1
-        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=inside)
-        tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=inside)
-        outside = tl.max((inside & (known == 0)).to(tl.int32))
-        problem = tl.where((outside > 0) & (problem == 0), ID_IS_BAD, problem)
-    tl.store(problems + program, problem)
+        # The target is first, and what stands after it in the row moves up.
+        slot = place + token + 1 - passed
+        stored = inside & ((hit == 0) | (passed > 0))
+        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
+        tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=stored)
+        outside = tl.sum((inside & (known == 0)).to(tl.int32))
+    tl.store(numbers + ID, outside.to(tl.int8))
 
 
 def make_slots(
@@ -193,7 +207,7 @@ def make_slots(
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
     programs = n + triton.cdiv(pairs, SLOT_PIECE)
-    problems = torch.empty(programs, dtype=torch.int32, device=device)
+    numbers = torch.empty(programs, COUNTED, dtype=torch.int8, device=device)
     with on(device):
         _slots_kernel[(programs,)](
             token_ids.contiguous(),
@@ -205,7 +219,7 @@ def make_slots(
             starts,
             kinds,
             missing,
-            problems,
+            numbers,
             n,
             pairs,
             vocab,
@@ -216,9 +230,7 @@ def make_slots(
             BLOCK=SLOT_BLOCK,
             num_warps=1,
         )
-    # The smallest code wins, so that ids are blamed only where the offsets are fine.
-    problem = torch.where(problems == 0, BAD_ID + 1, problems).amin()
-    numbers = torch.stack([torch.where(problem > BAD_ID, 0, problem), missing.sum()])
+    numbers = numbers.sum(0, dtype=torch.int64)
     return Slots(ids, tokens, starts, kinds, missing.view(torch.bool), numbers, rows, first)
 
 
@@ -580,7 +592,8 @@ def _weighted_rows(
         place = start + tl.arange(0, SLOTS)
         coefficient = tl.load(coefficients + place, mask=place < last, other=0.0)
         wanted = coefficient != 0.0
-        row = tl.load(indices + place, mask=wanted, other=0).to(tl.int64)
+        # Not masked by the coefficients, so that the two loads do not wait for each other.
+        row = tl.load(indices + place, mask=place < last, other=0).to(tl.int64)
         values = table + row[:, None] * stride + column[None, :]
         values = tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += tl.sum(values * coefficient[:, None], 0)
@@ -634,8 +647,9 @@ def _sums_kernel(
     inside = column < columns
     stop = tl.minimum(segment + SEGMENTS, count)
     begin = tl.load(starts + segment)
+    end = tl.load(starts + segment + 1)
     while segment < stop:
-        end = tl.load(starts + segment + 1)
+        following = tl.load(starts + tl.minimum(segment + 2, count))  # which is there once it is needed
         if (end > begin) | (not ADD):
             last = tl.minimum(end, begin + piece)
             total = _weighted_rows(
@@ -652,6 +666,7 @@ def _sums_kernel(
                 total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
             tl.store(place, total.to(out.dtype.element_ty), mask=inside)
         begin = end
+        end = following
         segment += 1
 
 
@@ -669,9 +684,9 @@ def segment_sums(
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
     if launch is None:
-        launch = FEW_SEGMENTS if segments.count <= coefficients.numel() else MANY_SEGMENTS
+        launch = FEW_SEGMENTS if segments.number <= coefficients.numel() else MANY_SEGMENTS
     positions, columns = coefficients.numel(), table.shape[1]
-    if segments.count == 0 or columns == 0:
+    if segments.number == 0 or columns == 0:
         return
     piece = piece_of(positions, columns, launch)
     pieces = triton.cdiv(positions, piece)
@@ -684,19 +699,19 @@ def segment_sums(
             *common,
             segments.of_position,
             partial,
-            segments.count,
+            segments.number,
             columns,
             piece,
             SLOTS=launch.slots,
             COLUMNS=width,
             num_warps=launch.warps,
         )
-        _sums_kernel[(triton.cdiv(segments.count, launch.segments), slabs)](
+        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
             out,
             out.stride(0),
-            segments.count,
+            segments.number,
             columns,
             piece,
             ADD=add,

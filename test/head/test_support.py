@@ -75,7 +75,7 @@ class Result(NamedTuple):
 def run(given: Problem, how: ProjectionOptions, g: Tensor, e: Tensor | None, **backward) -> Result:
     factors, targets, listed, live, temperatures = given
     slots = engine.support_slots(listed, targets, live, factors.weight, how)
-    assert slots.numbers[0] == 0
+    assert slots.numbers[:4].tolist() == [0] * 4
     statistics, saved = engine.fold_support(factors, targets, slots, how, temperatures)
     values = statistics._asdict() | {"mean_logits": engine.mean_logits(statistics, saved)}
     needs = tuple(part is not None for part in factors)
@@ -149,7 +149,7 @@ def test_values_and_gradients(kernels, transform, dtype, more):
     assert found.gradients["hidden"].dtype == found.gradients["weight"].dtype == dtype
     assert found.values["full"].nonzero().squeeze(1).tolist() == [5]
     assert found.values["missing"].nonzero().squeeze(1).tolist() == [len(rows) - 3, len(rows) - 1]
-    assert found.values["numbers"].tolist() == [0, 2]
+    assert found.values["numbers"].tolist() == [0, 0, 0, 0, 2, 1]
     none = options(transform, entropy=False, extras=frozenset())
     found, truth = run(given, none, g, None), expected(given, transform, g, torch.zeros_like(e))
     check(found, truth._replace(values={"logps": truth.values["logps"]}), dtype)
@@ -395,6 +395,5 @@ def test_bad_values_do_no_harm_and_are_named(kernels, ids, offsets, message):
     statistics, saved = engine.fold_support(given.factors, given.targets, slots, options())
     g = torch.ones(2, device=DEVICE)
     engine.support_gradients(given.factors, slots, saved, statistics, g, g, options(), (True,) * 5)
-    problem_found, missing = slots.numbers.tolist()
     with pytest.raises(ValueError, match=message):
-        listed.check_values(problem_found, missing, vocab=V, missing_target="error")
+        listed.check_values(slots.numbers.tolist(), vocab=V, missing_target="error")

@@ -188,4 +188,4 @@ def _prepared(
         assert options.transform.temperature == 1.0, "one temperature, the transform's or each token's own"
         temperatures = temperatures.float().contiguous()
     parts = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in factors)
-    return Factors(*parts), temperatures
+    return Factors._make(parts), temperatures
