@@ -37,7 +37,7 @@ class Slots(NamedTuple):
     """
 
     ids: Tensor  # (S,) int32 with S = P + N
-    tokens: Tensor  # (S,) int32, undefined in slots to spare
+    tokens: Tensor  # (S,) int32
     starts: Tensor  # (N + 1,) int64
     kinds: Tensor  # (N,) uint8, as listed above
     missing: Tensor  # (N,) bool: the token's row lists ids, but not its target
@@ -92,11 +92,12 @@ def make_slots(
     if n == 0:
         return no_slots(pairs, rows, first, device)
     ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
-    tokens = torch.zeros(n + pairs, dtype=torch.int32, device=device)
     raw, positions, all_tokens = offsets.long(), torch.arange(pairs, device=device), torch.arange(n, device=device)
     begin = raw[:-1].clamp(0, pairs)
     end = torch.maximum(raw[1:], begin).clamp(max=pairs)
     starts = torch.cat([begin + all_tokens, end[-1:] + n])
+    slots = torch.arange(n + pairs, device=device)
+    tokens = torch.searchsorted(starts[1:].contiguous(), slots, right=True).clamp(max=n - 1).to(torch.int32)
     token = torch.searchsorted(raw[1:].contiguous(), positions, right=True).clamp(max=n - 1)
     targets, listed = targets.long(), token_ids.long()
     counts = (targets >= 0) & (targets < vocab)
@@ -124,10 +125,8 @@ def make_slots(
     place = positions + token + (positions <= first_hit[token]).long()
     stored = inside & (positions != first_hit[token])
     ids[place[stored]] = local(listed, member)[stored]
-    tokens[place[stored]] = token[stored].to(torch.int32)
     alone = (kinds == SINGLE) if keep_single else torch.zeros_like(missing)
     ids[starts[:-1]] = local(targets, (kinds == SEVERAL) | alone)
-    tokens[starts[:-1]] = all_tokens.to(torch.int32)
     numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, missing, kinds == FULL]
     return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), rows, first)
 

@@ -148,6 +148,7 @@ def _slots_kernel(
         slot = begin + token
         tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
         tl.store(slot_tokens + slot, token.to(tl.int32))
+        tl.store(slot_tokens + end + token, token.to(tl.int32), mask=hits > 0)  # of the slot to spare
         tl.store(starts + token, slot)
         tl.store(kinds + token, kind.to(tl.uint8))
         tl.store(missing + token, (lists & (hits == 0)).to(tl.uint8))
