@@ -184,7 +184,7 @@ def _slots_kernel(
         tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
         tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=stored)
         outside = tl.sum((inside & (known == 0)).to(tl.int32))
-    tl.store(numbers + ID, outside.to(tl.int8))
+    tl.store(numbers + ID, outside)
 
 
 def make_slots(
