@@ -51,7 +51,7 @@ DOTS = Launch(slots=4, columns=2048, warps=4, piece=32)
 FEW_SEGMENTS = Launch(slots=4, columns=2048, warps=4, piece=64)
 MANY_SEGMENTS = FEW_SEGMENTS._replace(segments=4)  # more than there are positions, so most of them are empty
 PARTIAL_BYTES = 32 << 20  # of the sums of pieces
-SLOT_PIECE, SLOT_BLOCK = 32, 64  # ids of a program that makes slots, and ids that it compares them with at a time
+SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -166,13 +166,16 @@ def _slots_kernel(
         known = (listed >= 0) & (listed < vocab)
         repeated = tl.zeros((PIECE,), tl.int32)
         passed = tl.zeros((PIECE,), tl.int32)  # the target stands before
+        # In 32 bits, because the comparison of all with all has half the registers.
+        lane = tl.arange(0, PIECE)
+        narrow = listed.to(tl.int32)
         for start in range(begin, last, BLOCK):
             before = start + tl.arange(0, BLOCK)
-            earlier = tl.load(token_ids + before, mask=before < last, other=-1).to(tl.int64)
-            is_earlier = before[None, :] < place[:, None]
-            same = (earlier[None, :] == listed[:, None]) & is_earlier
+            earlier = tl.load(token_ids + before, mask=before < last, other=-1).to(tl.int32)
+            is_earlier = (before - first).to(tl.int32)[None, :] < lane[:, None]
+            same = (earlier[None, :] == narrow[:, None]) & is_earlier
             repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
-            same = (earlier == target)[None, :] & is_earlier
+            same = (earlier == target.to(tl.int32))[None, :] & is_earlier
             passed = tl.maximum(passed, tl.max(same.to(tl.int32), 1))
         hit = known & (listed == target)
         wanted = counts & known & (hit == 0) & (repeated == 0)
