@@ -5,6 +5,8 @@ from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.engines.choose import LinearPlan, plan_linear_logprobs
 from liger_rl.head.low_rank import LowRank
+from liger_rl.head.options import HeadOptions
+from liger_rl.head.support import Support
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
@@ -54,6 +56,7 @@ __all__ = [
     "FixedLengthMean",
     "FusedLinearGRPOLoss",
     "GlobalTokenMean",
+    "HeadOptions",
     "KLCov",
     "KLPenalty",
     "LinearPlan",
@@ -71,6 +74,7 @@ __all__ = [
     "Segments",
     "SequenceMean",
     "SequenceSum",
+    "Support",
     "TokenLoss",
     "TokenMean",
     "TokenSum",

@@ -15,6 +15,7 @@ from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import HeadOptions, resolved
 from liger_rl.head.run import log_probs
+from liger_rl.head.support import Support
 from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.one_pass_loss import (
@@ -28,7 +29,7 @@ from liger_rl.policy.batch import AlignedBatch, BatchColumns, PolicyBatch, batch
 from liger_rl.policy.corrections import Correction, SamplerCorrection
 from liger_rl.policy.fused import evaluate
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.policy.metrics import MetricsLevel
+from liger_rl.policy.metrics import Metric, MetricsLevel
 from liger_rl.policy.objectives import Objective
 from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
@@ -129,6 +130,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         bias: Tensor | None = None,
         low_rank: Sequence[LowRank] = (),
+        support: Support | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
         **columns: "Unpack[BatchColumns]",
@@ -145,6 +147,8 @@ class FusedLinearGRPOLoss(nn.Module):
                 are not looked at either.
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
+            support: the ids that each token's sampler could have drawn, as in `linear_logprobs`; takes two passes. The
+                share of tokens whose own id was not among them is the metric `missing_target`.
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
             vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
                 the same on every rank of its group, and so is the loss.
@@ -175,6 +179,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 mask=mask,
                 bias=bias,
                 low_rank=low_rank,
+                support=support,
                 vocab_parallel=vocab_parallel,
                 weight_grad=weight_grad,
                 options=self.options,
@@ -205,7 +210,11 @@ class FusedLinearGRPOLoss(nn.Module):
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
         found = log_probs(call, dtype=compute_dtype, counted=live)
         # Only now, so that the device has something to do while these small steps are launched.
-        return evaluate(prepare(), found.logps, found.entropy)
+        result = evaluate(prepare(), found.logps, found.entropy)
+        if found.missing_target is not None and self.terms.metrics != "none":
+            count = counted_tokens(ids, mask).sum()
+            result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
+        return result
 
     def _one_pass(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
         """None for two passes, whatever tokens count."""
@@ -249,6 +258,7 @@ class FusedLinearGRPOLoss(nn.Module):
         *,
         bias: Tensor | None = None,
         low_rank: Sequence[LowRank] = (),
+        support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
         """Log-probabilities under a reference or old policy's head, (B, T) or (N,) float32, without gradient.
@@ -262,6 +272,7 @@ class FusedLinearGRPOLoss(nn.Module):
             mask=mask,
             bias=bias,
             low_rank=low_rank,
+            support=support,
             vocab_parallel=vocab_parallel,
             options=replace(self.options, entropy=False),
             targets_name="selected_token_ids",

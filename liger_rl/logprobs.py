@@ -13,6 +13,7 @@ from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY, HeadKeywords, options_of
 from liger_rl.head.run import log_probs
+from liger_rl.head.support import Support
 from liger_rl.kernels.transform import LogitTransform
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def linear_logprobs(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: Sequence[LowRank] = (),
+    support: Support | None = None,
     weight_grad: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[HeadKeywords]",
@@ -55,6 +57,9 @@ def linear_logprobs(
         bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
         low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
             once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
+        support: the ids that each token's sampler could have drawn. Everything is then over these ids alone, at a cost
+            that follows their number: the product with the whole vocabulary is not made. Not with a grad_tolerance,
+            batch_invariant or max_extra_bytes, nor under torch.compile. See docs/support.md.
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
@@ -71,7 +76,7 @@ def linear_logprobs(
             chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
 
     Returns:
-        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), None where not asked for.
+        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target), None where not asked for.
 
     Raises:
         TypeError: an argument of a type or dtype that is not listed above, an unknown option.
@@ -88,6 +93,7 @@ def linear_logprobs(
         mask=mask,
         bias=bias,
         low_rank=low_rank,
+        support=support,
         vocab_parallel=vocab_parallel,
         weight_grad=weight_grad,
         options=asked,

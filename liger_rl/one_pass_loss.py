@@ -34,6 +34,8 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
     """What one pass would need and does not have, beside what shapes say (`one_pass_obstacle`); None if nothing."""
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
+    if call.support is not None:
+        return "support = None: tokens that list their ids have no chunk of the vocabulary"
     if call.vocab_parallel is not None:
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
     if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):

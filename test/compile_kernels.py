@@ -20,7 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.kernels import blocks_triton, bounds_triton, compiled, devices, epilogue, left_out_blocks_triton, softmax
+from liger_rl.kernels import (
+    blocks_triton,
+    bounds_triton,
+    compiled,
+    devices,
+    epilogue,
+    left_out_blocks_triton,
+    softmax,
+    support_triton,
+)
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -177,6 +186,26 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.entries, ones(N, H), transform, needs)
 
 
+def listed_ids(transform: LogitTransform, entropy: bool) -> None:
+    extras, ids = EXTRAS if entropy else (), torch.int32 if entropy else torch.int64
+    targets, live = torch.zeros(N, dtype=torch.long), torch.ones(N, dtype=torch.bool) if entropy else None
+    token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
+    given = {"rows": V, "first": 0, "vocab": V, "keep_single": entropy}
+    slots = support_triton.make_slots(token_ids, offsets, targets, live, **given)
+    hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
+    factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
+    factors = support_triton.Factors(hidden, weight, *factors)
+    temperatures = ones(N) if entropy else None
+    logits = support_triton.dots(factors, slots, transform, temperatures)
+    support_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
+    support_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
+    coefficients = support_triton.slot_gradients(logits, slots, token_gradients(entropy), transform, temperatures)
+    by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
+    for segments, add in ((slots.by_token, False), (by_id, entropy)):
+        out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
+        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
+
+
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
     index = torch.arange(N) if entropy else slice(3, N)
     batch = PolicyBatch(
@@ -194,7 +223,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch(prepared, ones(N - 3), index, slopes=True, sums=False)
 
 
-EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, policy_terms)
+EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, policy_terms)
 WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 

@@ -14,6 +14,7 @@ from liger_rl.head.checks import check_apart, check_dense, check_device, check_f
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
+from liger_rl.head.support import Support
 from liger_rl.head.tokens import counted_tokens
 
 
@@ -30,6 +31,8 @@ class LogProbs(NamedTuple):
     """Mean over the vocabulary of the transformed logits, no gradient."""
     is_top1: Tensor | None = None
     """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
+    missing_target: Tensor | None = None
+    """bool: the target was not among the ids that its token lists, and was added to them; None without a support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class HeadCall:
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     # Like targets or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
     needed_mask: Tensor | None = None
+    support: Support | None = None
     options: HeadOptions
     targets_name: str = "targets"  # the caller's name for them, for messages
 
@@ -95,6 +99,8 @@ class HeadCall:
                     "max_extra_bytes must be None with vocab_parallel: the memory of its collectives is not planned; "
                     f"got {options.max_extra_bytes}"
                 )
+        if self.support is not None:
+            self._check_support(self.support)
         if torch.compiler.is_compiling():
             if options.gather is not None:
                 raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
@@ -102,6 +108,29 @@ class HeadCall:
                 raise ValueError(
                     "weight_grad must be None under torch.compile, whose graphs write to no tensor from outside"
                 )
+
+    def _check_support(self, support: Support) -> None:
+        options = self.options
+        if not isinstance(support, Support):
+            raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+        if torch.compiler.is_compiling():
+            raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
+        if options.grad_tolerance != 0.0:
+            raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
+        if options.batch_invariant:
+            raise ValueError(
+                "batch_invariant must be False with a support, whose sums depend on how many ids there are"
+            )
+        if options.max_extra_bytes is not None:
+            raise ValueError(
+                "max_extra_bytes must be None with a support, whose memory follows the number of listed ids; "
+                f"got {options.max_extra_bytes}"
+            )
+        if options.fixed_shape and support.may_be_empty:
+            raise ValueError(
+                "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
+                "vocabulary, and which rows are empty only the device knows"
+            )
 
     def check_tensors(self) -> torch.dtype:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
@@ -123,6 +152,8 @@ class HeadCall:
             check_device("bias", bias, hidden, "hidden")
         check_low_rank(self.low_rank, hidden, weight)
         check_tokens(self.targets, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
+        if isinstance(self.support, Support):
+            self.support.check_together(self.targets, self.targets_name)
         return self._compute_dtype()
 
     def _compute_dtype(self) -> torch.dtype:
@@ -191,6 +222,7 @@ class HeadCall:
             "the number of tokens that count": int(live.sum()),
             "the sum of targets": int(torch.where(live, self.targets, 0).sum()),
             "requires_grad of hidden": self.hidden.requires_grad,
+            "the ids of support": None if self.support is None else self.support.token_ids.numel(),
         }
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import block_sparse, two_pass
+from liger_rl.head.engines import block_sparse, support, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
@@ -20,6 +20,8 @@ Values = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 
 def engine_of(head: Head, options: EngineOptions) -> ModuleType:
     """The engine of a call: bounds are not free, and only a backward needs them."""
+    if head.slots is not None:
+        return support
     tolerant = options.grad_tolerance != 0.0 and head.wants_gradient
     return block_sparse if tolerant and options.chunks_are_free and head.low_inputs is None else two_pass
 

@@ -8,9 +8,11 @@ from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import localized
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
+from liger_rl.head.engines.support import support_slots
 from liger_rl.head.function import linear_values
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
+from liger_rl.head.support import Support
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 
@@ -42,6 +44,8 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
         engine_options = _engine_options(call, dtype)
+        if call.support is not None:
+            return _over_support(call, call.support, ids, engine_options, shard)
         selected = None
         if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
             selected = live_tokens(
@@ -64,6 +68,34 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
     logps, *others = values
     shape = call.targets.shape
     return LogProbs(live.spread(logps, shape), *(None if part is None else live.spread(part, shape) for part in others))
+
+
+def _over_support(
+    call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
+) -> LogProbs:
+    """Over each token's own ids; a token that lists none takes a dense engine, over the whole vocabulary."""
+    flat, n = ids.view(-1), ids.numel()
+    vocab = call.weight.shape[0] if shard is None else shard.vocab
+    mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
+    slots, empty = support_slots(support, flat, mask, call.weight, options, shard), 0
+    if not options.fixed_shape:
+        found = live_tokens(
+            ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=[slots.numbers],
+            targets_name=call.targets_name,
+        )()  # fmt: skip
+        empty = support.check_values(found.counts, vocab=vocab, targets_name=call.targets_name)
+    head = _head(call, flat, TokenSelection(n, mask=mask), shard)
+    values: tuple[Tensor | None, ...] = linear_values(head._replace(slots=slots), options)
+    if empty:
+        live = TokenSelection(n, index=slots.full.nonzero().squeeze(1))
+        targets = flat if shard is None else shard.local(flat)
+        dense = linear_values(head._replace(live=live, targets=targets), options)
+        values = tuple(
+            None if part is None or whole is None else torch.where(slots.full, live.spread(whole, flat.shape), part)
+            for part, whole in zip(values, dense, strict=True)
+        )
+    shape = call.targets.shape
+    return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
 
 
 def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:

@@ -20,6 +20,7 @@ from liger_rl.head.options import Gather
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.support import Slots
 
 
 class Head(NamedTuple):
@@ -34,6 +35,7 @@ class Head(NamedTuple):
     live: TokenSelection
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
+    slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
 
     @property
     def vocab(self) -> int:

@@ -1,0 +1,170 @@
+"""The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
+
+It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. Nothing here waits for the
+device, so a CUDA graph can capture it.
+
+It keeps every token in its place. A token whose row is empty stands for the whole vocabulary: it gets 0 here, and its
+numbers from a dense engine.
+"""
+
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.distributed import VocabShard
+from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.options import EngineOptions
+from liger_rl.head.support import Support
+from liger_rl.kernels import support as plain
+from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.support import Factors, Segments, Slots
+
+
+class Saved(NamedTuple):
+    """What the backward needs of the forward, beside the statistics."""
+
+    ids: Tensor  # the tensors of Slots
+    tokens: Tensor
+    starts: Tensor
+    kinds: Tensor
+    missing: Tensor
+    numbers: Tensor
+    logits: Tensor  # (S,) float32, transformed
+
+    def slots(self, head: Head) -> Slots:
+        return Slots(*self[:6], *_rows(head.weight, head.shard))
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The module whose kernels of a support run on `device`."""
+    return import_module("liger_rl.kernels.support_triton") if compiles(device) else plain
+
+
+def _rows(weight: Tensor, shard: VocabShard | None) -> tuple[int, int]:
+    """Rows of the weight, and the vocabulary id of the first."""
+    return weight.shape[0], 0 if shard is None else shard.place.vocab_start
+
+
+def support_slots(
+    support: Support,
+    targets: Tensor,  # (N,) ids of the whole vocabulary
+    live: Tensor | None,  # (N,) bool: the tokens that count; None for those of targets >= 0
+    weight: Tensor,  # (V', H): its rows are the shard's, where there is one
+    options: EngineOptions,
+    shard: VocabShard | None = None,
+) -> Slots:
+    """Where logits are wanted: each token's target, and the distinct ids of its row beside it.
+
+    `numbers` of the result say what `Support.check_values` needs; `full` says which tokens the dense path must take.
+    A target that is not in its row is added. Nothing here raises for values, and bad ones do no harm.
+    """
+    rows, first = _rows(weight, shard)
+    return kernels_for(targets.device).make_slots(
+        support.token_ids,
+        support.offsets,
+        targets.long(),
+        live,
+        rows=rows,
+        first=first,
+        vocab=rows if shard is None else shard.vocab,
+        keep_single="mean_logits" in options.extras,
+    )
+
+
+def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
+    """Statistics of all N tokens over their own ids; `head.targets` are ids of the whole vocabulary.
+
+    A token with one id has log-probability 0 and entropy 0. So has one whose row is empty, or that does not count.
+    Collectives, with a shard: one maximum and one sum.
+    """
+    slots, targets, shard = head.slots, head.targets, head.shard
+    assert slots is not None
+    kernels = kernels_for(targets.device)
+    logits = kernels.dots(_factors(head), slots, options.transform, None)
+    given = {"entropy": options.entropy, "extras": options.extras}
+    if shard is None:
+        statistics, sizes = kernels.statistics(logits, slots, targets, **given)
+    else:
+        fold, sizes = kernels.fold(logits, slots, targets, **given)
+        statistics = kernels.finished(fold.over_ranks(shard.maximum, shard.total), slots)
+    if sizes is not None and statistics.sum_logits is not None:
+        # The sum that a whole vocabulary would have with the same mean, by which callers take the mean.
+        whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
+        statistics = statistics._replace(sum_logits=whole)
+    return statistics, Saved(*slots[:6], logits)
+
+
+def _factors(head: Head) -> Factors:
+    """Rows whose numbers lie side by side, which kernels read."""
+    parts = (p if p is None or p.stride(-1) == 1 else p.contiguous() for p in head.differentiable)
+    return Factors._make(parts)
+
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    saved: Saved,
+    tokens: TokenGradients,  # (N,) each
+    needs: Needs,
+) -> Gradients:
+    """Summed in float32 and rounded once. The weight's touches the listed rows of `weight_grad` alone.
+
+    With a shard, gradients of hidden and low_inputs are summed over the ranks, beneath the sums for the weight.
+    """
+    hidden, weight, bias, low_inputs, low_weight = _factors(head)
+    kernels, shard, slots = kernels_for(hidden.device), head.shard, saved.slots(head)
+    coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform, None)
+
+    def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
+        if table is None or left is None or not needed:
+            return None
+        out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
+        kernels.segment_sums(slots.by_token, coefficients, slots.ids, table, out)
+        return out
+
+    grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
+    pending = None
+    if shard is not None:
+        pending = shard.pending_sum(grad_hidden, grad_inputs)
+        pending.start()
+    grad_weight = grad_bias = grad_low = None
+    if needs[1] or needs[2] or needs[4]:
+        pairs = _sorted_pairs(slots, coefficients)
+        if needs[1] and head.weight_grad is not None:
+            kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
+        elif needs[1]:
+            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            kernels.segment_sums(*pairs, hidden, grad_weight)
+        if bias is not None and needs[2]:
+            grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
+            kernels.segment_sums(*pairs, ones, grad_bias[:, None])
+        if low_inputs is not None and low_weight is not None and needs[4]:
+            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
+            kernels.segment_sums(*pairs, low_inputs, grad_low)
+    if pending is not None:
+        pending.wait()
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden.to(hidden.dtype)
+    if grad_inputs is not None and low_inputs is not None:
+        grad_inputs = grad_inputs.to(low_inputs.dtype)
+    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
+
+
+class SortedPairs(NamedTuple):
+    """The slots of each row of the weight side by side, in a stable order."""
+
+    segments: Segments
+    coefficients: Tensor  # (S,) float32
+    tokens: Tensor  # (S,) int32
+
+
+def _sorted_pairs(slots: Slots, coefficients: Tensor) -> SortedPairs:
+    ids, order = torch.sort(slots.ids, stable=True)
+    rows = torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device)
+    return SortedPairs(Segments(torch.searchsorted(ids, rows), ids), coefficients[order], slots.tokens[order])

@@ -1,0 +1,725 @@
+"""Logits, softmax and gradients of listed vocabulary entries alone, as Triton kernels without atomics.
+
+The signatures and formulas are those of `liger_rl.kernels.support`. A long segment is split over programs, in pieces
+of a size that the numbers of tokens, slots and columns decide: the first piece belongs to the segment's own program,
+and the rest is cut at fixed positions. At most one segment has a rest in such a cut, because another one that starts
+there has its first piece there. So the host needs no length of any segment, and sums have one order.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, tanh_square, times_derivative, transformed
+from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.support import (
+    BAD_ENDS,
+    BAD_IDS,
+    BAD_ORDERS,
+    BAD_STARTS,
+    COUNTED,
+    FULL,
+    FULL_ROWS,
+    IGNORED,
+    MISSING_TARGETS,
+    SEVERAL,
+    SINGLE,
+    Factors,
+    Segments,
+    Slots,
+    no_slots,
+)
+from liger_rl.kernels.support import finished as finished
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+
+class Launch(NamedTuple):
+    """The shape of a program."""
+
+    slots: int  # gathered rows of a step
+    columns: int  # of a step, at most
+    warps: int
+    piece: int  # positions of a segment that its own program takes
+    segments: int = 1  # of a program
+
+
+DOTS = Launch(slots=4, columns=2048, warps=4, piece=32)
+FEW_SEGMENTS = Launch(slots=4, columns=2048, warps=4, piece=64)
+MANY_SEGMENTS = FEW_SEGMENTS._replace(segments=4)  # more than there are positions, so most of them are empty
+PARTIAL_BYTES = 32 << 20  # of the sums of pieces
+SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
+FOLD_BLOCK, FOLD_WARPS = 128, 1
+GRAD_BLOCK, GRAD_WARPS = 512, 4
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+ROW_IGNORED, ROW_FULL, ROW_SINGLE, ROW_SEVERAL = (tl.constexpr(kind) for kind in (IGNORED, FULL, SINGLE, SEVERAL))
+START, ORDER, END, ID, MISSING, EMPTY = (
+    tl.constexpr(place) for place in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS)
+)
+NUMBERS = tl.constexpr(COUNTED)
+
+
+@triton.jit
+def _span(program, of_position, starts, count, piece):
+    """-> the segment of a program, and the positions of it that are the program's.
+
+    Programs under `count` have the first piece of their segment. The others have what is cut at their position.
+    """
+    own = program < count
+    position = (program - count) * piece
+    found = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
+    known = (found >= 0) & (found < count)
+    segment = tl.where(own, program, tl.where(known, found, 0))
+    begin = tl.load(starts + segment)
+    end = tl.load(starts + segment + 1)
+    first = tl.where(own, begin, tl.maximum(position, begin + piece))
+    last = tl.where(own, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
+    return segment, first, tl.where(own | known, last, first)
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs", "vocab", "first_id", "rows"])
+def _slots_kernel(
+    token_ids,  # (pairs,)
+    offsets,  # (tokens + 1,)
+    targets,  # (tokens,)
+    live,
+    slot_ids,  # (pairs + tokens,)
+    slot_tokens,
+    starts,  # (tokens + 1,)
+    kinds,  # (tokens,)
+    missing,
+    numbers,  # (programs, NUMBERS)
+    tokens,
+    pairs,
+    vocab,
+    first_id,
+    rows,
+    KEEP_SINGLE: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    own = program < tokens
+    position = (program - tokens) * PIECE
+    token = program
+    if program >= tokens:
+        # The last token whose row starts at or before the position. Offsets may be anything, so this always ends.
+        low = program * 0
+        high = low + tokens - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tl.load(offsets + middle).to(tl.int64) <= position:
+                low = middle
+            else:
+                high = middle - 1
+        token = low
+    raw_begin = tl.load(offsets + token).to(tl.int64)
+    raw_end = tl.load(offsets + token + 1).to(tl.int64)
+    begin = tl.minimum(tl.maximum(raw_begin, 0), pairs)
+    end = tl.minimum(tl.maximum(raw_end, begin), pairs)
+    target = tl.load(targets + token).to(tl.int64)
+    counts = (target >= 0) & (target < vocab)
+    if live is not None:
+        counts = counts & (tl.load(live + token) != 0)
+    numbers += program * NUMBERS
+    tl.store(numbers + START, ((program == 0) & (raw_begin != 0)).to(tl.int8))
+    tl.store(numbers + ORDER, (own & (raw_end < raw_begin)).to(tl.int8))
+    tl.store(numbers + END, ((program == tokens - 1) & (raw_end != pairs)).to(tl.int8))
+    lists = counts & (end > begin)
+    hits = 0
+    if own:
+        others = 0
+        for start in range(begin, end, 128):
+            place = start + tl.arange(0, 128)
+            listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
+            known = (listed >= 0) & (listed < vocab)
+            hits = tl.maximum(hits, tl.max((known & (listed == target)).to(tl.int32)))
+            others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
+        kind = tl.where(others > 0, ROW_SEVERAL, ROW_SINGLE)
+        kind = tl.where(counts, tl.where(end > begin, kind, ROW_FULL), ROW_IGNORED)
+        wanted = kind == ROW_SEVERAL
+        if KEEP_SINGLE:
+            wanted = wanted | (kind == ROW_SINGLE)
+        row = target - first_id
+        row = tl.where((row >= 0) & (row < rows), row, rows)
+        slot = begin + token
+        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
+        tl.store(slot_tokens + slot, token.to(tl.int32))
+        tl.store(slot_tokens + end + token, token.to(tl.int32), mask=hits > 0)  # of the slot to spare
+        tl.store(starts + token, slot)
+        tl.store(kinds + token, kind.to(tl.uint8))
+        tl.store(missing + token, (lists & (hits == 0)).to(tl.uint8))
+        if token == tokens - 1:
+            tl.store(starts + tokens, end + tokens)
+    tl.store(numbers + MISSING, (own & lists & (hits == 0)).to(tl.int8))
+    tl.store(numbers + EMPTY, (own & counts & (end == begin)).to(tl.int8))
+    first = tl.where(own, begin, tl.maximum(position, begin + PIECE))
+    last = tl.minimum(end, tl.where(own, begin, position) + PIECE)
+    outside = 0
+    if first < last:
+        place = first + tl.arange(0, PIECE)
+        inside = place < last
+        listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
+        known = (listed >= 0) & (listed < vocab)
+        repeated = tl.zeros((PIECE,), tl.int32)
+        passed = tl.zeros((PIECE,), tl.int32)  # the target stands before
+        # In 32 bits, because the comparison of all with all has half the registers.
+        lane = tl.arange(0, PIECE)
+        narrow = listed.to(tl.int32)
+        for start in range(begin, last, BLOCK):
+            before = start + tl.arange(0, BLOCK)
+            earlier = tl.load(token_ids + before, mask=before < last, other=-1).to(tl.int32)
+            is_earlier = (before - first).to(tl.int32)[None, :] < lane[:, None]
+            same = (earlier[None, :] == narrow[:, None]) & is_earlier
+            repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
+            same = (earlier == target.to(tl.int32))[None, :] & is_earlier
+            passed = tl.maximum(passed, tl.max(same.to(tl.int32), 1))
+        hit = known & (listed == target)
+        wanted = counts & known & (hit == 0) & (repeated == 0)
+        row = listed - first_id
+        row = tl.where((row >= 0) & (row < rows), row, rows)
+        # The target is first, and what stands after it in the row moves up.
+        slot = place + token + 1 - passed
+        stored = inside & ((hit == 0) | (passed > 0))
+        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
+        tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=stored)
+        outside = tl.sum((inside & (known == 0)).to(tl.int32))
+    tl.store(numbers + ID, outside)
+
+
+def make_slots(
+    token_ids: Tensor,
+    offsets: Tensor,
+    targets: Tensor,
+    live: Tensor | None,
+    *,
+    rows: int,
+    first: int,
+    vocab: int,
+    keep_single: bool,
+) -> Slots:
+    """As `support.make_slots`, comparing each id with those before it in its row."""
+    n, pairs, device = targets.numel(), token_ids.numel(), targets.device
+    if n == 0:
+        return no_slots(pairs, rows, first, device)
+    # Values that fit no CSR leave slots unwritten.
+    ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
+    tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
+    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
+    kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    programs = n + triton.cdiv(pairs, SLOT_PIECE)
+    numbers = torch.empty(programs, COUNTED, dtype=torch.int8, device=device)
+    with on(device):
+        _slots_kernel[(programs,)](
+            token_ids.contiguous(),
+            offsets.contiguous(),
+            targets.contiguous(),
+            None if live is None else live.contiguous(),
+            ids,
+            tokens,
+            starts,
+            kinds,
+            missing,
+            numbers,
+            n,
+            pairs,
+            vocab,
+            first,
+            rows,
+            KEEP_SINGLE=keep_single,
+            PIECE=SLOT_PIECE,
+            BLOCK=SLOT_BLOCK,
+            num_warps=1,
+        )
+    numbers = numbers.sum(0, dtype=torch.int64)
+    return Slots(ids, tokens, starts, kinds, missing.view(torch.bool), numbers, rows, first)
+
+
+@triton.jit
+def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """-> (SLOTS,) dots of `left` (columns,) and some rows of `right`."""
+    total = tl.zeros((SLOTS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < columns
+        ours = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
+        theirs = right + row[:, None] * right_stride + column[None, :]
+        total += tl.load(theirs, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32) * ours[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _dots_kernel(
+    hidden,
+    hidden_stride,
+    weight,
+    weight_stride,
+    bias,
+    low_inputs,
+    low_inputs_stride,
+    low_weight,
+    low_weight_stride,
+    slot_ids,
+    slot_tokens,
+    starts,
+    temperatures,
+    logits,
+    tokens,
+    rows,
+    columns,
+    rank,
+    steps,  # LogitSteps
+    PIECE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    token, first, last = _span(tl.program_id(0).to(tl.int64), slot_tokens, starts, tokens, PIECE)
+    for start in range(first, last, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
+        wanted = row < rows
+        if tl.max(wanted.to(tl.int32)) > 0:
+            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, wanted, columns, SLOTS, COLUMNS)
+            if low_inputs is not None:
+                ours = low_inputs + token * low_inputs_stride
+                x += _dots(ours, low_weight, low_weight_stride, row, wanted, rank, SLOTS, RANK)
+            if bias is not None:
+                x += tl.load(bias + row, mask=wanted, other=0.0).to(tl.float32)
+            z, _square = transformed(x, steps)
+            if temperatures is not None:
+                z = z / tl.load(temperatures + token)
+            tl.store(logits + slot, z, mask=wanted)
+
+
+def dots(
+    factors: Factors,
+    slots: Slots,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    launch: Launch = DOTS,
+) -> Tensor:
+    """As `support.dots`; the last dimensions must be contiguous."""
+    hidden, weight, bias, low_inputs, low_weight = factors
+    n, positions = slots.kinds.numel(), slots.ids.numel()
+    logits = torch.empty(positions, dtype=torch.float32, device=hidden.device)
+    if n == 0 or weight.shape[0] == 0:
+        return logits
+    columns = hidden.shape[1]
+    rank = 1 if low_inputs is None else low_inputs.shape[1]
+    with on(hidden.device):
+        _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
+            hidden,
+            hidden.stride(0),
+            weight,
+            weight.stride(0),
+            None if bias is None else bias.contiguous(),
+            low_inputs,
+            0 if low_inputs is None else low_inputs.stride(0),
+            low_weight,
+            0 if low_weight is None else low_weight.stride(0),
+            slots.ids,
+            slots.tokens,
+            slots.starts,
+            temperatures,
+            logits,
+            n,
+            slots.rows,
+            columns,
+            rank,
+            LogitSteps.of(transform),
+            PIECE=launch.piece,
+            SLOTS=launch.slots,
+            COLUMNS=_columns(columns, launch),
+            RANK=_columns(rank, launch),
+            num_warps=launch.warps,
+        )
+    return logits
+
+
+def _columns(columns: int, launch: Launch) -> int:
+    return min(launch.columns, max(16, triton.next_power_of_2(columns)))
+
+
+@triton.jit(do_not_specialize=["rows", "first_id"])
+def _fold_kernel(
+    logits,  # (slots,)
+    slot_ids,
+    starts,  # (tokens + 1,)
+    kinds,  # (tokens,)
+    targets,
+    peaks,  # (tokens,) each from here on; of a finished fold: lse
+    sums,  # of a finished fold: log-probabilities
+    at_targets,  # None of a finished fold
+    moments,  # of a finished fold: entropies
+    sums_sq,  # of a finished fold: log sum p^2
+    logit_sums,
+    rivals,
+    is_top1,
+    counts,
+    rows,
+    first_id,
+    FINISH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + token)
+    end = tl.load(starts + token + 1)
+    kind = tl.load(kinds + token)
+    target = tl.load(targets + token).to(tl.int64)
+    own = tl.load(slot_ids + begin)
+    at_target = tl.load(logits + begin, mask=own < rows, other=0.0)
+    peak = LOWEST
+    total = 0.0
+    moment = 0.0
+    total_sq = 0.0
+    logit_sum = 0.0
+    rival = float("-inf")
+    count = 0.0
+    for start in range(begin, end, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        row = tl.load(slot_ids + slot, mask=slot < end, other=rows + 1)
+        wanted = row < rows
+        z = tl.load(logits + slot, mask=wanted, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(z))
+        kept = tl.exp(peak - new_peak)
+        shifted = z - new_peak
+        exp = tl.exp(shifted)
+        if moments is not None:
+            moment = kept * (moment + (peak - new_peak) * total)
+            moment += tl.sum(exp * tl.maximum(shifted, LOWEST_LOG_PROBABILITY))
+        total = total * kept + tl.sum(exp)
+        if sums_sq is not None:
+            total_sq = total_sq * kept * kept + tl.sum(exp * exp)
+        if logit_sums is not None:
+            logit_sum += tl.sum(tl.where(wanted, z, 0.0))
+            count += tl.sum(tl.where(row <= rows, 1.0, 0.0))
+        if rivals is not None or is_top1 is not None:
+            before = row.to(tl.int64) + first_id < target
+            rival = tl.maximum(rival, tl.max(tl.where(before, z, float("-inf"))))
+        peak = new_peak
+    # A single id leaves nothing to compute; on many shards, the one that has it says so.
+    local = target - first_id
+    nothing = (kind == ROW_SINGLE) & (own > rows) & (local >= 0) & (local < rows)
+    peak = tl.where(nothing, 0.0, peak)
+    total = tl.where(nothing, 1.0, total)
+    total_sq = tl.where(nothing, 1.0, total_sq)
+    if FINISH:
+        known = kind >= ROW_SINGLE
+        total = tl.where(known, total, 1.0)
+        log_sum = tl.log(total)
+        # Around the peak, not around lse: see `Fold.finish`.
+        logp = (at_target - peak) - log_sum
+        tl.store(sums + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
+        tl.store(peaks + token, tl.where(known, peak + log_sum, float("inf")))
+        if moments is not None:
+            entropy = log_sum - moment / total
+            tl.store(moments + token, tl.where(known, tl.where(entropy < 0.0, 0.0, entropy), 0.0))
+        if sums_sq is not None:
+            log_sum_sq = tl.log(tl.where(known, total_sq, 1.0)) - 2.0 * log_sum
+            tl.store(sums_sq + token, tl.where(known, tl.where(log_sum_sq > 0.0, 0.0, log_sum_sq), 0.0))
+        if is_top1 is not None:
+            tl.store(is_top1 + token, (known & (at_target >= peak) & (at_target > rival)).to(tl.uint8))
+    else:
+        tl.store(peaks + token, peak)
+        tl.store(sums + token, total)
+        tl.store(at_targets + token, at_target)
+        if moments is not None:
+            tl.store(moments + token, moment)
+        if sums_sq is not None:
+            tl.store(sums_sq + token, total_sq)
+        if rivals is not None:
+            tl.store(rivals + token, rival)
+    if logit_sums is not None:
+        tl.store(logit_sums + token, logit_sum)
+        tl.store(counts + token, count)
+
+
+def fold(
+    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
+) -> tuple[Fold, Tensor | None]:
+    """As `support.fold`."""
+    n = targets.numel()
+    target = torch.empty(n, dtype=torch.float32, device=z.device)
+    state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
+    counts = torch.empty_like(target) if state.sum_logits is not None else None
+    _launch_fold(z, slots, targets, state, None, counts, finish=False)
+    return state, counts
+
+
+def statistics(
+    z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
+) -> tuple[TokenStatistics, Tensor | None]:
+    """As `support.statistics`, in one launch."""
+    n = targets.numel()
+
+    def part(wanted: bool) -> Tensor | None:
+        return torch.empty(n, dtype=torch.float32, device=z.device) if wanted else None
+
+    lse, logps = (torch.empty(n, dtype=torch.float32, device=z.device) for _ in range(2))
+    moments, sums_sq = part(entropy), part("log_sum_sq_probs" in extras)
+    sum_logits, counts = part("mean_logits" in extras), part("mean_logits" in extras)
+    top1 = torch.empty(n, dtype=torch.uint8, device=z.device) if "is_top1" in extras else None
+    state = Fold(lse, logps, logps, moments, sums_sq, sum_logits, None)
+    _launch_fold(z, slots, targets, state, top1, counts, finish=True)
+    is_top1 = None if top1 is None else top1.view(torch.bool)
+    return TokenStatistics(logps, lse, moments, sums_sq, sum_logits, is_top1), counts
+
+
+def _launch_fold(
+    z: Tensor, slots: Slots, targets: Tensor, out: Fold, is_top1: Tensor | None, counts: Tensor | None, *, finish: bool
+) -> None:
+    n = targets.numel()
+    if n == 0:
+        return
+    with on(z.device):
+        _fold_kernel[(n,)](
+            z,
+            slots.ids,
+            slots.starts,
+            slots.kinds,
+            targets.contiguous(),
+            out.peak,
+            out.sum_exp,
+            None if finish else out.target,
+            out.moment,
+            out.sum_sq_exp,
+            out.sum_logits,
+            out.rival,
+            is_top1,
+            counts,
+            slots.rows,
+            slots.first,
+            FINISH=finish,
+            BLOCK=FOLD_BLOCK,
+            num_warps=FOLD_WARPS,
+        )
+
+
+@triton.jit(do_not_specialize=["positions", "rows"])
+def _slot_gradients_kernel(
+    logits,  # (positions,)
+    slot_ids,
+    slot_tokens,
+    starts,  # (tokens + 1,)
+    kinds,  # (tokens,) each from here on
+    lse_of,
+    grad_logps,
+    at_targets,
+    entropies,
+    grad_entropies,
+    temperatures,
+    out,  # (positions,)
+    positions,
+    rows,
+    steps,  # LogitSteps
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < positions
+    wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
+    token = tl.load(slot_tokens + slot, mask=wanted, other=0).to(tl.int64)
+    wanted = wanted & (tl.load(kinds + token, mask=wanted, other=0) == ROW_SEVERAL)
+    z = tl.load(logits + slot, mask=wanted, other=0.0)
+    log_p = z - tl.load(lse_of + token, mask=wanted, other=0.0)
+    p = tl.exp(log_p)
+    own = slot == tl.load(starts + token, mask=wanted, other=-1)
+    beside = -tl.load(grad_logps + token, mask=wanted, other=0.0) * p
+    grad = tl.where(own, tl.load(at_targets + token, mask=wanted, other=0.0), beside)
+    if entropies is not None:
+        log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
+        moment = p * (log_p + tl.load(entropies + token, mask=wanted, other=0.0))
+        grad -= tl.load(grad_entropies + token, mask=wanted, other=0.0) * moment
+    if temperatures is not None:
+        temperature = tl.load(temperatures + token, mask=wanted, other=1.0)
+        grad = grad / temperature
+        z *= temperature
+    square = 0.0
+    if steps.cap is not None:
+        square = tanh_square(z, steps)
+    grad = times_derivative(grad, square, steps)
+    tl.store(out + slot, tl.where(wanted, grad, 0.0), mask=inside)
+
+
+def slot_gradients(
+    z: Tensor, slots: Slots, tokens: TokenGradients, transform: LogitTransform, temperatures: Tensor | None
+) -> Tensor:
+    """As `support.slot_gradients`."""
+    out = torch.empty_like(z)
+    positions = z.numel()
+    if positions == 0:
+        return out
+    by_entropy = tokens.entropy is not None and tokens.grad_entropy is not None
+    with on(z.device):
+        _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
+            z,
+            slots.ids,
+            slots.tokens,
+            slots.starts,
+            slots.kinds,
+            tokens.lse.contiguous(),
+            tokens.grad_logps.contiguous(),
+            tokens.at_target.contiguous(),
+            tokens.entropy.contiguous() if by_entropy and tokens.entropy is not None else None,
+            tokens.grad_entropy.contiguous() if by_entropy and tokens.grad_entropy is not None else None,
+            temperatures,
+            out,
+            positions,
+            slots.rows,
+            LogitSteps.of(transform),
+            BLOCK=GRAD_BLOCK,
+            num_warps=GRAD_WARPS,
+        )
+    return out
+
+
+@triton.jit
+def _weighted_rows(
+    coefficients, indices, table, stride, first, last, column, inside, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """-> (COLUMNS,) float32, coefficients times rows of the table, added up from `first` to `last`."""
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(first, last, SLOTS):
+        place = start + tl.arange(0, SLOTS)
+        coefficient = tl.load(coefficients + place, mask=place < last, other=0.0)
+        wanted = coefficient != 0.0
+        # Not masked by the coefficients, so that the two loads do not wait for each other.
+        row = tl.load(indices + place, mask=place < last, other=0).to(tl.int64)
+        values = table + row[:, None] * stride + column[None, :]
+        values = tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(values * coefficient[:, None], 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["count", "piece"])
+def _pieces_kernel(
+    coefficients,
+    indices,
+    table,
+    table_stride,
+    starts,
+    of_position,
+    partial,  # (pieces, columns) float32
+    count,
+    columns,
+    piece,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    cut = tl.program_id(0).to(tl.int64)
+    _segment, first, last = _span(cut + count, of_position, starts, count, piece)
+    if first < last:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < columns
+        total = _weighted_rows(coefficients, indices, table, table_stride, first, last, column, inside, SLOTS, COLUMNS)
+        tl.store(partial + cut * columns + column, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "piece"])
+def _sums_kernel(
+    coefficients,
+    indices,
+    table,
+    table_stride,
+    starts,
+    partial,
+    out,  # (count, columns)
+    out_stride,
+    count,
+    columns,
+    piece,
+    ADD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    segment = tl.program_id(0).to(tl.int64) * SEGMENTS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    stop = tl.minimum(segment + SEGMENTS, count)
+    begin = tl.load(starts + segment)
+    end = tl.load(starts + segment + 1)
+    while segment < stop:
+        following = tl.load(starts + tl.minimum(segment + 2, count))  # which is there once it is needed
+        if (end > begin) | (not ADD):
+            last = tl.minimum(end, begin + piece)
+            total = _weighted_rows(
+                coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS
+            )
+            if end > last:
+                after = (end - 1) // piece + 1
+                for start in range(last // piece, after, SLOTS):
+                    cut = start + tl.arange(0, SLOTS)
+                    values = partial + cut[:, None] * columns + column[None, :]
+                    total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
+            place = out + segment * out_stride + column
+            if ADD:
+                total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        begin = end
+        end = following
+        segment += 1
+
+
+def segment_sums(
+    segments: Segments,
+    coefficients: Tensor,
+    indices: Tensor,
+    table: Tensor,
+    out: Tensor,
+    *,
+    add: bool = False,
+    launch: Launch | None = None,
+) -> None:
+    """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
+    assert table.stride(-1) == 1
+    assert out.stride(-1) == 1
+    if launch is None:
+        launch = FEW_SEGMENTS if segments.number <= coefficients.numel() else MANY_SEGMENTS
+    positions, columns = coefficients.numel(), table.shape[1]
+    if segments.number == 0 or columns == 0:
+        return
+    piece = piece_of(positions, columns, launch)
+    pieces = triton.cdiv(positions, piece)
+    partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
+    width = _columns(columns, launch)
+    slabs = triton.cdiv(columns, width)
+    common = (coefficients, indices, table, table.stride(0), segments.starts)
+    with on(out.device):
+        _pieces_kernel[(pieces, slabs)](
+            *common,
+            segments.of_position,
+            partial,
+            segments.number,
+            columns,
+            piece,
+            SLOTS=launch.slots,
+            COLUMNS=width,
+            num_warps=launch.warps,
+        )
+        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
+            *common,
+            partial,
+            out,
+            out.stride(0),
+            segments.number,
+            columns,
+            piece,
+            ADD=add,
+            SLOTS=launch.slots,
+            COLUMNS=width,
+            SEGMENTS=launch.segments,
+            num_warps=launch.warps,
+        )
+
+
+def piece_of(positions: int, columns: int, launch: Launch) -> int:
+    """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
+    piece = launch.piece
+    while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+        piece *= 2
+    return piece

@@ -1,0 +1,112 @@
+"""Kernels of listed ids: Triton's beside those of plain PyTorch, which `test/head/test_support.py` holds to float64."""
+
+import pytest
+import torch
+
+from liger_rl import LogitTransform
+from liger_rl.kernels import support, support_triton
+from liger_rl.kernels.statistics import EXTRAS, TokenGradients
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+V, H = 90, 70
+
+
+def csr(sizes: list[int], dtype: torch.dtype, pool: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids from a small pool, so that many are repeated."""
+    ids = torch.randint(pool, (sum(sizes),), dtype=dtype)
+    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=dtype)
+    return ids.to(DEVICE), offsets.to(DEVICE)
+
+
+def slots_of(kernels, *, keep_single: bool = True, first: int = 0, rows: int = V, dtype=torch.int64) -> support.Slots:
+    generator = torch.get_rng_state()
+    torch.manual_seed(3)
+    ids, offsets = csr([3, 0, 100, 1, 1, 33, 70, 2, 32], dtype, 60)
+    targets = torch.tensor([4, 5, 6, int(ids[103]), 0, -100, int(ids[140]), 300, 8], device=DEVICE)
+    live = torch.tensor([True] * 8 + [False], device=DEVICE)
+    torch.set_rng_state(generator)
+    return kernels.make_slots(ids, offsets, targets, live, rows=rows, first=first, vocab=V, keep_single=keep_single)
+
+
+@pytest.mark.parametrize("keep_single", [False, True])
+@pytest.mark.parametrize(("first", "rows", "dtype"), [(0, V, torch.int64), (20, 30, torch.int32)])
+def test_slots(keep_single, first, rows, dtype):
+    mine, theirs = (
+        slots_of(kernels, keep_single=keep_single, first=first, rows=rows, dtype=dtype)
+        for kernels in (support_triton, support)
+    )
+    for name, values in theirs._asdict().items():
+        found = getattr(mine, name)
+        if isinstance(values, int):
+            assert found == values
+        else:
+            assert found.dtype == values.dtype, name
+            assert torch.equal(found, values), name
+    kinds = [support.SEVERAL, support.FULL, support.SEVERAL, support.SINGLE]
+    assert mine.kinds.tolist() == [*kinds, support.SEVERAL, 0, support.SEVERAL, 0, 0]
+
+
+TRANSFORMS = [LogitTransform(temperature=0.6), LogitTransform(softcap=3.0, scale=1.4)]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("shape", [(4, 2048, 32), (2, 16, 4), (8, 32, 7)])
+def test_logits_fold_and_gradients(transform, shape):
+    """Any shape of a program: several steps over the columns, rows in pieces."""
+    slots = slots_of(support)
+    n = slots.kinds.numel()
+    hidden, weight = torch.randn(n, H).to(DEVICE, torch.bfloat16), torch.randn(V, H).to(DEVICE) / 4
+    factors = support.Factors(hidden[:, :-3], weight[:, :-3], torch.randn(V).to(DEVICE))
+    temperatures = None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE)
+    launch = support_triton.Launch(*shape[:2], 4, shape[2])
+    z = support.dots(factors, slots, transform, temperatures)
+    found = support_triton.dots(factors, slots, transform, temperatures, launch)
+    there = slots.ids < V
+    torch.testing.assert_close(found[there], z[there], rtol=1e-5, atol=1e-5)
+    targets = slots.ids[slots.starts[:-1]].long()
+    for entropy, extras in ((True, EXTRAS), (False, ())):
+        given = {"entropy": entropy, "extras": extras}
+        for name in ("fold", "statistics"):
+            (mine, sizes), (theirs, counts) = (
+                getattr(kernels, name)(z, slots, targets, **given) for kernels in (support_triton, support)
+            )
+            for part, truth in zip((*mine, sizes), (*theirs, counts), strict=True):
+                assert (part is None) == (truth is None)
+                if truth is not None:
+                    torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
+        g, e = torch.randn(2, n, device=DEVICE)
+        tokens = TokenGradients.of(theirs, g, e if entropy else None)
+        mine, truth = (
+            kernels.slot_gradients(z, slots, tokens, transform, temperatures) for kernels in (support_triton, support)
+        )
+        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
+        assert (mine[~there] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 3), (4, 32, 1, 1, 4)])
+@pytest.mark.parametrize(("dtype", "add"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_sums_of_segments(shape, dtype, add):
+    """Segments of none to many positions, in pieces that start anywhere; positions after the last belong to none."""
+    sizes = torch.tensor([0, 3, 40, 0, 0, 17, 1, 1, 16, 0])
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+    of_position = torch.cat([torch.repeat_interleave(torch.arange(10), sizes), torch.full((9,), 11)])
+    segments = support.Segments(starts.to(DEVICE), of_position.to(DEVICE))
+    coefficients = torch.randn(of_position.numel(), device=DEVICE)
+    coefficients[5:9] = 0.0
+    indices = torch.randint(6, of_position.shape, device=DEVICE)
+    indices[coefficients == 0] = -1  # which nothing may read
+    table = torch.randn(6, H, device=DEVICE)
+    outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
+    support.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
+    for out in outs[1:]:
+        launch = support_triton.Launch(*shape)
+        support_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
+    assert torch.equal(outs[1], outs[2])
+
+
+def test_sums_of_pieces_fit_their_memory():
+    for positions, columns in ((1, 1), (71_000, 4096), (4_200_000, 4096), (10**9, 16384), (100, 2**24)):
+        piece = support_triton.piece_of(positions, columns, support_triton.FEW_SEGMENTS)
+        pieces = -(-positions // piece)
+        assert pieces == 1 or pieces * columns * 4 <= support_triton.PARTIAL_BYTES
