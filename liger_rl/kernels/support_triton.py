@@ -48,9 +48,13 @@ class Launch(NamedTuple):
     segments: int = 1  # of a program
 
 
-DOTS = Launch(slots=4, columns=2048, warps=4, piece=32)
-FEW_SEGMENTS = Launch(slots=4, columns=2048, warps=4, piece=64)
-MANY_SEGMENTS = FEW_SEGMENTS._replace(segments=4)  # more than there are positions, so most of them are empty
+# On one H200 (bfloat16, N = 8192, H = 4096, V = 128256; 63,000 ids, and 64 a token), in ms: dots 0.12 and 0.74, other
+# shapes up to 0.33 and 2.2; sums by token 0.13 and 0.53, others 0.14 to 0.21 and 0.53 to 0.70; sums by id 0.33 and 0.71,
+# others 0.35 to 0.47 and 0.72 to 0.94.
+DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
+FEW_SEGMENTS = Launch(slots=8, columns=1024, warps=4, piece=64)
+# More than there are positions, so most of them are empty.
+MANY_SEGMENTS = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
 PARTIAL_BYTES = 32 << 20  # of the sums of pieces
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
