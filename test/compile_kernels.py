@@ -203,7 +203,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
-        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
+        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, by_id=segments is by_id, add=add)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

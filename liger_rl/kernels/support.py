@@ -264,6 +264,7 @@ def segment_sums(
     table: Tensor,  # (T, K) any float dtype
     out: Tensor,  # (M, K) any float dtype
     *,
+    by_id: bool,  # the segments are those of ids, most of them empty
     add: bool = False,
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.

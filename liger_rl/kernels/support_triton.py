@@ -50,11 +50,12 @@ class Launch(NamedTuple):
 
 # On one H200 (bfloat16, N = 8192, H = 4096, V = 128256; 63,000 ids, and 64 a token), in ms: dots 0.12 and 0.74, other
 # shapes up to 0.33 and 2.2; sums by token 0.13 and 0.53, others 0.14 to 0.21 and 0.53 to 0.70; sums by id 0.33 and 0.71,
-# others 0.35 to 0.47 and 0.72 to 0.94.
+# others 0.35 to 0.47 and 0.72 to 0.94; added in place 0.31 and 0.97, others 0.32 to 0.49 and 1.0 to 1.4.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
-FEW_SEGMENTS = Launch(slots=8, columns=1024, warps=4, piece=64)
-# More than there are positions, so most of them are empty.
-MANY_SEGMENTS = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
+BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
+# Of ids there are many, most of them in no row.
+BY_ID = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
+ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 PARTIAL_BYTES = 32 << 20  # of the sums of pieces
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
@@ -676,6 +677,7 @@ def segment_sums(
     table: Tensor,
     out: Tensor,
     *,
+    by_id: bool,
     add: bool = False,
     launch: Launch | None = None,
 ) -> None:
@@ -683,7 +685,7 @@ def segment_sums(
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
     if launch is None:
-        launch = FEW_SEGMENTS if segments.number <= coefficients.numel() else MANY_SEGMENTS
+        launch = (ADDED_BY_ID if add else BY_ID) if by_id else BY_TOKEN
     positions, columns = coefficients.numel(), table.shape[1]
     if segments.number == 0 or columns == 0:
         return

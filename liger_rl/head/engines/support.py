@@ -124,7 +124,7 @@ def backward(
         if table is None or left is None or not needed:
             return None
         out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
-        kernels.segment_sums(slots.by_token, coefficients, slots.ids, table, out)
+        kernels.segment_sums(slots.by_token, coefficients, slots.ids, table, out, by_id=False)
         return out
 
     grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
@@ -136,17 +136,17 @@ def backward(
     if needs[1] or needs[2] or needs[4]:
         pairs = _sorted_pairs(slots, coefficients)
         if needs[1] and head.weight_grad is not None:
-            kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
+            kernels.segment_sums(*pairs, hidden, head.weight_grad, by_id=True, add=True)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            kernels.segment_sums(*pairs, hidden, grad_weight)
+            kernels.segment_sums(*pairs, hidden, grad_weight, by_id=True)
         if bias is not None and needs[2]:
             grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
-            kernels.segment_sums(*pairs, ones, grad_bias[:, None])
+            kernels.segment_sums(*pairs, ones, grad_bias[:, None], by_id=True)
         if low_inputs is not None and low_weight is not None and needs[4]:
             grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
-            kernels.segment_sums(*pairs, low_inputs, grad_low)
+            kernels.segment_sums(*pairs, low_inputs, grad_low, by_id=True)
     if pending is not None:
         pending.wait()
     if grad_hidden is not None:
