@@ -1,0 +1,258 @@
+"""Log-probabilities over what the sampler could have drawn, and what trainers do today: `python -m benchmark.support`.
+
+Sets of ids per token as runs have them ("field": 46% of the tokens have one id, the mean is 8, the 99th percentile 82),
+and uniform ones of growing mean. Ways:
+
+liger_rl                 `linear_logprobs(..., support=)`
+liger_rl, in place       the same, the weight's gradient added to a float32 tensor
+liger_rl, CUDA graph     the same with fixed_shape, replayed: the time without the host
+whole vocabulary         `linear_logprobs` without a support, which is another distribution
+masked logits            the operations of prime-rl and slime: the whole product, a mask of the vocabulary, a softmax
+gathered logits          the operations of SkyRL: the whole product, the listed logits, `index_add_` of exponentials
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmark.environment import describe, output_directory, read_results, slug, write_results
+from benchmark.errors import relative
+from benchmark.memory import PeakMemory
+from benchmark.table import Columns, environment_line, markdown_table, number
+from benchmark.timing import measure_ms
+from liger_rl import Support, linear_logprobs
+
+PREFIX = "support-"
+FIELD = "field"
+SIZES = {  # N, H, V and the mean sizes of sets
+    "cuda": ((8192, 4096, 128256), (FIELD, 2, 8, 64, 256, 512, 1024, 2048)),
+    "cpu": ((64, 32, 500), (FIELD, 8)),  # to see that everything runs
+}
+ELEMENTS = 1 << 24  # of float64 rows at a time
+
+
+class Problem(NamedTuple):
+    hidden: Tensor  # (N, H) bfloat16
+    weight: Tensor  # (V, H) bfloat16
+    support: Support
+    targets: Tensor  # (N,) each in its row
+    slopes: Tensor  # (N,) float32, dL/dlogp
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+
+    @property
+    def tokens(self) -> Tensor:
+        """(P,) the token of each id."""
+        rows = torch.arange(self.targets.numel(), device=self.hidden.device)
+        return rows.repeat_interleave(self.support.offsets.diff())
+
+
+def make_problem(shape: tuple[int, int, int], mean: int | str, device: str) -> Problem:
+    n, hidden_size, vocab = shape
+    g = torch.Generator(device).manual_seed(0)
+
+    def uniform() -> Tensor:
+        return torch.rand(n, generator=g, device=device)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device)
+
+    if mean == FIELD:
+        several = torch.exp(1.25 * normal(n) + 1.85).clamp(2, 400)
+        sizes = torch.where(uniform() < 0.46, 1.0, several).long()
+    else:
+        sizes = 1 + (uniform() * (2 * int(mean) - 1)).long()
+    sizes = sizes.clamp(max=vocab)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    # As rare as words are, and distinct within a row.
+    first = (vocab ** uniform()).long().clamp(max=vocab - 1)
+    within = torch.arange(int(offsets[-1]), device=device) - offsets[:-1].repeat_interleave(sizes)
+    ids = (first.repeat_interleave(sizes) + 37 * within) % vocab
+    picked = torch.minimum((uniform() * sizes).long(), sizes - 1)
+    support = Support(ids, offsets, missing_target="error", may_be_empty=False)
+    hidden, weight = normal(n, hidden_size).bfloat16(), (normal(vocab, hidden_size) / hidden_size**0.5).bfloat16()
+    return Problem(hidden, weight, support, ids[offsets[:-1] + picked], normal(n) / n)
+
+
+Logps = Callable[[Tensor, Tensor, Problem], Tensor]
+
+
+def _ours(hidden: Tensor, weight: Tensor, given: Problem, **options: Any) -> Tensor:
+    return linear_logprobs(hidden, weight, given.targets, support=given.support, **options).logps
+
+
+def _whole(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
+    return linear_logprobs(hidden, weight, given.targets).logps
+
+
+def _masked(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    allowed[given.tokens, given.support.token_ids] = True
+    logps = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    return logps.gather(1, given.targets[:, None]).squeeze(1)
+
+
+def _gathered(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
+    logits, tokens = hidden @ weight.T, given.tokens
+    listed = logits[tokens, given.support.token_ids].float()
+    at_target = logits.gather(1, given.targets[:, None]).squeeze(1).float()
+    peaks = torch.full_like(at_target, -torch.inf).scatter_reduce(0, tokens, listed.detach(), "amax")
+    sums = torch.zeros_like(at_target).index_add_(0, tokens, (listed - peaks[tokens]).exp())
+    return at_target - peaks - sums.log()
+
+
+WAYS: dict[str, Logps] = {
+    "liger_rl": _ours,
+    "whole vocabulary": _whole,
+    "masked logits": _masked,
+    "gathered logits": _gathered,
+}
+
+
+def in_float64(given: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, and gradients of hidden and weight, from the listed rows alone."""
+    hidden, weight, tokens, ids = given.hidden, given.weight, given.tokens, given.support.token_ids
+    step = max(1, ELEMENTS // hidden.shape[1])
+    parts = [slice(first, first + step) for first in range(0, ids.numel(), step)]
+    z = torch.cat([(hidden[tokens[p]].double() * weight[ids[p]].double()).sum(1) for p in parts])
+    peak = torch.full(hidden.shape[:1], -torch.inf, dtype=torch.float64, device=z.device)
+    peak = peak.scatter_reduce(0, tokens, z, "amax")
+    lse = peak + torch.zeros_like(peak).index_add_(0, tokens, (z - peak[tokens]).exp()).log()
+    own = ids == given.targets[tokens]
+    slopes = given.slopes[tokens].double() * (own.double() - (z - lse[tokens]).exp())
+    grads = [torch.zeros(part.shape, dtype=torch.float64, device=z.device) for part in (hidden, weight)]
+    for p in parts:
+        grads[0].index_add_(0, tokens[p], slopes[p, None] * weight[ids[p]].double())
+        grads[1].index_add_(0, ids[p], slopes[p, None] * hidden[tokens[p]].double())
+    return z[own] - lse, *grads
+
+
+def measure(name: str, given: Problem, truth: tuple[Tensor, Tensor, Tensor] | None, device: str) -> dict[str, Any]:
+    """Times, memory beside the gradients, and errors where there is a truth."""
+    leaves = given.leaves()
+    in_place, graph = name.endswith("in place"), name.endswith("CUDA graph")
+    logps_of, options = WAYS[name.split(",")[0]], {}
+    if in_place:
+        options["weight_grad"] = torch.zeros(given.weight.shape, device=given.weight.device)
+    if graph:
+        options["fixed_shape"] = True
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return logps_of(*leaves, given, **options)
+
+    def step() -> tuple[Tensor, ...]:
+        logps = logps_of(*leaves, given, **options)
+        wanted = leaves[:1] if in_place else leaves
+        return logps.detach(), *torch.autograd.grad((logps * given.slopes).sum(), wanted)
+
+    numbers: dict[str, Any] = {}
+    if truth is not None:
+        logps, *grads = step()
+        numbers["logp_max_error"] = (logps.double() - truth[0]).abs().max().item()
+        numbers["grad_hidden_error"] = relative(grads[0], truth[1])
+        numbers["grad_weight_error"] = relative(options["weight_grad"] if in_place else grads[1], truth[2])
+        del logps, grads
+    with PeakMemory(device) as memory:
+        held = step()
+    numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
+    del held
+    for kind, run in (("forward", forward), ("step", step)):
+        numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if graph else run, device).median_ms
+    return numbers
+
+
+def _replayed(run: Callable[[], object]) -> Callable[[], object]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def rows_of(mean: int | str, shape: tuple[int, int, int], device: str) -> list[dict[str, Any]]:
+    given = make_problem(shape, mean, device)
+    pairs = given.support.token_ids.numel()
+    truth = in_float64(given) if pairs < 1 << 20 else None
+    ways = ["liger_rl", "liger_rl, in place", *WAYS][: 2 + len(WAYS)]
+    ways = list(dict.fromkeys([*ways, *(["liger_rl, CUDA graph"] if device == "cuda" else [])]))
+    rows = []
+    for name in ways:
+        found = measure(name, given, None if name == "whole vocabulary" else truth, device)
+        rows.append({"mean": mean, "pairs": pairs, "variant": name, "status": "ok", "reason": None, **found})
+    return rows
+
+
+COLUMNS: Columns = {
+    "forward ms": number("forward_ms", ".2f"),
+    "forward + backward ms": number("step_ms", ".2f"),
+    "extra MiB": number("peak_extra_mib", ",.0f"),
+    "logp error": number("logp_max_error", ".1e"),
+    "dH error": number("grad_hidden_error", ".1e"),
+    "dW error": number("grad_weight_error", ".1e"),
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    n, hidden_size, vocab = results["shape"]
+    blocks = [environment_line(results["environment"], ()), f"N = {n}, H = {hidden_size}, V = {vocab}, bfloat16."]
+    for mean in dict.fromkeys(row["mean"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["mean"] == mean]
+        title = "Sets as runs have them" if mean == FIELD else f"{mean} ids a token in the mean"
+        blocks.append(
+            f"**{title}** ({rows[0]['pairs']:,} ids)\n\n" + markdown_table(COLUMNS, [(r["variant"], r) for r in rows])
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Milliseconds of forward and backward against the mean size of the sets."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6, 4))
+    for name in dict.fromkeys(row["variant"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["variant"] == name and row["mean"] != FIELD]
+        panel.plot([row["mean"] for row in rows], [row["step_ms"] for row in rows], marker="o", label=name)
+    panel.set(xscale="log", yscale="log", xlabel="ids of a token, mean", ylabel="forward + backward, ms")
+    n, hidden_size, vocab = results["shape"]
+    panel.set_title(f"N = {n}, H = {hidden_size}, V = {vocab}, {results['environment']['device_name']}", fontsize=10)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.support", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results in FILE and measure nothing")
+    arguments = parser.parse_args()
+    if arguments.plot is not None:
+        plot(read_results(arguments.plot), arguments.plot.with_suffix(".png"))
+        return
+    environment = describe("auto")
+    device = environment["device"]
+    shape, means = SIZES[device]
+    rows = [row for mean in means for row in rows_of(mean, shape, device)]
+    results = {"environment": environment, "shape": shape, "rows": rows}
+    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
+    write_results(target, results)
+    plot(results, target.with_suffix(".png"))
+    print(markdown(results))
+    print(f"written: {target}")
+
+
+if __name__ == "__main__":
+    main()
