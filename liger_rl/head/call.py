@@ -102,6 +102,8 @@ class HeadCall:
         if self.support is not None:
             self._check_support(self.support)
         if torch.compiler.is_compiling():
+            if options.transform.per_token:
+                raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
             if options.gather is not None:
                 raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
             if self.weight_grad is not None:
@@ -154,6 +156,14 @@ class HeadCall:
         check_tokens(self.targets, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(self.targets, self.targets_name)
+        temperature = self.options.transform.temperature
+        if isinstance(temperature, Tensor):
+            if temperature.shape != self.targets.shape:
+                raise ValueError(
+                    f"temperature must be a number or {tuple(self.targets.shape)} from {self.targets_name}, "
+                    f"got {tuple(temperature.shape)}"
+                )
+            check_device("temperature", temperature, hidden, "hidden")
         return self._compute_dtype()
 
     def _compute_dtype(self) -> torch.dtype:
@@ -210,7 +220,7 @@ class HeadCall:
         options, dtype = self.options, self.check_tensors()
         live = counted_tokens(self.targets, self.mask, self.needed_mask)
         return {
-            "transform": options.transform,
+            "transform": "a temperature for each token" if options.transform.per_token else options.transform,
             "entropy": options.entropy,
             "extras": sorted(options.extras),
             "fixed_shape": options.fixed_shape,

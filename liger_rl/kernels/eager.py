@@ -122,13 +122,16 @@ def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) 
         z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
     elif transform.scale != 1.0:
         z = x * transform.scale
+    if isinstance(transform.temperature, Tensor):
+        return z / transform.temperature[:, None]
     return z if transform.temperature == 1.0 else z / transform.temperature
 
 
 def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
     """tanh^2 of transformed logits z under a softcap."""
     assert transform.softcap is not None
-    return (z * (transform.temperature / transform.softcap)).square_()
+    heat = transform.temperature / transform.softcap
+    return (z * (heat[:, None] if isinstance(heat, Tensor) else heat)).square_()
 
 
 def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
@@ -136,4 +139,6 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
     if transform.softcap is not None:
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
+    if isinstance(factor, Tensor):
+        return grad_z.mul_(factor[:, None])
     return grad_z if factor == 1.0 else grad_z.mul_(factor)

@@ -26,7 +26,7 @@ def fold_rows(
     parts: list[list[Tensor]] = []
     for tokens, rows in _parts(logits, targets):
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
-        eager.fold(logits[rows], flat_targets[tokens], 0, None, transform, state)
+        eager.fold(logits[rows], flat_targets[tokens], 0, None, _of_some(transform, tokens), state)
         found = state.finish()
         parts.append([part for part in (found.logps, found.lse, found.entropy) if part is not None])
     if not parts:
@@ -55,11 +55,17 @@ def grad_rows(
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
     for tokens, rows in _parts(logits, targets):
         grad = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
-        eager.grad(logits[rows], flat_targets[tokens], 0, None, transform, gradients.take(tokens), grad)
+        some = _of_some(transform, tokens)
+        eager.grad(logits[rows], flat_targets[tokens], 0, None, some, gradients.take(tokens), grad)
         grad.masked_fill_(~wanted[tokens, None], 0.0)
         out[rows] = (grad + out[rows] if add else grad).to(out.dtype)
     if logits.dim() == 3 and not add:
         out[:, targets.shape[1] :] = 0
+
+
+def _of_some(transform: LogitTransform, tokens: slice) -> LogitTransform:
+    given = transform.temperature
+    return transform.of_tokens(given.flatten()[tokens]) if isinstance(given, Tensor) else transform
 
 
 def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:

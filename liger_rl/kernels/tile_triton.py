@@ -41,11 +41,13 @@ def loaded(logits, bias, column, inside):
 
 @triton.jit
 def _fold_block(
-    logits, bias, column, inside, target, steps, peak, total, moment, sum_sq, sum_logits, rival,
+    logits, bias, column, inside, target, steps, temperature, peak, total, moment, sum_sq, sum_logits, rival,
     MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, RIVAL: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `Fold` but the target with one block more."""
     z, _ = transformed(loaded(logits, bias, column, inside), steps)
+    if steps.temperatures is not None:
+        z /= temperature
     if SUM_LOGITS:
         sum_logits += tl.sum(z if inside is None else tl.where(inside, z, 0.0))
     if inside is not None:
@@ -83,6 +85,10 @@ def _fold_kernel(
     if counts | PART:
         logits += token // length * batch_stride + token % length * row_stride
         target_z, _square = transformed(loaded(logits, bias, target, counts), steps)
+        temperature = 1.0
+        if steps.temperatures is not None:
+            temperature = tl.load(steps.temperatures + token)
+            target_z /= temperature
         peak = LOWEST
         total = 0.0
         moment = 0.0
@@ -104,14 +110,14 @@ def _fold_kernel(
         whole = columns // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
-                logits, bias, start + tl.arange(0, BLOCK), None, target, steps,
+                logits, bias, start + tl.arange(0, BLOCK), None, target, steps, temperature,
                 peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
             )  # fmt: skip
         # What is left of the row apart, so that the loop needs no mask.
         for start in range(whole, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             peak, total, moment, sum_sq, sum_logits, rival = _fold_block(
-                logits, bias, column, column < columns, target, steps,
+                logits, bias, column, column < columns, target, steps, temperature,
                 peak, total, moment, sum_sq, sum_logits, rival, MOMENT, SUM_SQ, SUM_LOGITS, RIVAL,
             )  # fmt: skip
         if PART:
@@ -179,12 +185,18 @@ def _grad_kernel(
     if (counts & here & wanted) | (logps is None):
         x = loaded(logits + batch * batch_stride + position * row_stride, bias, column, inside)
         z, square = transformed(x, steps)
+        temperature = 1.0
+        if steps.temperatures is not None:
+            temperature = tl.load(steps.temperatures + token)
+            z /= temperature
         log_p = z - tl.load(tokens.lse + token)
         # 1 - p from the forward's logp, as in `TokenGradients.of`.
         at_target = tl.load(tokens.at_target + token) if logps is None else g * one_minus_exp(tl.load(logps + token))
         ENTROPY: tl.constexpr = tokens.grad_entropy is not None
         grad = gradient(tl.exp(log_p), log_p, column == target, at_target, g, e, entropy, ENTROPY)
         grad = times_derivative(grad, square, steps)
+        if steps.temperatures is not None:
+            grad /= temperature
         if ADD:
             grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)

@@ -1,9 +1,12 @@
 """What a model does to its lm_head's output before the softmax."""
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's, without subnormal numbers
 
@@ -13,16 +16,18 @@ class LogitTransform:
     """z = softcap * tanh(scale * x / softcap) / temperature; without a softcap, z = scale * x / temperature.
 
     Args:
-        temperature: sampling temperature, > 0.
+        temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, one for each
+            token. Tensors get no gradient. They take float32 tiles of logits in two passes: neither the product's
+            epilogue, nor one pass, nor blocks of a `grad_tolerance` know them, nor does torch.compile.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
 
     Raises:
-        TypeError: an option is not a number.
+        TypeError: an option is not a number, or a temperature no float tensor.
         ValueError: an option is not positive and finite in float32, in which kernels take it.
     """
 
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     softcap: float | None = None
     scale: float = 1.0
 
@@ -31,10 +36,31 @@ class LogitTransform:
             value = getattr(self, name)
             if name == "softcap" and value is None:
                 continue
+            if name == "temperature" and isinstance(value, Tensor):
+                _check_per_token(value)
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {type(value).__name__}")
             if not (fits_float32(value) and value >= SMALLEST):
                 raise ValueError(f"{name} must be positive and finite in float32, got {value}")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has a temperature of its own."""
+        return isinstance(self.temperature, Tensor)
+
+    def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
+        """The transform of some of the tokens, whose temperatures these are, (n,); itself for None."""
+        return self if temperatures is None else replace(self, temperature=temperatures)
+
+
+def _check_per_token(temperature: Tensor) -> None:
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature must be a number or a float tensor, got a tensor of {temperature.dtype}")
+    if temperature.dim() not in (1, 2):
+        raise ValueError(f"temperature must be a number, (B, T) or (N,), got {tuple(temperature.shape)}")
+    if temperature.requires_grad:
+        raise ValueError("temperature must require no gradient: none is made for it")
 
 
 def fits_float32(value: float) -> bool:
@@ -56,12 +82,21 @@ class LogitSteps(NamedTuple):
     inverse_rest: float | None
     heat: float | None  # temperature / softcap, which makes a tanh of z
     slope: float  # scale / temperature, the constant part of dz/dx
+    temperatures: Tensor | None = None  # (n,) float32 of rows, by which kernels of rows divide after all other steps
+
+    @classmethod
+    def of(cls, transform: LogitTransform) -> "LogitSteps":
+        if not isinstance(transform.temperature, Tensor):
+            return cls._of_numbers(transform)
+        temperatures = transform.temperature.to(torch.float32).contiguous()
+        return cls._of_numbers(replace(transform, temperature=1.0))._replace(temperatures=temperatures)
 
     @classmethod
     @lru_cache
-    def of(cls, transform: LogitTransform) -> "LogitSteps":
+    def _of_numbers(cls, transform: LogitTransform) -> "LogitSteps":
         # Quotients and float(), because an int would be an integer in the kernel, and some of them compiled in.
         cap, temperature = transform.softcap, transform.temperature
+        assert not isinstance(temperature, Tensor)
         gain = transform.scale / (1.0 if cap is None else cap)
         inverse = 1.0 / temperature
         (bits,) = struct.unpack("Q", struct.pack("d", inverse))

@@ -102,6 +102,7 @@ class HeadShape:
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
             or ("a head without low_rank terms" if self.rank else None)
+            or ("one temperature for all tokens" if self.options.transform.per_token else None)
             or call_lacks(tokens, self.hidden_size, *dtypes)
             or (None if self.aligned else "rows of the weight that start at multiples of 16 bytes")
         )
@@ -119,7 +120,8 @@ class HeadShape:
         """Of a float32 logit, with what eager kernels make on the way from it to its gradient."""
         if compiles(self.device):
             return 4
-        plain = self.options.transform == IDENTITY and not self.bias
+        transform = self.options.transform
+        plain = not transform.per_token and transform == IDENTITY and not self.bias
         return (16 if plain else 32) + 12 * self.options.entropy + 8 * (len(self.options.extras) > 0)
 
     @property
@@ -457,6 +459,8 @@ def one_pass_obstacle(shape: HeadShape) -> str | None:
         return "fixed_shape = False: the host has to know which rows make a chunk"
     if options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
+    if isinstance(transform.temperature, torch.Tensor):
+        return "one temperature for all tokens"
     if transform.softcap is not None and transform.softcap < transform.temperature:
         return (
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
-from liger_rl.head.options import Gather
+from liger_rl.head.options import EngineOptions, Gather
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.support import Slots
+from liger_rl.kernels.transform import LogitTransform
 
 
 class Head(NamedTuple):
@@ -35,6 +36,7 @@ class Head(NamedTuple):
     live: TokenSelection
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
+    temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
 
     @property
@@ -56,7 +58,18 @@ class Head(NamedTuple):
         live = live or self.live
         low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
-        return self._replace(hidden=hidden, low_inputs=low_inputs, targets=targets, live=live)
+        temperatures = self.temperatures
+        if temperatures is not None:  # 1 and not 0 where a mask leaves a token in its place: logits are divided by it
+            given, temperatures = temperatures, live.gather(temperatures)
+            if live.mask is not None:
+                temperatures = torch.where(live.mask, given, 1.0)
+        return self._replace(
+            hidden=hidden, low_inputs=low_inputs, targets=targets, live=live, temperatures=temperatures
+        )
+
+    def transform(self, options: EngineOptions, rows: slice) -> LogitTransform:
+        """Of some of the rows."""
+        return options.transform.of_tokens(None if self.temperatures is None else self.temperatures[rows])
 
 
 def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:

@@ -67,7 +67,7 @@ def fold(
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
-    free = options.chunks_are_free and low_rank is None
+    free = options.chunks_are_free and low_rank is None and rows.temperatures is None
     epilogue = epilogue_for(hidden, weight) if free else None
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
     if epilogue is not None:
@@ -90,7 +90,7 @@ def fold(
         for start, stop in spans(n, tiles.tokens):
             part = slice(start, stop)
             logits = gemm.matmul(hidden[part], weight_tile.T)
-            kernels.fold(logits, targets[part], first, bias_tile, options.transform, state.take(part))
+            kernels.fold(logits, targets[part], first, bias_tile, rows.transform(options, part), state.take(part))
             if kept is not None:
                 kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
             del logits  # or it would stay alive while the next tile is allocated
@@ -110,7 +110,7 @@ def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
     """
     n, weight = rows.hidden.shape[0], rows.weight
     whole = _made_up(rows, MIN_TOKENS)
-    if epilogue_for(whole.hidden, weight) is None:
+    if epilogue_for(whole.hidden, weight) is None or rows.temperatures is not None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         free = replace(options, kernels_fit=False, chunk_tokens=None, chunk_vocab=None)
@@ -126,7 +126,9 @@ def _made_up(rows: Head, multiple: int) -> Head:
     missing = -rows.hidden.shape[0] % multiple
     if not missing:
         return rows
-    return rows._replace(hidden=pad(rows.hidden, (0, 0, 0, missing)), targets=pad(rows.targets, (0, missing)))
+    temperatures = None if rows.temperatures is None else pad(rows.temperatures, (0, missing), value=1.0)
+    hidden, targets = pad(rows.hidden, (0, 0, 0, missing)), pad(rows.targets, (0, missing))
+    return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
 
 
 def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs: Needs) -> Gradients:
@@ -144,7 +146,8 @@ def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs:
         factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
         hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    epilogue = epilogue_for(factor, weight) if options.chunks_are_free else None
+    free = options.chunks_are_free and rows.temperatures is None
+    epilogue = epilogue_for(factor, weight) if free else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -166,7 +169,8 @@ def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs:
             return epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
         logits = gemm.matmul(part, weight_tile.T)
         out = logits if logits.dtype == options.compute_dtype else torch.empty_like(logits, dtype=options.compute_dtype)
-        kernels.grad(logits, part_targets, first, bias_tile, options.transform, part_tokens, out)
+        transform = rows.transform(options, slice(start, stop))
+        kernels.grad(logits, part_targets, first, bias_tile, transform, part_tokens, out)
         return out
 
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
