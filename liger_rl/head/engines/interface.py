@@ -36,6 +36,7 @@ class Head(NamedTuple):
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
     slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
+    full: Tensor | None = None  # beside slots, (n,): the tokens that count and whose row is empty; None for no token
 
     @property
     def vocab(self) -> int:
