@@ -148,7 +148,7 @@ class FusedLinearGRPOLoss(nn.Module):
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
             support: the ids that each token's sampler could have drawn, as in `linear_logprobs`; takes two passes. The
-                share of tokens whose own id was not among them is the metric `missing_target`.
+                share of the tokens that are projected whose own id was not among them is the metric `missing_target`.
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
             vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
                 the same on every rank of its group, and so is the loss.
@@ -212,7 +212,8 @@ class FusedLinearGRPOLoss(nn.Module):
         # Only now, so that the device has something to do while these small steps are launched.
         result = evaluate(prepare(), found.logps, found.entropy)
         if found.missing_target is not None and self.terms.metrics != "none":
-            count = counted_tokens(ids, mask).sum()
+            # Of the others it is not known.
+            count = counted_tokens(ids, call.mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
 

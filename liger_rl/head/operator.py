@@ -74,7 +74,7 @@ DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
 def _taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
     *tensors, live = arguments[:TENSOR_COUNT]
-    head = Head._make([*tensors, TokenSelection(live.numel(), mask=live), None, None, None])
+    head = Head._make([*tensors, TokenSelection(live.numel(), mask=live), *[None] * 4])
     return head, OpOptions(*arguments[TENSOR_COUNT:])
 
 

@@ -73,7 +73,7 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
 def _over_support(
     call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
 ) -> LogProbs:
-    """Over each token's own ids; a token that lists none takes a dense engine, over the whole vocabulary."""
+    """Over each token's own ids; that of a token that lists none is the whole vocabulary."""
     flat, n = ids.view(-1), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
@@ -84,16 +84,12 @@ def _over_support(
             targets_name=call.targets_name,
         )()  # fmt: skip
         empty = support.check_values(found.counts, vocab=vocab, targets_name=call.targets_name)
-    head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    values: tuple[Tensor | None, ...] = linear_values(head._replace(slots=slots), options)
+    full = None
     if empty:
-        live = TokenSelection(n, index=slots.full.nonzero().squeeze(1))
-        targets = flat if shard is None else shard.local(flat)
-        dense = linear_values(head._replace(live=live, targets=targets), options)
-        values = tuple(
-            None if part is None or whole is None else torch.where(slots.full, live.spread(whole, flat.shape), part)
-            for part, whole in zip(values, dense, strict=True)
-        )
+        # A sort, because `nonzero` would wait for a number that is known.
+        full = torch.argsort(slots.full.logical_not(), stable=True)[:empty]
+    head = _head(call, flat, TokenSelection(n, mask=mask), shard)
+    values = linear_values(head._replace(slots=slots, full=full), options)
     shape = call.targets.shape
     return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
 

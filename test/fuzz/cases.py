@@ -161,6 +161,7 @@ class HeadCase(Shown):
     wants: dict[str, bool]  # gradient wanted, by name of the input
     options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, batch_invariant, entropy, extras
     weight_grad: Tensor | None = None  # what stands in it before
+    support: dict | None = None  # fields of a Support
     upstream: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -245,6 +246,26 @@ def tiles(draw, options: dict) -> dict:
     return options
 
 
+def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
+    """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
+    options, vocab, targets = case.options, case.weight.shape[0], case.targets.reshape(-1).long()
+    # Listed ids are multiplied as they are, the others of an empty row in the compute dtype.
+    one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
+    if one(draw, False, False, True) or not one_dtype or {"batch_invariant", "spare_bytes"} & options.keys():
+        return None
+    n, empty = targets.numel(), one(draw, False, True) and "fixed_shape" not in options
+    sizes = numbers.below(one(draw, 2, 4, 12, 60), (n,))
+    sizes = torch.where(numbers.share((n,), one(draw, 0.0, 0.5, 1.0)), 1, sizes)
+    sizes = sizes if empty else sizes.clamp(min=1)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    ids = numbers.below(vocab, (int(offsets[-1]),))
+    holds_target = (sizes > 0) & (targets >= 0) & numbers.share((n,), 0.8)
+    place = offsets[:-1] + numbers.below(60, (n,)) % sizes.clamp(min=1)
+    ids[place[holds_target]] = targets[holds_target]
+    dtype = one(draw, torch.int64, torch.int32)
+    return {"token_ids": ids.to(dtype), "offsets": offsets.to(dtype), "may_be_empty": empty}
+
+
 @strategy
 def head_cases(draw, device: str) -> HeadCase:
     options = {"entropy": draw.choice((False, True))}
@@ -254,6 +275,8 @@ def head_cases(draw, device: str) -> HeadCase:
     case = head_inputs(draw, device, low_rank="batch_invariant" not in options)
     case.options = options
     numbers = Numbers(draw.getrandbits(62), device)
+    if case.bias is None or case.bias.isfinite().all():
+        case.support = supports(draw, numbers, case)
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
@@ -521,6 +544,8 @@ def fused_cases(draw, device: str) -> PolicyCase:
     head.options = tiles(draw, {"entropy": True})
     if head.low_rank and "batch_invariant" in head.options:
         head.options = {"entropy": True}
+    if head.bias is None or head.bias.isfinite().all():
+        head.support = supports(draw, Numbers(draw.getrandbits(62), device), head)
     found = oracle.Head(head).logits.values["logps"].detach().reshape(head.targets.shape)
     assume(found.isfinite().all())  # a banned target is no sample
     numbers = Numbers(draw.getrandbits(62), device)
@@ -529,6 +554,8 @@ def fused_cases(draw, device: str) -> PolicyCase:
     softcap = head.transform["softcap"]
     if case.passes == "one" and softcap is not None and softcap < head.transform["temperature"]:
         case.passes = "auto"  # one pass refuses such a cap
+    if case.passes == "one" and head.support is not None:
+        case.passes = "auto"
     if head.wants["weight"] and rarely(draw):
         head.weight_grad = numbers.normal(*head.weight.shape)
     if case.passes == "one":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import oracle
 from cases import HeadCase, LogitsCase
-from liger_rl import LogitTransform, LowRank, linear_logprobs, plan_linear_logprobs
+from liger_rl import LogitTransform, LowRank, Support, linear_logprobs, plan_linear_logprobs
 
 
 def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:
@@ -47,6 +47,7 @@ class Call:
         self.leaves = {k: x for k, x in self.leaves.items() if x is not None and x.requires_grad}
         self.weight_grad = None if case.weight_grad is None else case.weight_grad.clone()
         self.inputs = {k: x for k, x in self.leaves.items() if k != "weight" or self.weight_grad is None}
+        self.support = None if case.support is None else Support(**case.support)
         self.autocast = (
             torch.autocast(self.hidden.device.type, case.autocast) if case.autocast is not None else nullcontext()
         )
@@ -76,7 +77,8 @@ class Call:
             return linear_logprobs(
                 self.hidden[rows], self.weight, case.targets[rows], mask=None if case.mask is None else case.mask[rows],
                 bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
-                compute_dtype=case.compute_dtype, weight_grad=self.weight_grad, **(self.options() | more),
+                compute_dtype=case.compute_dtype, weight_grad=self.weight_grad,
+                support=self.support, **(self.options() | more),
             )  # fmt: skip
 
     def gradients(self, outputs: list[Tensor], upstream: list[Tensor], retain_graph: bool = True) -> dict[str, Tensor]:

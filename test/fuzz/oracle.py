@@ -45,8 +45,8 @@ def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return wide if dtype is None else wide + (x.detach().to(dtype).double() - x.detach().double())
 
 
-def statistics(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """(N, V) transformed logits, -inf where banned -> the fields of LogProbs."""
+def statistics(z: Tensor, targets: Tensor, listed: Tensor) -> dict[str, Tensor]:
+    """(N, V) transformed logits, -inf where banned or not listed -> the fields of LogProbs."""
     banned = z == -torch.inf
     log_p = z.log_softmax(-1)
     known = log_p.masked_fill(banned, 0.0)
@@ -54,9 +54,28 @@ def statistics(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
         "logps": log_p.gather(-1, targets[:, None]).squeeze(-1),
         "entropy": -(log_p.exp() * known).sum(-1),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logits": z.mean(-1),
+        "mean_logits": mean_of(z, listed),
         "is_top1": (log_p.gather(-1, targets[:, None]).squeeze(-1) >= log_p.amax(-1)).double(),
     }
+
+
+def mean_of(z: Tensor, listed: Tensor) -> Tensor:
+    return torch.where(listed, z, 0.0).sum(-1) / listed.sum(-1)
+
+
+def listed_of(case) -> tuple[Tensor, Tensor]:
+    """-> (N, V) bool: what a token's softmax is over; (N,) bool: it lists ids, but not its target."""
+    targets, vocab = case.targets.reshape(-1).long().clamp(min=0), case.weight.shape[0]
+    tokens = torch.arange(targets.numel(), device=targets.device)
+    if case.support is None:
+        return torch.ones(tokens.numel(), vocab, dtype=torch.bool, device=targets.device), tokens < 0
+    sizes = case.support["offsets"].long().diff()
+    listed = torch.zeros(tokens.numel(), vocab, dtype=torch.bool, device=targets.device)
+    listed[torch.repeat_interleave(tokens, sizes), case.support["token_ids"].long()] = True
+    listed[sizes == 0] = True
+    missing = ~listed[tokens, targets] & case.live.reshape(-1)
+    listed[tokens, targets] = True
+    return listed, missing
 
 
 def transformed(x: Tensor, temperature: float, softcap: float | None, scale: float) -> Tensor:
@@ -67,12 +86,16 @@ def transformed(x: Tensor, temperature: float, softcap: float | None, scale: flo
 class Logits:
     """Transformed logits (N, V) of float64 raw ones, and how far rounding may put what is made of them."""
 
-    def __init__(self, raw: Tensor, size: Tensor, targets: Tensor, live: Tensor, transform: dict) -> None:
+    def __init__(
+        self, raw: Tensor, size: Tensor, targets: Tensor, live: Tensor, transform: dict, listed: Tensor | None = None
+    ) -> None:
         """raw: (N, V); size: (N, V) sums of their terms' absolute values; masked rows may hold anything finite."""
+        self.listed = torch.ones_like(raw, dtype=torch.bool) if listed is None else listed
         self.raw, self.targets, self.live = raw, targets.clamp(min=0), live
         self.temperature, self.softcap, self.scale = transform["temperature"], transform["softcap"], transform["scale"]
-        self.z = transformed(raw, **transform)
-        self.values = {k: v.masked_fill(~live, 0.0) for k, v in statistics(self.z, self.targets).items()}
+        self.z = transformed(raw, **transform).masked_fill(~self.listed, -torch.inf)
+        found = statistics(self.z, self.targets, self.listed)
+        self.values = {k: v.masked_fill(~live, 0.0) for k, v in found.items()}
         with torch.no_grad():
             self.slope = torch.ones_like(raw)
             arg = torch.zeros_like(raw)
@@ -80,7 +103,9 @@ class Logits:
                 self.slope = 1 - torch.tanh(self.scale * raw / self.softcap) ** 2
                 arg = self.slope * self.scale * size / self.softcap
                 arg = arg + TANH_ROUNDINGS * (1 + self.softcap / self.temperature)
-            inner = self.scale / self.temperature * size * self.slope + self.z.abs() + arg
+            inner = (self.scale / self.temperature * size * self.slope + self.z.abs() + arg).masked_fill(
+                ~self.listed, 0
+            )
             # Relative error of a row's probabilities, in units of rounding; a banned entry has none.
             # The sum of so many exponentials may be made one by one, whose errors add up like a random walk.
             self.amp = 1 + raw.shape[-1] ** 0.5 / 4 + inner.nan_to_num(posinf=0.0, nan=0.0).amax(-1)
@@ -97,7 +122,7 @@ class Logits:
             "logps": unit_row + EPS * at["logps"].abs().nan_to_num(posinf=0.0),
             "entropy": unit_row * (1 + 2 * at["entropy"]),
             "log_sum_sq_probs": 2 * unit_row,
-            "mean_logits": unit_row + 2 * EPS * self.z.abs().nan_to_num(posinf=0.0).mean(-1),
+            "mean_logits": unit_row + 3 * EPS * mean_of(self.z.abs().nan_to_num(posinf=0.0), self.listed),
             "is_top1": near_tie.double(),
         }
         self._log_p = torch.where(p > 0, log_p, 0.0).abs()
@@ -127,7 +152,7 @@ class Logits:
             if compute != torch.float32:
                 moved = inverse * self.slope * (g * (onehot - self.p).abs() + e * around)
                 budget = budget + 2 * unit(compute) * (grad.abs() + moved) + _least(compute) * (grad != 0)
-        return grad, budget
+        return grad, budget.masked_fill(~self.listed, 0.0)
 
 
 def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None) -> HeadResult:
@@ -173,7 +198,8 @@ class Head:
             self.inner.append((x.detach(), a.detach(), inner.detach(), b.detach(), max(unit(wide), unit(compute))))
         self.h, self.w, self.raw = h.detach(), w.detach(), raw
         cut = raw.detach().requires_grad_()
-        self.logits = Logits(cut, size.detach(), case.targets.reshape(-1), self.live, case.transform)
+        listed, self.missing = listed_of(case)
+        self.logits = Logits(cut, size.detach(), case.targets.reshape(-1), self.live, case.transform, listed)
 
     def gradients(self, dlogits: Tensor, budget: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         names = list(self.inputs)

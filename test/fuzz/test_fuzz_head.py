@@ -24,6 +24,9 @@ def test_linear_logprobs(case: HeadCase) -> None:
         if value is not None:
             assert value.shape == case.targets.shape
             within(name, value, expected.values[name], expected.budgets[name], case)
+    assert (out.missing_target is None) == (case.support is None)
+    if case.support is not None:
+        same("missing_target", out.missing_target.reshape(-1).float(), oracle.listed_of(case)[1].float(), case)
     outputs = [out.logps, out.entropy] if wants_entropy else [out.logps]
     found = call.gradients(outputs, [g, e])
     check_gradients(found, expected, call)

@@ -1,353 +1,457 @@
-"""Log-probabilities over listed ids, beside full logits in float64 that are -inf elsewhere."""
+"""Log-probabilities over the ids that each token lists, beside full logits in float64 that are -1e30 elsewhere."""
 
 import math
-from collections.abc import Callable
-from threading import Barrier, Lock, Thread
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import oracles
+from devices import NEEDS_GPU
+from head_calls import EXTRAS, SCALING, Problem, call, functional, problem
 from host_reads import host_reads
-from liger_rl import LogitTransform
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, linear_logprobs, ppo_loss_fn
 from liger_rl.head.engines import support as engine
-from liger_rl.head.engines.two_pass import ProjectionOptions
-from liger_rl.head.support import Support, check_missing_target
-from liger_rl.kernels import support, support_triton
-from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels import support_triton
+from liger_rl.policy.objectives import PPOClip
+from liger_rl.policy.reductions import GlobalTokenMean
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-V, H, RANK = 60, 24, 3
-PLAIN = LogitTransform()
-CAPPED = LogitTransform(softcap=6.0, scale=0.7)
+CUDA = torch.cuda.is_available()
+ONLY_WITHOUT_GPU = pytest.mark.skipif(CUDA, reason="the GPU compiles the kernels that the interpreter would run")
+V, H = 60, 16
+CAPPED = {"temperature": 0.7, "softcap": 6.0, "scale": 0.8}
 
 
-@pytest.fixture(params=[support, support_triton], ids=["eager", "triton"])
-def kernels(request, monkeypatch):
-    monkeypatch.setattr(engine, "kernels_for", lambda device: request.param)
-    if DEVICE.type == "cpu":  # so that Triton's interpreter splits what is short
+@contextmanager
+def interpreted():
+    """Triton's kernels on CPU, with segments in pieces that are short enough for a test to have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "kernels_for", lambda device: support_triton)
         for name in ("FEW_SEGMENTS", "MANY_SEGMENTS"):
-            monkeypatch.setattr(support_triton, name, getattr(support_triton, name)._replace(piece=8))
-    return request.param
+            patch.setattr(support_triton, name, getattr(support_triton, name)._replace(piece=8))
+        yield
 
 
-class Problem(NamedTuple):
-    factors: engine.Factors
-    targets: Tensor
-    support: Support
-    live: Tensor | None
-    temperatures: Tensor | None
+@pytest.fixture(params=["cpu", pytest.param("triton", marks=ONLY_WITHOUT_GPU), pytest.param("cuda", marks=NEEDS_GPU)])
+def place(request):
+    """A device, with the kernels that run there; "triton" is Triton's interpreter."""
+    if request.param != "triton":
+        yield torch.device(request.param)
+        return
+    with interpreted():
+        yield torch.device("cpu")
 
 
-def options(transform: LogitTransform = PLAIN, **changed) -> ProjectionOptions:
-    given = {"entropy": True, "extras": frozenset(EXTRAS), "compute_dtype": torch.float32}
-    return ProjectionOptions(transform=transform, chunk_tokens=None, chunk_vocab=None, **{**given, **changed})
+class Case(NamedTuple):
+    x: Problem
+    rows: list[list[int]]  # of the flattened tokens
+    mask: Tensor | None = None
+    rules: dict | None = None
+
+    @property
+    def support(self) -> Support:
+        return Support.from_vllm(self.rows, device=self.x.hidden.device, **(self.rules or {}))
+
+
+class Result(NamedTuple):
+    values: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+
+
+def case_of(rows: list[list[int]], place="cpu", *, missing=(), mask=None, rules=None, shape=None, **given) -> Case:
+    """Each target is the last of its row, but at the tokens in `missing`, where it is not listed."""
+    x = problem(shape or (len(rows),), H, given.pop("vocab", V), device=place, **given)
+    targets = [row[-1] if row else token % 5 for token, row in enumerate(rows)]
+    for token in missing:
+        targets[token] = min(set(range(x.weight.shape[0])) - set(rows[token]))
+    x = x._replace(targets=torch.tensor(targets, dtype=torch.int64, device=place).view(x.targets.shape))
+    return Case(x, rows, None if mask is None else mask.to(place), rules)
 
 
 def rows_of(sizes: list[int], vocab: int = V) -> list[list[int]]:
     return [torch.randperm(vocab)[:size].tolist() for size in sizes]
 
 
-def problem(
-    rows: list[list[int]],
-    targets: list[int] | None = None,
-    *,
-    dtype=torch.float32,
-    more: bool = False,
-    live=None,
-    vocab: int = V,
-) -> Problem:
-    """Targets are the last of their rows where they are not given; with `more`, everything that logits are made of."""
-    n = len(rows)
-
-    def random(*size: int, std: float, dtype: torch.dtype = dtype) -> Tensor:
-        return (torch.randn(*size) * std).to(DEVICE, dtype)
-
-    factors = [random(n, H, std=1.0), random(vocab, H, std=2 / math.sqrt(H))]
-    if more:
-        factors += [random(vocab, std=1.0), random(n, RANK, std=1.0, dtype=torch.float32), random(vocab, RANK, std=1.0)]
-    found = torch.tensor([row[-1] if row else 3 for row in rows] if targets is None else targets)
-    temperatures = (0.5 + torch.rand(n)).to(DEVICE) if more else None
-    live = None if live is None else torch.tensor(live, device=DEVICE)
-    given = Support.from_vllm(rows, device=DEVICE)
-    return Problem(engine.Factors(*factors), found.to(DEVICE), given, live, temperatures)
+def solve(case: Case, *, frozen=(), transform=None, **options) -> Result:
+    leaves = case.x.leaves(frozen)
+    given = {"entropy": True, "extras": EXTRAS, "transform": LogitTransform(**(transform or {})), **options}
+    found = call(leaves, mask=case.mask, support=case.support, **given)
+    functional(found.logps, found.entropy).backward()
+    return Result({name: v.detach() for name, v in found._asdict().items() if v is not None}, leaves.grads())
 
 
-class Result(NamedTuple):
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-
-
-def run(given: Problem, how: ProjectionOptions, g: Tensor, e: Tensor | None, **backward) -> Result:
-    factors, targets, listed, live, temperatures = given
-    slots = engine.support_slots(listed, targets, live, factors.weight, how)
-    assert slots.numbers[:4].tolist() == [0] * 4
-    statistics, saved = engine.fold_support(factors, targets, slots, how, temperatures)
-    values = statistics._asdict() | {"mean_logits": engine.mean_logits(statistics, saved)}
-    needs = tuple(part is not None for part in factors)
-    gradients = engine.support_gradients(factors, slots, saved, statistics, g, e, how, needs, temperatures, **backward)
-    return Result(values | slots._asdict() | {"full": slots.full}, gradients._asdict())
-
-
-def expected(given: Problem, transform: LogitTransform, g: Tensor, e: Tensor) -> Result:
-    factors, targets, listed, live, temperatures = given
-    n, vocab = targets.numel(), factors.weight.shape[0]
-    offsets = listed.offsets.tolist()
-    mask = torch.zeros(n, vocab, dtype=torch.bool, device=DEVICE)
-    for t in range(n):
-        mask[t, listed.token_ids[offsets[t] : offsets[t + 1]].long()] = True
-        mask[t, targets[t]] = True
-    known = listed.offsets.diff() > 0
-    known = known if live is None else known & live
-    leaves = [None if part is None else part.double().requires_grad_() for part in factors]
-    hidden, weight, bias, low_inputs, low_weight = leaves
-    x = hidden @ weight.T
-    x = x if bias is None else x + bias + low_inputs @ low_weight.T
-    z = oracles.transformed(x, temperature=transform.temperature, softcap=transform.softcap, scale=transform.scale)
-    z = z if temperatures is None else z / temperatures.double()[:, None]
-    log_p = z.masked_fill(~mask, -1e30).log_softmax(-1)
-    logps = log_p.gather(1, targets.long()[:, None]).squeeze(1)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e3)).sum(1)
-    loss = torch.where(known, logps * g + entropy * e, 0.0).sum()
-    gradients = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+def truth(case: Case, transform: dict | None = None) -> Result:
+    live = case.x.targets >= 0
+    live = live if case.mask is None else live & (case.mask != 0)
+    leaves = case.x._replace(hidden=case.x.hidden.masked_fill(~live[..., None], 0.0)).to(torch.float64).leaves()
+    weight = leaves.weight if leaves.a is None else leaves.weight + SCALING * leaves.b @ leaves.a
+    z = oracles.linear_logits(leaves.hidden, weight, leaves.bias, **(transform or {})).flatten(0, -2)
+    targets, vocab = case.x.targets.clamp(min=0).flatten(), z.shape[-1]
+    listed, missing = torch.zeros_like(z, dtype=torch.bool), torch.zeros_like(targets, dtype=torch.bool)
+    for token, row in enumerate(case.rows):
+        listed[token, row or list(range(vocab))] = True
+        missing[token] = not listed[token, targets[token]]
+        listed[token, targets[token]] = True
+    log_p = z.masked_fill(~listed, -1e30).log_softmax(-1)
+    p = log_p.exp()
     values = {
-        "logps": logps,
-        "entropy": entropy,
+        "logps": log_p.gather(-1, targets[:, None]).squeeze(-1),
+        "entropy": -torch.where(p > 0, p * log_p, 0.0).sum(-1),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logits": torch.where(mask, z, 0.0).sum(1) / mask.sum(1),
-        "is_top1": z.masked_fill(~mask, -1e30).argmax(1) == targets,
+        "mean_logits": torch.where(listed, z, 0.0).sum(-1) / listed.sum(-1),
+        "is_top1": z.masked_fill(~listed, -1e30).argmax(-1) == targets,
+        "missing_target": missing,
     }
-    names = ("hidden", "weight", "bias", "low_rank_inputs", "low_rank_weight")
-    values = {name: torch.where(known, part, 0).detach() for name, part in values.items()}
-    return Result(values, dict(zip(names, gradients, strict=False)))
+    values = {name: part.view(live.shape).masked_fill(~live, 0) for name, part in values.items()}
+    functional(values["logps"], values["entropy"]).backward()
+    return Result({name: part.detach() for name, part in values.items()}, leaves.grads())
 
 
-def check(found: Result, truth: Result, dtype: torch.dtype = torch.float32) -> None:
-    for name, value in truth.values.items():
-        close(name, found.values[name], value, 1e-5)
-    for name, value in truth.gradients.items():
-        close(name, found.gradients[name], value, 1e-5 if name == "low_rank_inputs" else torch.finfo(dtype).eps)
+def check(found: Result, expected: Result, dtype: torch.dtype = torch.float32) -> None:
+    assert found.values.keys() == expected.values.keys()
+    for name, other in expected.values.items():
+        close(name, found.values[name], other, 1e-5)
+    for name, other in expected.grads.items():
+        if found.grads[name] is not None:
+            assert found.grads[name].dtype == dtype
+            close(f"gradient of {name}", found.grads[name], other, max(2 * torch.finfo(dtype).eps, 1e-5))
 
 
-def close(name: str, found: Tensor, truth: Tensor, rtol: float) -> None:
-    given = {"rtol": max(rtol, 1e-5), "atol": 5e-6, "msg": lambda message: f"{name}: {message}"}
-    torch.testing.assert_close(found.double(), truth.double(), **given)
+def close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    size = expected.double().abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=tolerance, atol=tolerance * max(size, 0.5), msg=lambda m: f"{name}: {m}"
+    )
+
+
+def same(found: Result, expected: Result) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        for name, part in other.items():
+            assert (part is None and mine[name] is None) or torch.equal(mine[name], part), name
+
+
+def equal(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.nan_to_num(12345.0), second.nan_to_num(12345.0))
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("transform", "dtype", "more"),
     [
-        (PLAIN, torch.float32, False),
-        (LogitTransform(temperature=0.7), torch.bfloat16, False),
-        (CAPPED, torch.float32, True),
-        (LogitTransform(scale=1.5), torch.float16, True),
+        ({}, torch.float32, {}),
+        ({"temperature": 0.7}, torch.bfloat16, {}),
+        (CAPPED, torch.float32, {"bias": True, "rank": 3}),
+        ({"scale": 1.5}, torch.float16, {"bias": True}),
     ],
+    ids=["plain", "bfloat16", "all terms", "float16"],
 )
-def test_values_and_gradients(kernels, transform, dtype, more):
-    large, vocab = (30, V) if kernels is support_triton and DEVICE.type == "cpu" else (300, 700)
-    rows = rows_of([1, 2, 7, large, vocab, 0, 5], vocab)
-    rows += [[7, 9, 7, 9, 9, 3], [8] * 20, [11, 12], [5, 5, 6], *rows_of([large], vocab)]
-    targets = [row[-1] if row else 3 for row in rows[:-3]] + [13, 5, min(set(range(vocab)) - set(rows[-1]))]
-    live = [True] * len(rows)
-    live[2] = False
-    given = problem(rows, targets, dtype=dtype, more=more, live=live, vocab=vocab)
-    g, e = torch.randn(2, len(rows), device=DEVICE)
-    found, truth = run(given, options(transform), g, e), expected(given, transform, g, e)
-    check(found, truth, dtype)
-    assert found.gradients["hidden"].dtype == found.gradients["weight"].dtype == dtype
-    assert found.values["full"].nonzero().squeeze(1).tolist() == [5]
-    assert found.values["missing"].nonzero().squeeze(1).tolist() == [len(rows) - 3, len(rows) - 1]
-    assert found.values["numbers"].tolist() == [0, 0, 0, 0, 2, 1]
-    none = options(transform, entropy=False, extras=frozenset())
-    found, truth = run(given, none, g, None), expected(given, transform, g, torch.zeros_like(e))
-    check(found, truth._replace(values={"logps": truth.values["logps"]}), dtype)
+def test_rows_of_every_kind(transform, dtype, more, place):
+    """Sizes, repeated ids, missing targets, empty rows; masked tokens whose hidden states and rows are garbage."""
+    large, vocab = (300, 320) if engine.kernels_for(place) is not support_triton or CUDA else (30, V)
+    rows = [*rows_of([1, 2, 7, large, vocab, 0, 5, 4], vocab), [7, 9, 7, 9, 9, 3], [8] * 9, [5, 5, 6], [], [2, 4]]
+    rows += rows_of([large, 3], vocab)
+    mask = torch.ones(3, 5)
+    mask[0, 2] = mask[2, 1] = 0
+    case = case_of(rows, place, missing=[9, 10, 13], mask=mask, shape=(3, 5), vocab=vocab, dtype=dtype, **more)
+    case.x.targets[1, 2] = -100
+    case.x.hidden[case.mask == 0] = case.x.hidden[1, 2] = math.nan
+    found, expected = solve(case, transform=transform), truth(case, transform)
+    check(found, expected, dtype)
+    assert found.values["missing_target"].flatten().nonzero().flatten().tolist() == [9, 10, 13]
+    short = solve(case, transform=transform, entropy=False, extras=())
+    assert short.values.keys() == {"logps", "missing_target"}
+    assert torch.equal(short.values["logps"], found.values["logps"])
 
 
-def test_a_single_id_leaves_nothing(kernels):
-    """Whatever the row of the weight and the gradient from above hold."""
-    given = problem([[4], [5, 5], [6], [7]])
-    given.factors.weight[4:8] = math.nan
-    g = torch.tensor([1.0, math.inf, 3.0, math.nan], device=DEVICE)
-    how = options(extras=frozenset({"log_sum_sq_probs", "is_top1"}))
-    found = run(given, how, g, g)
-    for name in ("logps", "entropy", "log_sum_sq_probs", "lse"):
-        assert (found.values[name] == 0).all()
-    assert found.values["is_top1"].all()
-    assert (found.gradients["hidden"] == 0).all()
-    assert (found.gradients["weight"] == 0).all()
-    assert (found.values["kinds"] == support.SINGLE).all()
-    assert (found.values["ids"] == V + 1).all()
+@pytest.mark.parametrize("size", [1, 2, 7, 300, V, 0])
+def test_rows_of_one_size(size, place):
+    if size == 300 and engine.kernels_for(place) is support_triton and not CUDA:
+        pytest.skip("Triton's interpreter takes minutes")
+    case = case_of(rows_of([size] * 6, max(V, size)), place, vocab=max(V, size), bias=True)
+    found = solve(case)
+    check(found, truth(case))
+    leaves = case.x.leaves()
+    dense = call(leaves, entropy=True)
+    functional(*dense[:2]).backward()
+    if size == 0:  # it is the dense call
+        assert torch.equal(found.values["logps"], dense.logps)
+        assert torch.equal(found.grads["weight"], leaves.weight.grad)
+    if size == V:
+        close("logps", found.values["logps"], dense.logps.detach(), 1e-5)
 
 
-def test_no_token_and_no_pair(kernels):
-    for rows in ([], [[], []]):
-        given = problem(rows)
-        g = torch.ones(len(rows), device=DEVICE)
-        found = run(given, options(), g, g)
-        assert found.values["logps"].tolist() == [0.0] * len(rows)
-        assert found.values["full"].tolist() == [True] * len(rows)
-        assert not found.gradients["weight"].any()
-        assert found.gradients["hidden"].shape == (len(rows), H)
+def test_a_single_id_leaves_nothing(place):
+    """Whatever its row of the weight and the gradient from above hold; a missing target is no single id."""
+    case = case_of([[4], [5, 5], [6], [7, 8]], place)
+    leaves = case.x.leaves()
+    leaves.weight.data[4:7] = leaves.hidden.data[:3] = math.nan
+    found = call(leaves, support=case.support, entropy=True, extras=("log_sum_sq_probs", "is_top1"))
+    for values in (found.logps, found.entropy, found.log_sum_sq_probs):
+        assert (values[:3] == 0).all()
+    assert found.is_top1[:3].all()
+    g = torch.tensor([1.0, math.inf, math.nan, 1.0], device=place)
+    torch.autograd.backward([found.logps, found.entropy], [g, g])
+    assert (leaves.hidden.grad[:3] == 0).all()
+    assert leaves.hidden.grad[3].any()
+    others = torch.ones(V, dtype=torch.bool, device=place)
+    others[7:9] = False
+    assert (leaves.weight.grad[others] == 0).all()
 
 
-def test_popular_ids_and_the_same_bits_twice(kernels):
-    """Two ids that all tokens share are split over programs."""
-    tokens = 20
-    rows = [[17, 3, *row] for row in rows_of([2] * tokens)]
-    given = problem(rows, [17] * tokens)
-    g, e = torch.randn(2, tokens, device=DEVICE)
-    found = run(given, options(), g, e)
-    check(found, expected(given, PLAIN, g, e))
-    again = run(given, options(), g, e)
-    if kernels is support_triton or DEVICE.type == "cpu":
-        for name in ("hidden", "weight"):
-            assert torch.equal(found.gradients[name], again.gradients[name])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_token(tokens, place):
+    """N = 0, and tokens that are all masked."""
+    case = case_of(rows_of([2] * tokens), place, mask=torch.zeros(tokens), rank=2)
+    found = solve(case)
+    assert all(part.shape == (tokens,) and not part.any() for part in found.values.values())
+    assert all(not part.any() for part in found.grads.values() if part is not None)
 
 
-def test_where_the_gradient_of_the_weight_goes(kernels):
-    given = problem([[7, 2, 9], [3], [11, 12, 13, 14], [7, 20], list(range(30, 50))], dtype=torch.bfloat16)
-    g = torch.randn(5, device=DEVICE)
-    how = options(extras=frozenset())
-    dense = run(given, how, g, None).gradients["weight"]
-    listed = torch.zeros(V, dtype=torch.bool, device=DEVICE)
-    listed[given.support.token_ids] = True
-    listed[given.targets[1]] = False  # a row of one id
-    assert not dense[~listed].any()
-    total = torch.randn(V, H, device=DEVICE)
-    kept = total.clone()
-    assert run(given, options(extras=frozenset(), weight_grad=total), g, None).gradients["weight"] is None
-    torch.testing.assert_close((total - kept).bfloat16(), dense, rtol=0.01, atol=1e-6)
-    assert torch.equal(total[~listed], kept[~listed])
-    out = torch.zeros_like(dense)
-    run(given, how, g, None, weight_out=out)
-    assert torch.equal(out, dense)
-    sparse = run(given, how, g, None, sparse=True).gradients["weight"]
-    assert sparse.is_coalesced()
-    assert torch.equal(sparse.to_dense(), dense)
-    assert sparse.indices().squeeze(0).tolist() == listed.nonzero().squeeze(1).tolist()
+@pytest.mark.parametrize("rows", [[2, 3, 9], [2, 0, 9]], ids=["listed", "with an empty row"])
+@pytest.mark.parametrize("frozen", [["hidden"], ["weight", "bias"], ["weight", "a"], ["hidden", "bias", "a", "b"]])
+def test_frozen_parts(frozen, rows, place):
+    case = case_of(rows_of(rows), place, bias=True, rank=2)
+    found, whole = solve(case, frozen=frozen), solve(case)
+    assert {name for name, grad in found.grads.items() if grad is None} == set(frozen)
+    same(found, Result(whole.values, {n: None if n in frozen else g for n, g in whole.grads.items()}))
 
 
-def test_a_frozen_head(kernels):
-    given = problem(rows_of([3, 9]), more=True)
-    g = torch.randn(2, device=DEVICE)
-    slots = engine.support_slots(given.support, given.targets, None, given.factors.weight, options())
-    statistics, saved = engine.fold_support(given.factors, given.targets, slots, options(), given.temperatures)
-    whole = engine.support_gradients(
-        given.factors, slots, saved, statistics, None, g, options(), (True,) * 5, given.temperatures
+def test_the_same_bits_twice_with_popular_ids(place):
+    """Ids that all tokens share are split over programs, in an order of its own each time."""
+    case = case_of([[*row, 17, 3] for row in rows_of([2] * 20)], place, bias=True)
+    first = solve(case)
+    check(first, truth(case))
+    same(solve(case), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
+    case = case_of([[7, 2, 9], [3], [11, 12, 13, 14], [7, 20]], place, missing=[3], dtype=dtype)
+    whole = solve(case).grads
+    listed = torch.zeros(V, dtype=torch.bool, device=place)
+    listed[[7, 2, 9, 11, 12, 13, 14, 20, int(case.x.targets[3])]] = True
+    assert not whole["weight"][~listed].any()
+    before = torch.randn(V, H).to(place)
+    before[~listed] = math.nan  # what is added to it would not show
+    total = before.clone()
+    bits = total[~listed].view(torch.int32).clone()
+    found = solve(case, weight_grad=total)
+    assert found.grads["weight"] is None
+    assert torch.equal(found.grads["hidden"], whole["hidden"])
+    assert torch.equal(total[~listed].view(torch.int32), bits)
+    close("weight_grad", (total - before)[listed], whole["weight"][listed], max(torch.finfo(dtype).eps, 1e-6))
+    case = case._replace(rows=[[], *case.rows[1:]])  # now every row has its part
+    total = torch.zeros(V, H, device=place)
+    solve(case, weight_grad=total)
+    close("weight_grad", total, truth(case).grads["weight"], max(torch.finfo(dtype).eps, 1e-5))
+
+
+@pytest.mark.parametrize("rows", [[2, 3, 9], [2, 0, 9], [0, 0, 0]], ids=["listed", "mixed", "empty"])
+def test_gather_is_entered_once_in_each_direction(rows, place):
+    """Whatever the rows are: gathering is a collective, and other ranks have other rows."""
+    case = case_of(rows_of(rows), place, bias=True)
+    leaves, entered = case.x.leaves(), []
+    parts = [leaves.weight, leaves.bias]
+    whole = [part.data for part in parts]
+
+    @contextmanager
+    def gather(*parameters: Tensor):
+        entered.append(len(parameters))
+        for part, data in zip(parts, whole, strict=True):
+            part.data = data
+        yield
+        for part in parts:
+            part.data = part.data.new_empty(0)
+
+    found = call(leaves, support=case.support, entropy=True, gather=gather)
+    assert (entered, leaves.weight.numel()) == ([2], 0)
+    grads = torch.autograd.grad(functional(*found[:2]), [leaves.hidden, *parts])
+    assert entered == [2, 2]
+    expected = solve(case, extras=())
+    for name, grad in zip(("hidden", "weight", "bias"), grads, strict=True):
+        assert torch.equal(grad, expected.grads[name])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 1, 2, 3, 8, 30, V]), max_size=12),
+    seed=st.integers(0, 2**32),
+    more=st.fixed_dictionaries({"bias": st.booleans(), "rank": st.sampled_from([0, 2])}),
+    capped=st.booleans(),
+)
+def test_random_rows(sizes, seed, more, capped):
+    torch.manual_seed(seed)
+    rows = [torch.randint(V, (size,)).tolist() for size in sizes]  # with repeated ids
+    case = case_of(rows, "cuda" if CUDA else "cpu", mask=torch.rand(len(rows)) < 0.8, seed=seed, **more)
+    anywhere = torch.randint(-1, V, (len(rows),)).to(case.x.targets)
+    case = case._replace(x=case.x._replace(targets=torch.where(anywhere % 3 == 0, anywhere, case.x.targets)))
+    transform = CAPPED if capped else {}
+    check(solve(case, transform=transform), truth(case, transform))
+
+
+# --- missing targets, the loss ----------------------------------------------------------------------------------------
+
+
+def test_missing_targets_are_an_error_where_asked_for(place):
+    case = case_of([[1, 2], [3, 4], [5], []], place, missing=[1, 2], rules={"missing_target": "error"})
+    with pytest.raises(ValueError, match="targets must be among their row's ids with missing_target='error'; 2 of"):
+        solve(case)
+    masked = torch.tensor([1, 0, 0, 1], device=place)
+    assert not solve(case._replace(mask=masked)).values["missing_target"].any()
+
+
+def test_the_loss_and_its_metric(place):
+    case = case_of(rows_of([2, 9, 0, 1, 4, 5]), place, missing=[1, 4], shape=(2, 3), mask=torch.ones(2, 3))
+    case.mask[0, 0] = 0
+    columns = {"advantages": torch.tensor([[1.0, -2.0, 0.5], [1.0, 0.0, 2.0]], device=place)}
+    columns["old_per_token_logps"] = -torch.rand(2, 3).to(place)
+    found, expected = case.x.leaves(), case.x.leaves()
+    module = FusedLinearGRPOLoss("dapo", temperature=0.7)
+    given = {"support": case.support}
+    result = module(found.hidden, found.weight, found.targets, mask=case.mask, **columns, **given)
+    result.loss.backward()
+    logps = call(expected, mask=case.mask, transform=LogitTransform(temperature=0.7), **given).logps
+    batch = PolicyBatch(completion_mask=case.mask, **columns)
+    loss = ppo_loss_fn(logps, batch, PPOClip(), GlobalTokenMean()).loss
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss, rtol=1e-6, atol=1e-6)
+    for name in ("hidden", "weight"):
+        close(name, found.grads()[name], expected.grads()[name], 1e-6)
+    reference = module.reference_logps(found.hidden, found.weight, found.targets, case.mask, **given)
+    assert torch.equal(reference, logps.detach())
+    # Token 4 has no advantage, so it is not looked at, and neither in the sum nor in the count.
+    metric = result.metrics["missing_target"]
+    assert (float(metric.value), float(metric.count)) == (0.25, 4.0)
+    for passes, metrics, names in (("two", "none", set()), ("auto", "loss", {"missing_target"})):
+        module = FusedLinearGRPOLoss("dapo", passes=passes, metrics=metrics)
+        result = module(found.hidden, found.weight, found.targets, mask=case.mask, **columns, **given)
+        assert "missing_target" in result.metrics or not names
+        assert metrics != "none" or not result.metrics
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+def reads_of(step, device: torch.device) -> list[str]:
+    with host_reads(device) as reads:
+        step()
+    # Triton's interpreter reads every scalar that it loads.
+    return [name for name in reads.names if device.type == "cuda" or name != "_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+@pytest.mark.parametrize("rows", [[2, 1, 9, 4], [2, 0, 9, 0]], ids=["listed", "with empty rows"])
+def test_reads_of_the_host(rows, fixed_shape, device):
+    """One in the forward, which also says what is wrong with the support; of empty rows two passes have theirs."""
+    if fixed_shape and 0 in rows:
+        pytest.skip("fixed_shape takes no empty row")
+    case = case_of(rows_of(rows), device, bias=True, rank=2, rules={"may_be_empty": 0 in rows})
+    leaves, given, out = case.x.leaves(), case.support, []
+    options = {"support": given, "entropy": True, "extras": EXTRAS, "fixed_shape": fixed_shape}
+
+    def forward() -> None:
+        out.append(call(leaves, **options))
+
+    def backward() -> None:
+        torch.autograd.backward([out[0].logps, out[0].entropy], [torch.ones(4, device=device)] * 2)
+
+    with interpreted() if device.type == "cpu" else contextmanager(lambda: iter([None]))():
+        read, in_backward = reads_of(forward, device), reads_of(backward, device)
+    selected = ["nonzero"] if device.type == "cpu" else []  # how the CPU's kernel finds the tokens that count
+    assert len(read) == 0 if fixed_shape else sorted(read) == sorted([*selected, "tolist"]) or len(read) == 1, read
+    assert len(in_backward) == (0 in rows), in_backward
+
+
+def test_fixed_shape_changes_no_number(place):
+    case = case_of(
+        rows_of([2, 9, 1, 4]), place, bias=True, mask=torch.tensor([1, 1, 1, 0]), rules={"may_be_empty": False}
     )
-    for place in range(5):
-        needs = tuple(place == other for other in range(5))
-        one = engine.support_gradients(
-            given.factors, slots, saved, statistics, None, g, options(), needs, given.temperatures
-        )
-        assert [part is not None for part in one] == list(needs)
-        assert torch.equal(one[place], whole[place])
+    same(solve(case, fixed_shape=True), solve(case))
+    outside = case._replace(rows=[[], *case.rows[1:]])
+    with pytest.raises(ValueError, match="no empty row with may_be_empty=False; 1 tokens that count have"):
+        solve(outside)
+    found = solve(outside, fixed_shape=True)  # the token is masked
+    assert found.values["logps"][0] == 0
+    assert not found.grads["hidden"][0].any()
 
 
-class Ranks:
-    """Threads that stand for ranks and take turns, because Triton's interpreter serves one at a time."""
+@NEEDS_GPU
+def test_a_cuda_graph_replays_forward_and_backward():
+    case = case_of(rows_of([2, 9, 1, 4]), "cuda", rules={"may_be_empty": False})
+    leaves, support = case.x.leaves(), case.support
 
-    def __init__(self, count: int) -> None:
-        self.parts: list = [None] * count
-        self.barrier, self.turn = Barrier(count), Lock()
+    def step() -> list[Tensor]:
+        found = call(leaves, support=support, entropy=True, fixed_shape=True)
+        value = (found.logps + found.entropy).sum()
+        return [value.detach(), *torch.autograd.grad(value, [leaves.hidden, leaves.weight])]
 
-    def reduced(self, rank: int, values: Tensor, how: Callable) -> Tensor:
-        self.parts[rank] = values.clone()
-        self.turn.release()
-        self.barrier.wait(60)
-        total = how(torch.stack(self.parts), 0)
-        self.barrier.wait(60)
-        self.turn.acquire()
-        return values.copy_(total)
-
-
-class Shard:
-    def __init__(self, ranks: Ranks, rank: int, start: int, rows: int) -> None:
-        self.ranks, self.rank, self.rows, self.vocab = ranks, rank, rows, V
-        self.place = SimpleNamespace(vocab_start=start)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        return self.ranks.reduced(self.rank, values, torch.amax)
-
-    def total(self, values: Tensor) -> Tensor:
-        return self.ranks.reduced(self.rank, values, torch.sum)
-
-    def pending_sum(self, *tensors: Tensor | None):
-        wait = lambda: [self.total(t) for t in tensors if t is not None]  # noqa: E731
-        return SimpleNamespace(start=lambda: None, wait=wait)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        leaves.hidden.copy_(torch.randn_like(leaves.hidden))
+        support.token_ids.copy_(support.token_ids.flip(0))
+    graph.replay()
+    for mine, expected in zip(captured, step(), strict=True):
+        assert torch.equal(mine, expected)
 
 
-def test_shards_of_the_vocabulary(kernels):
-    rows = [*rows_of([1, 2, 9, V, 0]), [7, 9, 7]]
-    given = problem(rows, [row[0] if row else 3 for row in rows[:-1]] + [55], more=True)
-    g, e = torch.randn(2, len(rows), device=DEVICE)
-    bounds, found = [0, 40, 41, V], {}
-    ranks = Ranks(3)
-
-    def of_rank(rank: int) -> None:
-        part = slice(bounds[rank], bounds[rank + 1])
-        shard = Shard(ranks, rank, part.start, part.stop - part.start)
-        hidden, weight, bias, low_inputs, low_weight = given.factors
-        factors = engine.Factors(hidden, weight[part], bias[part], low_inputs, low_weight[part])
-        with ranks.turn:
-            found[rank] = run(given._replace(factors=factors), options(CAPPED, shard=shard), g, e)
-
-    threads = [Thread(target=of_rank, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    gradients = dict(found[0].gradients)
-    for name in ("weight", "bias", "low_rank_weight"):
-        gradients[name] = torch.cat([found[rank].gradients[name] for rank in range(3)])
-    for rank in range(3):
-        own = gradients | {name: found[rank].gradients[name] for name in ("hidden", "low_rank_inputs")}
-        check(Result(found[rank].values, own), expected(given, CAPPED, g, e))
+# --- constructors -----------------------------------------------------------------------------------------------------
 
 
-def test_the_host_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(engine, "kernels_for", lambda device: support_triton)
-    given = problem(rows_of([3, 9, 1]), more=True)
-    with host_reads(DEVICE) as reads:
-        slots = engine.support_slots(given.support, given.targets, None, given.factors.weight, options())
-        statistics, saved = engine.fold_support(given.factors, given.targets, slots, options(), given.temperatures)
-        upstream = torch.ones(3, device=DEVICE)
-        needs = (True,) * 5
-        engine.support_gradients(
-            given.factors, slots, saved, statistics, upstream, None, options(), needs, given.temperatures
-        )
-    # The interpreter reads every scalar that it loads.
-    assert not [name for name in reads.names if DEVICE.type == "cuda" or name != "_local_scalar_dense"]
+def lists(support: Support) -> tuple[list, list]:
+    return support.token_ids.tolist(), support.offsets.tolist()
 
 
-def test_makers():
-    listed = Support.from_padded(torch.tensor([[[3, -1, 5], [-1, -1, -1]], [[1, 2, 0], [-1, 4, -1]]]))
-    assert (listed.token_ids.tolist(), listed.offsets.tolist()) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
-    assert listed.tokens == 4
+def test_constructors(device):
+    ids = [[[3, -1, 5], [-1, -1, -1]], [[1, 2, 0], [-1, 4, -1]]]
+    for padded in (torch.tensor(ids), torch.tensor(ids, dtype=torch.int32).view(4, 3)):
+        found = Support.from_padded(padded.to(device), missing_target="error")
+        assert lists(found) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
+        assert (found.tokens, found.missing_target, found.may_be_empty) == (4, "error", True)
+        assert found.token_ids.device.type == device.type
     mask = SimpleNamespace(token_ids=[3, 5, 1], offsets=[0, 2, 3])
-    assert Support.from_vllm(mask).token_ids.tolist() == [3, 5, 1]
-    assert Support.from_vllm([[3, 5], None, [1]]).offsets.tolist() == [0, 2, 2, 3]
-    assert Support.from_vllm([mask, mask], length=3).offsets.tolist() == [0, 2, 3, 3, 5, 6, 6]
-    with pytest.raises(ValueError, match=r"length must be at least 2 from mask\[0\], got 1"):
-        Support.from_vllm([mask, mask], length=1)
+    as_tensors = SimpleNamespace(token_ids=torch.tensor(mask.token_ids), offsets=torch.tensor(mask.offsets))
+    for one in (mask, as_tensors):
+        found = Support.from_vllm(one, device=device, may_be_empty=False)
+        assert (lists(found), found.may_be_empty) == (([3, 5, 1], [0, 2, 3]), False)
+        found = Support.from_vllm([one, mask], length=3, device=device, missing_target="error")
+        assert lists(found) == ([3, 5, 1] * 2, [0, 2, 3, 3, 5, 6, 6])
+        assert found.missing_target == "error"
+    assert lists(Support.from_vllm([mask, mask])) == ([3, 5, 1] * 2, [0, 2, 3, 5, 6])
+    assert lists(Support.from_vllm([[3, 5], None, (1,)])) == ([3, 5, 1], [0, 2, 2, 3])
+    assert lists(Support.from_vllm([])) == ([], [0])
 
 
 @pytest.mark.parametrize(
     "given", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}, {"top_p": 1e-6}]
 )
-def test_from_logits_is_hugging_faces(given):
+def test_from_logits_is_hugging_faces(given, device):
     warpers = pytest.importorskip("transformers").generation.logits_process
-    logits = 3 * torch.randn(6, 50)
-    scores = warpers.TemperatureLogitsWarper(0.8)(None, logits)
+    logits = (3 * torch.randn(2, 3, 50)).to(device)
+    scores = warpers.TemperatureLogitsWarper(0.8)(None, logits.view(6, 50))
     names = {"top_k": warpers.TopKLogitsWarper, "top_p": warpers.TopPLogitsWarper, "min_p": warpers.MinPLogitsWarper}
     for name, warper in names.items():
         scores = warper(given[name])(None, scores) if name in given else scores
-    listed = Support.from_logits(logits, temperature=0.8, **given)
-    rows = [set(row.tolist()) for row in listed.token_ids.tensor_split(listed.offsets[1:-1])]
+    found = Support.from_logits(logits, temperature=0.8, **given)
+    rows = [set(row.tolist()) for row in found.token_ids.cpu().tensor_split(found.offsets[1:-1].cpu())]
     assert rows == [set(row.isfinite().nonzero().squeeze(1).tolist()) for row in scores]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def ints(*numbers: int) -> Tensor:
@@ -365,17 +469,25 @@ def ints(*numbers: int) -> Tensor:
         (lambda: Support(ints(1, 2), ints(0, 2, 1)), "offsets must never decrease, got 2 and then 1 at row 1"),
         (lambda: Support(ints(1, 2), ints(0, 1)), "offsets must end at the number of token_ids, 2, got 1"),
         (lambda: Support(ints(1, -2), ints(0, 2)), "token_ids must be token ids at least 0, got -2"),
-        (lambda: Support(ints(1, 2), ints(0, 2)).check_together(ints(1, 2)), "a row for each of the 2 tokens"),
+        (lambda: Support(ints(), ints(0), missing_target="drop"), r"missing_target must be one of \['add', 'error'\]"),
+        (lambda: Support(ints(), ints(0), may_be_empty=1), "may_be_empty must be a bool, got int"),
         (lambda: Support.from_padded(ints(1, 2)), r"ids must be \(N, K\) or \(B, T, K\), got \(2,\)"),
+        (lambda: Support.from_padded(torch.ones(1, 2)), "ids must be int32 or int64, got torch.float32"),
         (lambda: Support.from_vllm(3), "mask must have token_ids and offsets, or be a list"),
         (lambda: Support.from_vllm([[0.5]]), "token_ids must be int32 or int64"),
+        (lambda: Support.from_vllm([["a"]]), "mask must be integers"),
+        (lambda: Support.from_vllm([[1]], length=2), "length must be None for rows of ids, got 2"),
+        (
+            lambda: Support.from_vllm([Support(ints(1, 2), ints(0, 1, 2))], length=1),
+            r"length must be at least 2 from mask\[0\], got 1",
+        ),
+        (lambda: Support.from_logits(torch.ones(2)), r"logits must be \(N, V\) or \(B, T, V\)"),
         (lambda: Support.from_logits(torch.ones(1, 2), top_p=1.5), "top_p must be above 0 and at most 1, got 1.5"),
         (lambda: Support.from_logits(torch.ones(1, 2), temperature=0.0), "temperature must be above 0, got 0.0"),
         (lambda: Support.from_logits(torch.ones(1, 2), top_k=0), "top_k must be at least 1, got 0"),
-        (lambda: check_missing_target("drop"), r"missing_target must be one of \['add', 'error'\], got 'drop'"),
     ],
 )
-def test_bad_input(make, message):
+def test_what_a_support_is_not_made_of(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
@@ -396,15 +508,54 @@ class Unchecked(Support):
         ([1, 2, 3], [0, 1, 900], "offsets must end at the number of token_ids, 3, got 900"),
         ([1, 2, V], [0, 1, 3], rf"token_ids must be token ids in \[0, {V}\) from weight, got {V}"),
         ([1, -7, 2], [0, 1, 3], rf"token_ids must be token ids in \[0, {V}\) from weight, got -7"),
-        ([1, 2, 3], [0, 1, 3], "targets must be among their row's ids with missing_target='error'; 1 of them are not"),
+        ([1, 2, 3], [0, 3], "support must have a row for each of the 2 tokens of targets, got 1 rows"),
     ],
 )
-def test_bad_values_do_no_harm_and_are_named(kernels, ids, offsets, message):
-    listed = Unchecked(torch.tensor(ids, device=DEVICE), torch.tensor(offsets, device=DEVICE))
-    given = problem([[1], [2]], [1, 9])
-    slots = engine.support_slots(listed, given.targets, None, given.factors.weight, options())
-    statistics, saved = engine.fold_support(given.factors, given.targets, slots, options())
-    g = torch.ones(2, device=DEVICE)
-    engine.support_gradients(given.factors, slots, saved, statistics, g, g, options(), (True,) * 5)
+def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
+    listed = Unchecked(torch.tensor(ids, device=place), torch.tensor(offsets, device=place), "add", False)
+    case = case_of([[1], [2]], place)
     with pytest.raises(ValueError, match=message):
-        listed.check_values(slots.numbers.tolist(), vocab=V, missing_target="error")
+        call(case.x, support=listed)
+    if "row for each" not in message:  # nobody looks, but nothing is read outside of the tensors
+        leaves = case.x.leaves()
+        call(leaves, support=listed, fixed_shape=True, entropy=True).logps.sum().backward()
+        assert leaves.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grad_tolerance": 0.1}, r"grad_tolerance must be 0\.0 with a support, got 0\.1"),
+        ({"batch_invariant": True}, "batch_invariant must be False with a support"),
+        ({"max_extra_bytes": 1 << 30}, "max_extra_bytes must be None with a support, .* got 1073741824"),
+        ({"fixed_shape": True}, "support must be made with may_be_empty=False for fixed_shape"),
+        ({"passes": "one"}, r'passes="one" needs support = None'),
+        ({"support": [[1]]}, "support must be a Support or None, got list"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_go_with_a_support(options, message, monkeypatch):
+    case = case_of(rows_of([2, 3]))
+    for name in ("forward", "support_slots"):
+        monkeypatch.setattr(engine, name, lambda *given: pytest.fail("something is computed"))
+    given = {"support": options.pop("support", case.support)}
+    module = FusedLinearGRPOLoss(**options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        module(case.x.hidden, case.x.weight, case.x.targets, torch.ones(2), **given)
+    if "passes" not in options:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(case.x, **given, **options)
+
+
+def test_a_graph_of_the_compiler_holds_no_support():
+    case = case_of(rows_of([2, 3]))
+    listed = case.support
+
+    def logps(hidden: Tensor) -> Tensor:
+        return linear_logprobs(hidden, case.x.weight, case.x.targets, support=listed).logps
+
+    # Torch 2.8 names the exception, and not its message.
+    refusal = r"under torch\.compile|raised exception ExceptionVariable\(<class 'ValueError'>\)"
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match=refusal):
+        torch.compile(logps, backend="eager", fullgraph=True)(case.x.hidden)
+    torch._dynamo.reset()

@@ -38,6 +38,7 @@ class Head(NamedTuple):
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
+    full: Tensor | None = None  # beside slots, (n,): the tokens that count and whose row is empty; None for no token
 
     @property
     def vocab(self) -> int:

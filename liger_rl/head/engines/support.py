@@ -1,10 +1,10 @@
 """The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
 
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. Nothing here waits for the
-device, so a CUDA graph can capture it.
+device, unless a row is empty, so a CUDA graph can capture it.
 
-It keeps every token in its place. A token whose row is empty stands for the whole vocabulary: it gets 0 here, and its
-numbers from a dense engine.
+It keeps every token in its place. A row that is empty stands for the whole vocabulary, so its token takes two passes.
+These are made here and not by the caller, so that a backward gathers the weight once whatever rows there are.
 """
 
 from importlib import import_module
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
+from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.support import Support
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
@@ -76,11 +78,30 @@ def support_slots(
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
-    """Statistics of all N tokens over their own ids; `head.targets` are ids of the whole vocabulary.
+    """Statistics of all N tokens; `head.targets` are ids of the whole vocabulary.
 
-    A token with one id has log-probability 0 and entropy 0. So has one whose row is empty, or that does not count.
-    Collectives, with a shard: one maximum and one sum.
+    A token with one id has log-probability 0 and entropy 0. So has one that does not count. Collectives, with a shard:
+    one maximum and one sum, twice where a row is empty.
     """
+    statistics, saved = _over_ids(head, options)
+    if head.full is not None:
+        whole, _ = two_pass.forward(_over_whole_vocabulary(head), options)
+        statistics = TokenStatistics._make(
+            None if part is None or there is None else part.index_copy(0, head.full, there)
+            for part, there in zip(statistics, whole, strict=True)
+        )
+    return statistics, saved
+
+
+def _over_whole_vocabulary(head: Head) -> Head:
+    """The tokens whose row is empty."""
+    targets = head.targets if head.shard is None else head.shard.local(head.targets)
+    live = TokenSelection(targets.numel(), index=head.full)
+    return head._replace(targets=targets, live=live, slots=None, full=None)
+
+
+def _over_ids(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
+    """Statistics over the tokens' own ids, 0 for a token whose row is empty."""
     slots, targets, shard = head.slots, head.targets, head.shard
     assert slots is not None
     kernels = kernels_for(targets.device)
@@ -112,10 +133,23 @@ def backward(
     tokens: TokenGradients,  # (N,) each
     needs: Needs,
 ) -> Gradients:
-    """Summed in float32 and rounded once. The weight's touches the listed rows of `weight_grad` alone.
+    """Summed in float32 and rounded once; where a row is empty, once more for the sum with the gradients of two passes.
 
-    With a shard, gradients of hidden and low_inputs are summed over the ranks, beneath the sums for the weight.
+    Without an empty row, the weight's touches the listed rows of `weight_grad` alone. With a shard, gradients of hidden
+    and low_inputs are summed over the ranks, beneath the sums for the weight.
     """
+    found = _by_ids(head, options, saved, tokens, needs)
+    if head.full is None:
+        return found
+    of_full = tokens.take(head.full)
+    whole = two_pass.backward(_over_whole_vocabulary(head), options, statistics, None, of_full, needs)
+    return Gradients._make(
+        None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
+    )
+
+
+def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradients, needs: Needs) -> Gradients:
+    """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, saved.slots(head)
     coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform, None)
