@@ -8,7 +8,14 @@ from torch import Tensor
 from liger_rl.given_logits.operator import flat, fold_in_graph, grad_in_graph, options_of
 from liger_rl.given_logits.rows import LogitRowsOptions, checked_fold, grad_rows
 from liger_rl.head.call import LogProbs
-from liger_rl.head.checks import check_apart, check_device, check_floating, check_tokens, overlaps_itself
+from liger_rl.head.checks import (
+    check_apart,
+    check_device,
+    check_floating,
+    check_temperature,
+    check_tokens,
+    overlaps_itself,
+)
 from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.once import differentiable_once
 
@@ -75,6 +82,7 @@ def check_logits(
     if spare_position and len(shape) == 2 and isinstance(targets, Tensor) and targets.shape == (shape[0], shape[1] - 1):
         shape = torch.Size(targets.shape)
     check_tokens(targets, mask, shape, logits, "logits", options.targets_name)
+    check_temperature(options.transform, targets, options.targets_name)
     if grad_buffer is not None:
         check_floating("grad_buffer", grad_buffer)
         if grad_buffer.shape != logits.shape:

@@ -18,6 +18,8 @@ from liger_rl.kernels.transform import LogitTransform
 def flat(options: LogitRowsOptions) -> tuple[list[float], bool, bool, str]:
     """In types that an operator's schema has; without in_place and grad_buffer, which are for eager mode."""
     transform = options.transform
+    if isinstance(transform.temperature, Tensor):
+        raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
     numbers = [transform.temperature, transform.scale, *([] if transform.softcap is None else [transform.softcap])]
     return numbers, options.entropy, options.fixed_shape, options.targets_name
 

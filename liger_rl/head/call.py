@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import check_apart, check_dense, check_device, check_floating, check_tokens
+from liger_rl.head.checks import check_apart, check_dense, check_device, check_floating, check_temperature, check_tokens
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
@@ -156,14 +156,7 @@ class HeadCall:
         check_tokens(self.targets, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(self.targets, self.targets_name)
-        temperature = self.options.transform.temperature
-        if isinstance(temperature, Tensor):
-            if temperature.shape != self.targets.shape:
-                raise ValueError(
-                    f"temperature must be a number or {tuple(self.targets.shape)} from {self.targets_name}, "
-                    f"got {tuple(temperature.shape)}"
-                )
-            check_device("temperature", temperature, hidden, "hidden")
+        check_temperature(self.options.transform, self.targets, self.targets_name)
         return self._compute_dtype()
 
     def _compute_dtype(self) -> torch.dtype:

@@ -67,6 +67,18 @@ def check_transform(transform: LogitTransform) -> None:
         raise TypeError(f"transform must be a LogitTransform, got {type(transform).__name__}")
 
 
+def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
+    """Raise for temperatures of tokens that do not fit, without reading values."""
+    given = transform.temperature
+    if not isinstance(given, Tensor):
+        return
+    if given.shape != targets.shape:
+        raise ValueError(
+            f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(given.shape)}"
+        )
+    check_device("temperature", given, targets, targets_name)
+
+
 def check_tolerance(grad_tolerance: float) -> None:
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
         raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")

@@ -73,8 +73,9 @@ DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
 
 def _taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
-    *tensors, live = arguments[:TENSOR_COUNT]
-    head = Head._make([*tensors, TokenSelection(live.numel(), mask=live), *[None] * 4])
+    hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
+    selection = TokenSelection(live.numel(), mask=live)
+    head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
     return head, OpOptions(*arguments[TENSOR_COUNT:])
 
 
@@ -270,6 +271,7 @@ def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     transform = options.transform
+    assert not transform.per_token  # refused where the call is checked
     extras = [name for name in EXTRAS if name in options.extras]
     flat = (
         transform.temperature,

@@ -1,5 +1,7 @@
 """From a call to its log-probabilities: which tokens count, which engine and tiles, and the way into autograd."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -48,15 +50,13 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             return _over_support(call, call.support, ids, engine_options, shard)
         selected = None
         if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
-            selected = live_tokens(
-                ids, call.mask, vocab, "weight", wanted=call.needed_mask, targets_name=call.targets_name
-            )
+            selected = _asked(call, ids, vocab)
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if counted is not None:
             live = counted.selection
         elif selected is not None:
             # As late as possible: from this sync on the device waits for the host to launch the product.
-            live = selected().selection
+            live = selected()[0].selection
         else:
             live = _masked(call, ids, vocab)
         head = _head(call, flat_targets, live, shard)
@@ -79,11 +79,8 @@ def _over_support(
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
     slots, empty = support_slots(support, flat, mask, call.weight, options, shard), 0
     if not options.fixed_shape:
-        found = live_tokens(
-            ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=[slots.numbers],
-            targets_name=call.targets_name,
-        )()  # fmt: skip
-        empty = support.check_values(found.counts, vocab=vocab, targets_name=call.targets_name)
+        _, numbers = _asked(call, ids, vocab, slots.numbers)()
+        empty = support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
     full = None
     if empty:
         # A sort, because `nonzero` would wait for a number that is known.
@@ -92,6 +89,25 @@ def _over_support(
     values = linear_values(head._replace(slots=slots, full=full), options)
     shape = call.targets.shape
     return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
+
+
+def _asked(call: HeadCall, ids: Tensor, vocab: int, *numbers: Tensor) -> Callable[[], tuple[LiveTokens, list[int]]]:
+    """`live_tokens`, with other numbers, and the check of temperatures, in the same sync."""
+    given, counts = call.options.transform.temperature, [*numbers]
+    if isinstance(given, Tensor):
+        improper = counted_tokens(ids, call.mask) & ~((given > 0) & given.isfinite())
+        counts.append(improper.sum()[None])
+    wait = live_tokens(
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=counts, targets_name=call.targets_name
+    )
+
+    def answer() -> tuple[LiveTokens, list[int]]:
+        found = wait()
+        if isinstance(given, Tensor) and found.counts[-1] > 0:
+            raise ValueError(f"temperature must be positive and finite at each token; {found.counts[-1]} are not")
+        return found, found.counts
+
+    return answer
 
 
 def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:
@@ -124,7 +140,9 @@ def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabSha
         # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
         with gemm.without_autocast(call.hidden.device):
             inputs, weight = _joined(parts), _joined([term.b for term in call.low_rank])
-    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard)
+    given = call.options.transform.temperature
+    temperatures = given.reshape(-1).float() if isinstance(given, Tensor) else None
+    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

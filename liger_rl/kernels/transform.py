@@ -49,6 +49,11 @@ class LogitTransform:
         """Whether each token has a temperature of its own."""
         return isinstance(self.temperature, Tensor)
 
+    @property
+    def of_logits(self) -> "LogitTransform":
+        """Without the temperatures of tokens."""
+        return replace(self, temperature=1.0) if self.per_token else self
+
     def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
         """The transform of some of the tokens, whose temperatures these are, (n,); itself for None."""
         return self if temperatures is None else replace(self, temperature=temperatures)
@@ -89,7 +94,7 @@ class LogitSteps(NamedTuple):
         if not isinstance(transform.temperature, Tensor):
             return cls._of_numbers(transform)
         temperatures = transform.temperature.to(torch.float32).contiguous()
-        return cls._of_numbers(replace(transform, temperature=1.0))._replace(temperatures=temperatures)
+        return cls._of_numbers(transform.of_logits)._replace(temperatures=temperatures)
 
     @classmethod
     @lru_cache

@@ -105,7 +105,7 @@ def _over_ids(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Save
     slots, targets, shard = head.slots, head.targets, head.shard
     assert slots is not None
     kernels = kernels_for(targets.device)
-    logits = kernels.dots(_factors(head), slots, options.transform, None)
+    logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
     given = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **given)
@@ -152,7 +152,7 @@ def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradi
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, saved.slots(head)
-    coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform, None)
+    coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform.of_logits, head.temperatures)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
