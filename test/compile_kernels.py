@@ -270,6 +270,8 @@ class Compiler:
         lacks = devices.gpu_lacks(target.gpu)
         for part, case in itertools.product((*EVERYWHERE, *(() if lacks else WITH_EPILOGUE)), cases):
             part(*case)
+        tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)
+        whole_rows(LogitTransform(temperature=ones(12)), entropy=False)
         if name == "sm90" and epilogue.gluon_is_known():
             self.compile_overlapped()
         if self.too_large:
