@@ -31,7 +31,9 @@ class Support:
 
     Raises:
         TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
-            devices, whose values the host would have to wait for, the call raises that uses the support.
+            devices, whose values the host would have to wait for, the call raises that uses the support. With
+            fixed_shape no value raises: ids outside of the vocabulary are left out, and a missing target is added
+            whatever missing_target says.
     """
 
     token_ids: Tensor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from liger_rl import FusedLinearGRPOLoss, LowRank, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LowRank, Support, linear_logprobs
 from ranks import message_of
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 8, 6, 37
@@ -31,13 +31,20 @@ def solve(hidden, weight, bias, targets, upstream, **options):
     return [values.detach().cpu() for values in (found.logps, found.entropy, *whole)], placements
 
 
-def tensor_parallel(rank, hidden_placement, low_rank=False):
+def supported(device="cpu"):
+    """A few ids for most tokens, and none for some."""
+    ids = torch.arange(BATCH * TIME * 3).view(BATCH, TIME, 3) * 5 % VOCAB
+    ids[:, ::3] = -1
+    return Support.from_padded(ids.to(device))
+
+
+def tensor_parallel(rank, hidden_placement, low_rank=False, support=False):
     mesh = rank.mesh("tp")
     hidden, weight, bias, targets, upstream = problem(rank.device)
     if hidden_placement is not None:
         hidden = distribute_tensor(hidden, mesh, [hidden_placement])
     weight, bias = (distribute_tensor(values, mesh, [Shard(0)]) for values in (weight, bias))
-    options = {}
+    options = {"support": supported(rank.device)} if support else {}
     if low_rank:
         b = distribute_tensor(torch.ones(VOCAB, 2, device=rank.device), mesh, [Shard(0)])
         a = distribute_tensor(torch.ones(2, HIDDEN, device=rank.device), mesh, [Replicate()])
@@ -59,6 +66,11 @@ def assert_same(results, expected):
 @pytest.mark.parametrize("placement", [None, Replicate(), Shard(1), Shard(0)], ids=str)
 def test_a_sharded_weight_is_a_vocabulary_over_ranks(ranks, world, placement):
     assert_same(ranks.run(tensor_parallel, placement, **world), solve(*problem())[0])
+
+
+@pytest.mark.parametrize("placement", [None, Shard(1)], ids=str)
+def test_a_support_over_a_sharded_weight(ranks, two, placement):
+    assert_same(ranks.run(tensor_parallel, placement, False, True, **two), solve(*problem(), support=supported())[0])
 
 
 def test_low_rank_terms_are_sharded_with_the_weight(ranks, two):

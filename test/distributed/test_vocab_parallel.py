@@ -10,7 +10,7 @@ from torch import Tensor
 
 import oracles
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, VocabParallel, linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, Support, VocabParallel, linear_logprobs
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.options import EngineOptions
@@ -40,6 +40,7 @@ class Case:
     ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
     fixed_shape: bool = False
+    support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
 
     def __str__(self):
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
@@ -59,6 +60,14 @@ CASES = [
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
     Case(fixed_shape=True, shards=1),
     Case(fixed_shape=True, rank=2, bias=True, chunk_vocab=100),
+    Case(support=(1, 2, 7, 50, 600), temperature=0.7, softcap=3.0, bias=True, rank=2),
+    Case(support=(3, 0, 1, 40), shards=1, bias=True, rank=2),
+    Case(support=(2, 0, 601), tokens=48, dtype=torch.bfloat16, shards=1),
+    Case(support=(0,)),
+    Case(support=(2, 5), ids_below=5, frozen="hidden"),
+    Case(support=(2, 0), masked="all"),
+    Case(support=(2,), tokens=0, masked="none"),
+    Case(support=(1, 2, 30), fixed_shape=True, shards=1),
 ]
 
 
@@ -74,6 +83,7 @@ class Problem:
     targets: Tensor
     mask: Tensor | None
     upstream: tuple[Tensor, Tensor]
+    support: Support | None = None
 
     @classmethod
     def of(cls, case: Case, device="cpu", vocab=601) -> "Problem":
@@ -101,7 +111,18 @@ class Problem:
             problem.targets[1] = -100
         if case.fixed_shape:
             problem.targets[2] = vocab  # masked, and does not raise
+        problem.support = problem.listed(case, vocab)
         return problem
+
+    def listed(self, case: Case, vocab: int) -> Support | None:
+        """Rows with each token's target, but for every seventh token."""
+        if not case.support:
+            return None
+        rows = [torch.randperm(vocab)[: case.support[t % len(case.support)]].tolist() for t in range(case.tokens)]
+        for token, target in enumerate(self.targets.tolist()):
+            if rows[token] and 0 <= target < vocab and token % 7:
+                rows[token][-1] = target
+        return Support.from_vllm(rows, device=self.targets.device, may_be_empty=0 in case.support)
 
     def likeliest(self) -> Tensor:
         logits = oracles.linear_logits(self.hidden, self.weight, self.bias)
@@ -132,6 +153,7 @@ class Problem:
             chunk_tokens=case.chunk_tokens,
             chunk_vocab=case.chunk_vocab,
             fixed_shape=case.fixed_shape,
+            support=self.support,
             vocab_parallel=vocab_parallel,
         )
         loss = (found.logps * self.upstream[0]).sum()
@@ -181,7 +203,7 @@ def test_equals_the_whole_head(ranks, world, case):
         else:
             assert relative_error(whole[name], truth) <= (tolerance if "grad" in name else 1e-6), name
         if case.tokens and case.masked != "all":
-            assert truth.any() or (name == "is_top1" and case.ids_below < 601), name
+            assert truth.any() or (name == "is_top1" and case.ids_below < 601) or name == "missing_target", name
         if name not in ("grad_weight", "grad_bias", "grad_b"):
             assert all(torch.equal(result[name], whole[name]) for result in results), f"{name} differs between ranks"
 
@@ -208,15 +230,18 @@ def added_in_place(rank, case):
     shard, place = shard_of(rank, case)
     expected = shard.solve(case, place)
     hidden, weight, total = shard.hidden, shard.weight, torch.ones_like(shard.weight)
-    found = linear_logprobs(hidden, weight, shard.targets, mask=shard.mask, vocab_parallel=place, weight_grad=total)
+    found = linear_logprobs(
+        hidden, weight, shard.targets, mask=shard.mask, support=shard.support, vocab_parallel=place, weight_grad=total
+    )
     (found.logps * shard.upstream[0]).sum().backward()
     assert weight.grad is None
     return (total - 1).cpu(), expected["grad_weight"], hidden.grad.cpu(), expected["grad_hidden"]
 
 
-@pytest.mark.parametrize("masked", ["some", "all"])
-def test_a_ranks_rows_of_the_gradient_are_added_in_place(ranks, world, masked):
-    for total, rows, hidden, whole in ranks.run(added_in_place, Case(entropy=False, masked=masked), **world):
+@pytest.mark.parametrize(("masked", "support"), [("some", ()), ("all", ()), ("some", (3, 1)), ("some", (3, 0))])
+def test_a_ranks_rows_of_the_gradient_are_added_in_place(ranks, world, masked, support):
+    case = Case(entropy=False, masked=masked, support=support)
+    for total, rows, hidden, whole in ranks.run(added_in_place, case, **world):
         assert relative_error(total, rows) < 1e-5
         assert relative_error(hidden, whole) < 1e-6
         assert rows.any() == (masked == "some")
@@ -299,6 +324,11 @@ MISTAKES = {
     "bias": ({}, {"options": {"bias": torch.zeros(5)}}, f"ValueError: bias {SAME}"),
     "mask": ({}, {"options": {"mask": torch.arange(6) < 3}}, f"ValueError: the number of tokens that count {SAME}"),
     "sum_hidden_grad": ({}, {"sum_hidden_grad": False}, f"ValueError: vocab_parallel.sum_hidden_grad {SAME}"),
+    "support": (
+        {},
+        {"options": {"support": Support(torch.zeros(6).long(), torch.arange(7))}},
+        f"ValueError: the ids of support {SAME}",
+    ),
     "targets": ({}, {"target": 1}, f"ValueError: the sum of targets {SAME}"),
     "one rank's weight": ({}, {"columns": HIDDEN + 1}, r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
     "weight_grad": (
@@ -464,15 +494,27 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
         assert fixed_shape or shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent
 
 
+@pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
+def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
+    """Rows that are empty have collectives of their own."""
+    for _, reads, shapes in ranks.run(calls_seen, Case(support=support)):
+        assert len(shapes) == collectives
+        assert "tolist" in reads
+
+
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def solve_loss(rank, loss_type, sharded=True):
+def solve_loss(rank, loss_type, support, sharded=True):
     torch.manual_seed(3)
     hidden, weight = torch.randn(3, 9, HIDDEN), torch.randn(40, HIDDEN)
     ids, advantages = torch.randint(40, (3, 9)), torch.randn(3)
     mask = torch.rand(3, 9) < 0.7
     old = torch.randn(3, 9) - 4
+    given = {}
+    if support:
+        rows = [[] if t % 5 == 0 else [t, 39 - t, int(i)] for t, i in enumerate(ids.flatten())]
+        given["support"] = Support.from_vllm(rows)
     place = None
     if sharded:
         rows = slice(0, 17) if rank.index == 0 else slice(17, 40)
@@ -480,7 +522,7 @@ def solve_loss(rank, loss_type, sharded=True):
     hidden.requires_grad_()
     weight.requires_grad_()
     loss = FusedLinearGRPOLoss(loss_type, temperature=0.9, entropy_coef=0.01, beta=0.05, metrics="with_entropy")
-    reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place)
+    reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place, **given)
     result = loss(
         hidden,
         weight,
@@ -490,18 +532,20 @@ def solve_loss(rank, loss_type, sharded=True):
         old_per_token_logps=old,
         ref_per_token_logps=reference,
         vocab_parallel=place,
+        **given,
     )
     result.loss.backward()
     return result.loss.detach(), hidden.grad, weight.grad, {name: m.item() for name, m in result.metrics.items()}
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_the_policy_loss(ranks, loss_type):
-    results = ranks.run(solve_loss, loss_type, world=2)
-    loss, grad_hidden, grad_weight, metrics = solve_loss(None, loss_type, sharded=False)
+@pytest.mark.parametrize(("loss_type", "support"), [("grpo", False), ("gspo", False), ("grpo", True)])
+def test_the_policy_loss(ranks, loss_type, support):
+    results = ranks.run(solve_loss, loss_type, support, world=2)
+    loss, grad_hidden, grad_weight, metrics = solve_loss(None, loss_type, support, sharded=False)
     torch.testing.assert_close(results[0][0], loss, rtol=1e-6, atol=0)
     assert relative_error(results[0][1], grad_hidden) < 1e-6
-    assert relative_error(torch.cat([r[2] for r in results]), grad_weight) < 1e-6
+    # The gradients of tokens with an empty row are rounded before they are added to the others'.
+    assert relative_error(torch.cat([r[2] for r in results]), grad_weight) < (3e-6 if support else 1e-6)
     assert results[0][3] == pytest.approx(metrics, rel=1e-5)
     assert torch.equal(results[0][1], results[1][1])
 
