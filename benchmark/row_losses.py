@@ -182,7 +182,6 @@ VARIANTS: dict[str, Callable[[], LossOf]] = {
     "liger_rl": lambda: _ours(),
     "liger_rl, in place": lambda: _ours(in_place=True),
     "liger_rl, in place, fixed shape": lambda: _ours(in_place=True, fixed_shape=True),
-    "liger_rl, not compiled": lambda: _ours(compiled=False),
 }
 
 

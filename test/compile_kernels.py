@@ -214,13 +214,17 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         ref_per_token_logps=ones(N),
         importance_ratio=ones(N) if entropy else None,
     )
+    indicators = itertools.cycle(("active", "range", "helion"))
     penalties = itertools.cycle((KLPenalty(), *(KLPenalty(beta=0.1, kl_estimator=name) for name in ("k1", "k2", "k3"))))
-    for objective, kl in zip((*policy_terms_triton.FORMULAS, PPOClip), penalties, strict=False):
+    for objective, kl, indicator in zip(
+        (*policy_terms_triton.FORMULAS, PPOClip, PPOClip), penalties, indicators, strict=False
+    ):
         kl = replace(kl, importance_weighted=entropy)
         terms = PolicyTerms(objective=objective(), reduction=TokenSum(), kl=kl)
         prepared = terms.prepared(terms.check(batch, torch.Size([N]), CPU), torch.float32)
         policy_terms_triton.launch(prepared, ones(N), slopes=entropy, sums=True)
         policy_terms_triton.launch(prepared, ones(N - 3), index, slopes=True, sums=False)
+        policy_terms_triton.launch_per_token(prepared._replace(weights=None), ones(N), indicator)
 
 
 EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, policy_terms)

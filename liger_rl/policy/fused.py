@@ -12,7 +12,8 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import compiles
 from liger_rl.once import differentiable_once
-from liger_rl.policy.loss import PolicyLoss, PreparedLoss
+from liger_rl.policy.batch import AlignedBatch
+from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.metrics import Metric
 
 DEVICES = ("cuda",)  # where the kernel runs; elsewhere launches cost little
@@ -65,36 +66,44 @@ class _WithSlopes(torch.autograd.Function):
         return grad * slopes, None, None
 
 
-def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
-    """The kernel's module, None where the loss has to run its formulas."""
-    terms, batch, weights = prepared.terms, prepared.batch, prepared.weights
-    if logps.device.type not in DEVICES or torch.compiler.is_compiling():
+def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
+    """The kernel's module, which has the formulas of the terms and reads the batch's columns; None where there is none
+    and the loss has to run its formulas."""
+    device = batch.advantages.device
+    if device.type not in DEVICES or torch.compiler.is_compiling():
         return None
-    if logps.is_cuda and not compiles(logps.device):
-        return None
-    if not isinstance(weights, Tensor) or weights.requires_grad:
-        return None
-    if weights.shape != batch.mask.shape or weights.device != logps.device:
+    if device.type == "cuda" and not compiles(device):
         return None
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None
-    if sums and terms.metrics not in ("none", "loss"):
-        return None
     columns = (batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio)
-    for column in (logps, weights, *columns):
-        # Others than tensors themselves have no memory for a kernel to read.
-        if column is not None and (column.dtype != torch.float32 or type(column) is not Tensor):
-            return None
+    # Others than tensors themselves have no memory for a kernel to read.
+    if any(column is not None and type(column) is not Tensor for column in columns):
+        return None
     from liger_rl.policy import fused_triton
 
     return fused_triton if fused_triton.knows(terms) else None
+
+
+def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
+    """`kernel_of` the terms and batch, for these log-probabilities and the weights."""
+    weights = prepared.weights
+    if not isinstance(weights, Tensor) or weights.requires_grad:
+        return None
+    if weights.shape != prepared.batch.mask.shape or weights.device != logps.device:
+        return None
+    if any(tensor.dtype != torch.float32 or type(tensor) is not Tensor for tensor in (logps, weights)):
+        return None
+    if sums and prepared.terms.metrics not in ("none", "loss"):
+        return None
+    return kernel_of(prepared.terms, prepared.batch)
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
     """As `policy_metrics` makes them of tokens."""
     terms = prepared.terms
     names = ("kl_ref", "clip_low", "clip_high", "clip_ratio")
-    kept = (terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None, *[kernel.clips(terms)] * 3)
+    kept = (kernel.penalises(prepared), *[kernel.clips(terms)] * 3)
     if terms.metrics == "none" or not any(kept):
         return {}
     count = prepared.batch.mask.sum()

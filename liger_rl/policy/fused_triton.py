@@ -52,8 +52,8 @@ def _share_of_smaller(a, b, grad):
     return tl.where(a > b, 0.0, tl.where(a == b, 0.5 * grad, grad))
 
 
-# An objective: -> loss, its gradient for logp other than through the ratio, for the ratio, and the clip indicators;
-# `grad` is what the loss is multiplied by afterwards, and p to s are its numbers.
+# An objective: -> loss, its gradient for logp other than through the ratio, for the ratio, and whether the token is
+# below or above its bounds; `grad` is what the loss is multiplied by afterwards, and p to s are its numbers.
 
 
 @triton.jit
@@ -70,14 +70,14 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     to_clipped = _share_of_smaller(clipped, unclipped, grad) * advantage
     to_ratio = tl.where(ratio <= delta, to_unclipped, 0.0)
     to_ratio += tl.where((ratio >= low) & (ratio <= high), to_clipped, 0.0)
-    return loss, tl.zeros_like(logp), to_ratio, (ratio < low) & dual, (ratio > high) & (advantage > 0.0)
+    return loss, tl.zeros_like(logp), to_ratio, ratio < low, ratio > high
 
 
 @triton.jit
 def _cispo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     factor = -_at_most(ratio, p) * advantage
     nothing = tl.zeros_like(logp)
-    return factor * logp, grad * factor, nothing, nothing > 0.0, (ratio > p) & (advantage > 0.0)
+    return factor * logp, grad * factor, nothing, nothing > 0.0, ratio > p
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _dppo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     dropped = tl.where(advantage > 0.0, too_high, too_low)
     factor = -_at_most(ratio, ratio_cap) * advantage
     loss, to_logp = tl.where(dropped, 0.0, factor * logp), tl.where(dropped, 0.0, grad) * factor
-    return loss, to_logp, tl.zeros_like(logp), too_low & (advantage < 0.0), too_high & (advantage > 0.0)
+    return loss, to_logp, tl.zeros_like(logp), too_low, too_high
 
 
 # An estimator: -> KL and its gradient for logp, times `grad`.
@@ -148,9 +148,8 @@ def _policy_terms_kernel(
     old,
     ref,
     importance_ratio,
-    weights,
-    slopes,  # (tokens,)
-    sums,  # (1 or 5, programs)
+    weights,  # None for 1
+    out,  # Outputs
     beta,
     p,
     q,
@@ -159,6 +158,7 @@ def _policy_terms_kernel(
     OBJECTIVE: tl.constexpr,
     ESTIMATOR: tl.constexpr,
     IMPORTANCE_WEIGHTED: tl.constexpr,
+    INDICATOR: tl.constexpr,
     METRICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -171,7 +171,9 @@ def _policy_terms_kernel(
     counts = tl.load(mask + token, mask=inside, other=0) != 0
     logp = tl.load(logps + place, mask=counts, other=0.0)
     advantage = tl.load(advantages + token, mask=counts, other=0.0)
-    weight = tl.load(weights + token, mask=counts, other=0.0)
+    weight = tl.full([BLOCK], 1.0, tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + token, mask=counts, other=0.0)
     before = logp  # what is infinite then has no ratio, as in the formulas
     if old is not None:
         before = tl.load(old + token, mask=counts, other=0.0)
@@ -181,7 +183,8 @@ def _policy_terms_kernel(
     if importance_ratio is not None:
         importance = tl.load(importance_ratio + token, mask=counts, other=0.0)
         grad = weight * importance
-    loss, slope, to_ratio, low, high = OBJECTIVE(logp, log_ratio, ratio, advantage, grad, p, q, r, s)
+    loss, slope, to_ratio, below, above = OBJECTIVE(logp, log_ratio, ratio, advantage, grad, p, q, r, s)
+    low, high = below & (advantage < 0.0), above & (advantage > 0.0)
     if importance_ratio is not None:
         loss *= importance
     if ESTIMATOR is not None:
@@ -193,12 +196,23 @@ def _policy_terms_kernel(
         kl *= factor
         slope += to_logp
         loss += beta * kl
-    if slopes is not None:
+    if out.slopes is not None:
         slope += tl.where(log_ratio <= LARGEST, to_ratio * ratio, 0.0)
-        tl.store(slopes + place, tl.where(counts, slope, 0.0), mask=inside)
-    if sums is not None:
+        tl.store(out.slopes + place, tl.where(counts, slope, 0.0), mask=inside)
+    if out.losses is not None:
+        tl.store(out.losses + place, tl.where(counts, loss, 0.0), mask=inside)
+    if out.kls is not None:
+        tl.store(out.kls + place, tl.where(counts, kl, 0.0), mask=inside)
+    if out.clipped is not None:
+        clipped = low | high
+        if INDICATOR == "range":
+            clipped = below | above
+        elif INDICATOR == "helion":
+            clipped = (below | above) & ~clipped & (advantage != 0.0)
+        tl.store(out.clipped + place, clipped & counts, mask=inside)
+    if out.sums is not None:
         programs = tl.num_programs(0)
-        sums += program
+        sums = out.sums + program
         tl.store(sums, tl.sum(tl.where(counts, loss * weight, 0.0)))
         if METRICS:
             if ESTIMATOR is not None:
@@ -208,6 +222,16 @@ def _policy_terms_kernel(
             tl.store(sums + 2 * programs, tl.sum((low & counts).to(tl.float32)))
             tl.store(sums + 3 * programs, tl.sum((high & counts).to(tl.float32)))
             tl.store(sums + 4 * programs, tl.sum(((low | high) & counts).to(tl.float32)))
+
+
+class Outputs(NamedTuple):
+    """What the kernel writes; None is not wanted."""
+
+    slopes: Tensor | None = None  # d loss / d logp, like the log-probabilities, as the next three
+    losses: Tensor | None = None  # before the weights
+    kls: Tensor | None = None
+    clipped: Tensor | None = None  # bool, by the clip indicator
+    sums: Tensor | None = None  # (1 or 5, programs)
 
 
 class Formula(NamedTuple):
@@ -249,6 +273,11 @@ def clips(terms: PolicyTerms) -> bool:
     return FORMULAS[type(terms.objective)].clips
 
 
+def penalises(prepared: PreparedLoss) -> bool:
+    """Whether there is a KL penalty."""
+    return prepared.terms.kl.beta != 0.0 and prepared.batch.ref_per_token_logps is not None
+
+
 def launch(
     prepared: PreparedLoss,
     logps: Tensor,  # (B, T) or (N,) of the whole batch, or (n,) of some tokens
@@ -259,43 +288,61 @@ def launch(
 ) -> tuple[Tensor | None, Tensor | None]:
     """d loss / d logp, shaped like the log-probabilities, and the sums over tokens of weighted loss, KL, clip_low,
     clip_high and either of these, (5,); of the loss alone, (1,), with the metrics "none"."""
-    terms, batch = prepared.terms, prepared.batch
-    logps = logps.contiguous()
-    tokens, programs = logps.numel(), triton.cdiv(logps.numel(), BLOCK)
-    grads = torch.empty_like(logps) if slopes else None
-    metrics = terms.metrics != "none"
-    partial = logps.new_empty(5 if metrics else 1, programs) if sums else None
-    penalised = terms.kl.beta != 0.0 and batch.ref_per_token_logps is not None
-    formula = FORMULAS[type(terms.objective)]
+    numbers = 1 if prepared.terms.metrics == "none" else 5
+    out = Outputs(
+        slopes=torch.empty_like(logps, memory_format=torch.contiguous_format) if slopes else None,
+        sums=logps.new_empty(numbers, triton.cdiv(logps.numel(), BLOCK)) if sums else None,
+    )
+    _run(prepared, logps, positions, out, "active")
+    return out.slopes, None if out.sums is None else out.sums.sum(1)
+
+
+def launch_per_token(prepared: PreparedLoss, logps: Tensor, indicator: str) -> Outputs:
+    """Unreduced loss, its derivative, KL and clip indicator, shaped like the batch's mask; without the KL or the
+    indicator where the loss has none. The batch's columns need not be clean nor float32."""
+    shape, terms = prepared.batch.mask.shape, prepared.terms
+    out = Outputs(
+        slopes=logps.new_empty(shape),
+        losses=logps.new_empty(shape),
+        kls=logps.new_empty(shape) if penalises(prepared) else None,
+        clipped=logps.new_empty(shape, dtype=torch.bool) if clips(terms) else None,
+    )
+    _run(prepared, logps, None, out, indicator)
+    return out
+
+
+def _run(prepared: PreparedLoss, logps: Tensor, positions: Tensor | slice | None, out: Outputs, indicator: str) -> None:
+    terms, batch, tokens = prepared.terms, prepared.batch, logps.numel()
+    if not tokens:
+        return
+    formula, penalised = FORMULAS[type(terms.objective)], penalises(prepared)
+    numbers = [float(number) for number in formula.numbers(terms.objective)]
 
     def whole(column: Tensor | None) -> Tensor | None:
-        # A sampler's correction may leave one ratio per sequence.
-        return None if column is None else column.expand(batch.mask.shape).contiguous()
+        # One advantage, or one ratio of a sampler's correction, may stand for a sequence.
+        return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
-    numbers = [float(number) for number in formula.numbers(terms.objective)]
-    if tokens:
-        with on(logps.device):
-            _policy_terms_kernel[(programs,)](
-                logps,
-                positions.contiguous() if isinstance(positions, Tensor) else None,
-                positions.start if isinstance(positions, slice) else 0,
-                tokens,
-                whole(batch.mask),
-                whole(batch.advantages),
-                whole(batch.old_per_token_logps),
-                whole(batch.ref_per_token_logps) if penalised else None,
-                whole(batch.importance_ratio),
-                whole(prepared.weights),
-                grads,
-                partial,
-                float(terms.kl.beta),
-                *numbers,
-                *[0.0] * (NUMBERS - len(numbers)),
-                OBJECTIVE=formula.function,
-                ESTIMATOR=ESTIMATORS[penalties.ESTIMATORS[terms.kl.kl_estimator]] if penalised else None,
-                IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
-                METRICS=metrics,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-    return grads, None if partial is None else partial.sum(1)
+    with on(logps.device):
+        _policy_terms_kernel[(triton.cdiv(tokens, BLOCK),)](
+            logps.contiguous(),
+            positions.contiguous() if isinstance(positions, Tensor) else None,
+            positions.start if isinstance(positions, slice) else 0,
+            tokens,
+            batch.mask.contiguous(),
+            whole(batch.advantages),
+            whole(batch.old_per_token_logps),
+            whole(batch.ref_per_token_logps) if penalised else None,
+            whole(batch.importance_ratio),
+            whole(prepared.weights),
+            out,
+            float(terms.kl.beta),
+            *numbers,
+            *[0.0] * (NUMBERS - len(numbers)),
+            OBJECTIVE=formula.function,
+            ESTIMATOR=ESTIMATORS[penalties.ESTIMATORS[terms.kl.kl_estimator]] if penalised else None,
+            IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
+            INDICATOR=indicator,
+            METRICS=terms.metrics != "none",
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )

@@ -183,7 +183,7 @@ def test_grpo_loss_from_logits(case: PolicyCase) -> None:
         **{k: v for k, v in columns(case).items() if k in ("old_per_token_logps", "ref_per_token_logps",
            "importance_ratio", "segments")},
         **at.options, **case.objective_options, beta=case.beta, kl_estimator=case.estimator,
-        importance_weighted=case.weighted, compiled=False,  # each new option would be compiled
+        importance_weighted=case.weighted,
     )  # fmt: skip
     g, logits = at.upstream[0], call.expected
     logps, entropy = (logits.values[k].detach() for k in ("logps", "entropy"))

@@ -1,5 +1,7 @@
 """grpo_loss_from_logits: layouts, clip indicators, and where the gradient goes."""
 
+import math
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from liger_rl import (
     logits_logprobs,
     ppo_loss_fn,
 )
-from liger_rl.given_logits import loss as logit_loss
+from liger_rl.policy import fused
 from liger_rl.policy.presets import build_preset
 
 B, T, V = 4, 9, 131
@@ -42,11 +44,24 @@ def solve(logits, ids, columns, **options):
     return result, leaf.grad
 
 
+def solve_by_formulas(*given, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "DEVICES", ())
+        return solve(*given, **options)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel of the loss also where Triton's interpreter runs it."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_log_probs_and_policy_loss(loss_type, dtype, device):
     logits, ids, columns = problem(dtype, device)
-    found, grad = solve(logits, ids, columns, loss_type=loss_type, compiled=False)
+    found, grad = solve_by_formulas(logits, ids, columns, loss_type=loss_type)
     leaf = logits.detach().requires_grad_()
     parts = build_preset(loss_type, beta=0.1)
     batch = PolicyBatch(completion_mask=columns["mask"], **{k: v for k, v in columns.items() if k != "mask"})
@@ -154,59 +169,62 @@ def test_bad_arguments_are_named(name, options):
         grpo_loss_from_logits(logits, ids, **{**columns, "beta": 0.1, **options})
 
 
-def test_other_policies_get_no_gradient(device, generated_here):
+@pytest.mark.parametrize("loss_type", ["grpo", "dppo_kl"])
+def test_other_policies_get_no_gradient(loss_type, device, kernel):
     """One kernel or many steps."""
     logits, ids, columns = problem(device=device)
     columns = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in columns.items()}
-    for compiled in (True, False):
-        leaf = logits.clone().requires_grad_()
-        grpo_loss_from_logits(leaf, ids, **columns, beta=0.1, compiled=compiled).loss.sum().backward()
-        assert leaf.grad.any()
-        assert all(column.grad is None for column in columns.values())
+    leaf = logits.clone().requires_grad_()
+    grpo_loss_from_logits(leaf, ids, **columns, loss_type=loss_type, beta=0.1).loss.sum().backward()
+    assert leaf.grad.any()
+    assert all(column.grad is None for column in columns.values())
 
 
-GENERATED = {
+def assert_near(found, expected):
+    """Results and gradients of `solve`."""
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+IN_ONE_KERNEL = {
     "grpo": {"beta": 0.1, "epsilon_high": 0.3},
     "bnpo": {"delta": 1.2, "dual_clip": 2.0},
     "cispo": {"beta": 0.1, "importance_weighted": True},
     "sapo": {},
     "gpg": {"beta": 0.1, "kl_estimator": "k2"},
-    "dppo": {},
-    "dppo_kl": {"divergence_high": 0.05},
-    "dro": {"dro_beta": 0.3},
+    "dppo": {"divergence_low": 0.02, "divergence_high": 0.02},
 }
 
 
-@pytest.fixture
-def generated_here(monkeypatch, device):
-    """Formulas as one graph, on CPU too: what is traced and differentiated, without a compiler at work."""
-    if device.type == "cpu":
-        monkeypatch.setattr(logit_loss, "DEVICES", ("cpu",))
-        monkeypatch.setattr(logit_loss, "BACKEND", "aot_eager")
-    logit_loss.generated.cache_clear()
-    yield
-    logit_loss.generated.cache_clear()
-
-
-@pytest.mark.parametrize(("loss_type", "options"), GENERATED.items(), ids=GENERATED)
-def test_formulas_in_one_kernel(loss_type, options, device, generated_here):
+@pytest.mark.parametrize("indicator", ["active", "range", "helion"])
+@pytest.mark.parametrize(("loss_type", "options"), IN_ONE_KERNEL.items(), ids=IN_ONE_KERNEL)
+def test_formulas_in_one_kernel(loss_type, options, indicator, device, kernel):
     logits, ids, columns = problem(device=device)
     columns["importance_ratio"] = torch.rand(B, T, device=device) + 0.5
     ids[1, 2] = -100
-    found, step_by_step = (
-        solve(logits, ids, columns, loss_type=loss_type, compiled=compiled, **({"beta": 0.0} | options))
-        for compiled in (True, False)
-    )
-    assert logit_loss.generated.cache_info().misses == 1
-    for mine, theirs in zip(found[0], step_by_step[0], strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1], step_by_step[1], rtol=1e-6, atol=1e-7)
+    options = {"loss_type": loss_type, "clip_indicator": indicator, "beta": 0.0} | options
+    found, expected = (by(logits, ids, columns, **options) for by in (solve, solve_by_formulas))
+    if device.type in fused.DEVICES:
+        assert found[0].loss.grad_fn.name() == "LogitLossBackward"
+    assert_near(found, expected)
     assert found[1].any()
 
 
-def test_one_kernel_takes_columns_of_any_layout(device, generated_here):
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_type": "dppo_kl"}, {"loss_type": "dro", "dro_beta": 0.3}, {"loss_type": "cispo", "ratio_min": 0.1}],
+)
+def test_others_run_their_formulas(options, device, kernel):
+    logits, ids, columns = problem(device=device)
+    found, expected = (by(logits, ids, columns, **options) for by in (solve, solve_by_formulas))
+    assert torch.equal(found[0].loss, expected[0].loss)
+    assert torch.equal(found[1], expected[1])
+
+
+def test_one_kernel_takes_columns_of_any_layout(device, kernel):
     logits, ids, columns = problem(device=device)
     columns.pop("ref_per_token_logps")
     given = [
@@ -215,18 +233,44 @@ def test_one_kernel_takes_columns_of_any_layout(device, generated_here):
         {k: v for k, v in columns.items() if k != "mask"},
         columns | {"mask": columns["mask"].float(), "advantages": torch.randn(B, T, device=device)},
         columns | {"old_per_token_logps": columns["old_per_token_logps"].T.contiguous().T.bfloat16()},
-    ]
+        columns | {"advantages": torch.tensor([1, -2, 0, 3], device=device)},
+        {k: torch.where(columns["mask"], v, math.nan) if v.shape == (B, T) and k != "mask" else v
+         for k, v in columns.items()},
+    ]  # fmt: skip
     for batch in (*given, {k: v[:1] for k, v in columns.items()}):
         size = len(batch["advantages"])
-        part, part_ids = logits[:size], ids[:size]
-        found = solve(part, part_ids, batch, beta=0.0, clip_indicator="range")
-        expected = solve(part, part_ids, batch, beta=0.0, clip_indicator="range", compiled=False)
-        for mine, theirs in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    assert logit_loss.generated.cache_info().misses == 1
+        options = {"beta": 0.0, "clip_indicator": "range"}
+        found, expected = (by(logits[:size], ids[:size], batch, **options) for by in (solve, solve_by_formulas))
+        assert_near(found, expected)
 
 
-def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
+@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_in_a_row_that_counts(garbage, device, kernel):
+    logits, ids, columns = problem(device=device)
+    logits[0, 0, :] = garbage
+    logits[3, 1, 7] = garbage
+    logits[1, 6] = garbage  # masked
+    found, expected = (by(logits, ids, columns) for by in (solve, solve_by_formulas))
+    assert found[0].loss[0, 0].isnan()
+    assert found[0].loss[1].isfinite().all()
+    assert_near(found, expected)
+
+
+def test_a_whole_batch(device, kernel):
+    logits, ids, columns = problem(device=device)
+    named = {k: v for k, v in columns.items() if k != "mask"}
+    batch = PolicyBatch(completion_mask=columns["mask"], num_items_in_batch=7, **named)
+    for loss_type in ("grpo", "gspo"):
+        found, expected = (grpo_loss_from_logits(logits, ids, **given, loss_type=loss_type, beta=0.1)
+                           for given in ({"advantages": batch}, columns))  # fmt: skip
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    with pytest.raises(TypeError, match="mask, old_per_token_logps must be in the PolicyBatch that grpo_loss_from_log"):
+        grpo_loss_from_logits(logits, ids, batch, columns["mask"], old_per_token_logps=columns["old_per_token_logps"])
+    with pytest.raises(ValueError, match="no option num_items_in_batch"):
+        grpo_loss_from_logits(logits, ids, **columns, num_items_in_batch=7)
+
+
+def test_one_kernel_refuses_what_the_steps_refuse(device, kernel):
     logits, ids, columns = problem(device=device)
     outside = ids.clone()
     outside[0, 0] = V
@@ -246,40 +290,31 @@ def test_one_kernel_refuses_what_the_steps_refuse(device, generated_here):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("loss_type", ["grpo", "dppo_kl"])
 @pytest.mark.parametrize("fixed_shape", [True, False])
-def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(dtype, compiled, fixed_shape, device, generated_here):
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary_size(dtype, loss_type, fixed_shape, device, kernel):
     logits, ids, columns = problem(device=device)
     logits = torch.cat([logits] * 600, -1) if dtype == torch.int16 else torch.cat([logits] * 2, -1)
-    options = {"compiled": compiled, "fixed_shape": fixed_shape}
-    ids = ids.clamp(max=127)
+    ids, options = ids.clamp(max=127), {"loss_type": loss_type, "fixed_shape": fixed_shape}
     found, expected = (solve(logits, of, columns, **options) for of in (ids.to(dtype), ids))
     assert torch.equal(found[0].loss, expected[0].loss)
     assert torch.equal(found[1], expected[1])
 
 
-@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
-def test_losses_do_not_share_a_limit_of_compilations(device, generated_here):
-    """torch.compile gives a function up after a few; as many losses as there are get a graph each."""
-    logits, ids, columns = problem(device=device)
-    for step in range(3):
-        options = {"epsilon_high": 0.05 * step}
-        found = solve(logits, ids, columns, **options)[0].loss
-        torch.testing.assert_close(found, solve(logits, ids, columns, compiled=False, **options)[0].loss)
-    assert logit_loss.generated.cache_info().misses == 3
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_errors_speak_of_the_callers_arguments(compiled, device, generated_here):
+@pytest.mark.parametrize("loss_type", ["grpo", "dppo_kl"])
+def test_errors_speak_of_the_callers_arguments(loss_type, device, kernel):
     logits, ids = torch.randn(3, 5, 40, device=device), torch.zeros(3, 5, dtype=torch.long, device=device)
-    advantages = torch.ones(3, device=device)
+    advantages, mask = torch.ones(3, device=device), torch.full((3, 5), 0.5, device=device)
     with pytest.raises(ValueError, match="selected_token_ids must be token ids"):
-        grpo_loss_from_logits(logits, ids + 40, advantages, compiled=compiled)
+        grpo_loss_from_logits(logits, ids + 40, advantages, loss_type=loss_type)
     with pytest.raises(ValueError, match="mask must be 0 or 1"):
-        grpo_loss_from_logits(logits, ids, advantages, torch.full((3, 5), 0.5, device=device), compiled=compiled)
-    for name in ("in_place", "fixed_shape", "compiled"):
+        grpo_loss_from_logits(logits, ids, advantages, mask, loss_type=loss_type)
+    for name in ("in_place", "fixed_shape"):
         with pytest.raises(TypeError, match=name):
-            grpo_loss_from_logits(logits, ids, advantages, **{"compiled": compiled, name: 1})
+            grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, **{name: 1})
+    for compiled in (True, False):
+        with pytest.raises(TypeError, match="compiled was removed: one kernel always"):
+            grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, compiled=compiled)
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
