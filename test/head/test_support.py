@@ -32,16 +32,21 @@ def interpreted():
     """Triton's kernels on CPU, with segments in pieces that are short enough for a test to have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "kernels_for", lambda device: support_triton)
-        for name in ("FEW_SEGMENTS", "MANY_SEGMENTS"):
+        for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
             patch.setattr(support_triton, name, getattr(support_triton, name)._replace(piece=8))
         yield
 
 
-@pytest.fixture(params=["cpu", pytest.param("triton", marks=ONLY_WITHOUT_GPU), pytest.param("cuda", marks=NEEDS_GPU)])
-def place(request):
-    """A device, with the kernels that run there; "triton" is Triton's interpreter."""
-    if request.param != "triton":
-        yield torch.device(request.param)
+PLACES = ["cpu", "cpu tiles", pytest.param("triton", marks=ONLY_WITHOUT_GPU)]
+
+
+@pytest.fixture(params=[*PLACES, *(pytest.param(name, marks=NEEDS_GPU) for name in ("cuda", "cuda tiles"))])
+def place(request, monkeypatch):
+    """A device, with the kernels that run there: "triton" is Triton's interpreter. With "tiles" products are whole."""
+    kind, *tiles = request.param.split()
+    monkeypatch.setattr(engine, "DENSE_SHARE", -1.0 if tiles else math.inf)
+    if kind != "triton":
+        yield torch.device(kind)
         return
     with interpreted():
         yield torch.device("cpu")
@@ -191,7 +196,9 @@ def test_a_single_id_leaves_nothing(place):
     """Whatever its row of the weight and the gradient from above hold; a missing target is no single id."""
     case = case_of([[4], [5, 5], [6], [7, 8]], place)
     leaves = case.x.leaves()
-    leaves.weight.data[4:7] = leaves.hidden.data[:3] = math.nan
+    leaves.hidden.data[:3] = math.nan
+    if engine.DENSE_SHARE > 0:  # whole products read the whole weight
+        leaves.weight.data[4:7] = math.nan
     found = call(leaves, support=case.support, entropy=True, extras=("log_sum_sq_probs", "is_top1"))
     for values in (found.logps, found.entropy, found.log_sum_sq_probs):
         assert (values[:3] == 0).all()

@@ -97,16 +97,16 @@ def test_sums_of_segments(shape, dtype, add):
     indices[coefficients == 0] = -1  # which nothing may read
     table = torch.randn(6, H, device=DEVICE)
     outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
-    support.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
+    support.segment_sums(segments, coefficients, indices, table, outs[0], by_id=False, add=add)
     for out in outs[1:]:
         launch = support_triton.Launch(*shape)
-        support_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
+        support_triton.segment_sums(segments, coefficients, indices, table, out, by_id=False, add=add, launch=launch)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
     assert torch.equal(outs[1], outs[2])
 
 
 def test_sums_of_pieces_fit_their_memory():
     for positions, columns in ((1, 1), (71_000, 4096), (4_200_000, 4096), (10**9, 16384), (100, 2**24)):
-        piece = support_triton.piece_of(positions, columns, support_triton.FEW_SEGMENTS)
+        piece = support_triton.piece_of(positions, columns, support_triton.BY_TOKEN)
         pieces = -(-positions // piece)
         assert pieces == 1 or pieces * columns * 4 <= support_triton.PARTIAL_BYTES

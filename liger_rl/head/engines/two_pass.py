@@ -5,6 +5,7 @@ the tiles of the others and turns each into its two products at once. Vocabulary
 so that a tile of the weight is read, and under autocast converted, once.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -131,7 +132,18 @@ def _made_up(rows: Head, multiple: int) -> Head:
     return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
 
 
-def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs: Needs) -> Gradients:
+# (first vocabulary entry, last, first row, last) -> dL/dx of a tile in the compute dtype
+TileGradient = Callable[[int, int, int, int], Tensor]
+
+
+def gradients(
+    rows: Head,
+    options: EngineOptions,
+    tokens: TokenGradients,
+    needs: Needs,
+    *,
+    known: TileGradient | None = None,  # in place of recomputed tiles
+) -> Gradients:
     """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
     weight.
 
@@ -163,6 +175,8 @@ def gradients(rows: Head, options: EngineOptions, tokens: TokenGradients, needs:
         grad_low = torch.empty_like(low_rank.weight) if needs[4] else None
 
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
+        if known is not None:
+            return known(first, first + weight_tile.shape[0], start, stop)
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
         if epilogue is not None:
