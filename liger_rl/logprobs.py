@@ -59,7 +59,7 @@ def linear_logprobs(
             once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
         support: the ids that each token's sampler could have drawn. Everything is then over these ids alone, at a cost
             that follows their number: the product with the whole vocabulary is not made. Not with a grad_tolerance,
-            batch_invariant or max_extra_bytes, nor under torch.compile. See docs/support.md.
+            batch_invariant or max_extra_bytes. See docs/support.md.
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and

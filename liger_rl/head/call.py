@@ -115,8 +115,6 @@ class HeadCall:
         options = self.options
         if not isinstance(support, Support):
             raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
-        if torch.compiler.is_compiling():
-            raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
         if options.grad_tolerance != 0.0:
             raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
         if options.batch_invariant:

@@ -72,7 +72,7 @@ OPTIONS = (
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
 
-def _taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
+def taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
     hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
     selection = TokenSelection(live.numel(), mask=live)
     head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
@@ -129,7 +129,7 @@ def _engine(bounded: bool) -> ModuleType:
 
 def _fold(*arguments: Any) -> list[Tensor]:
     *given, bounded = arguments
-    head, options = _taken_apart(given)
+    head, options = taken_apart(given)
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
         live = live_tokens(head.targets, head.live.mask, vocab, "weight", targets_name=name)().selection
@@ -161,7 +161,7 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
 
 def _fake_fold(*arguments: Any) -> list[Tensor]:
     *given, bounded = arguments
-    head, options = _taken_apart(given)
+    head, options = taken_apart(given)
     return Outputs.empty(head.hidden, head.weight, options, bounded=bounded).flat()
 
 
@@ -169,7 +169,7 @@ def _grad(
     grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
     *given, bounded = arguments
-    head, options = _taken_apart(given)
+    head, options = taken_apart(given)
     out = Outputs.named(outputs, options, bounded=bounded)
     # Zero where no token counts: those are then dropped with the other tokens that have no gradient, by one sync.
     grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy)]
@@ -186,10 +186,10 @@ def _grad(
 def _fake_grad(
     grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    return _contiguous_like(arguments[:DIFFERENTIABLE], needs)
+    return contiguous_like(arguments[:DIFFERENTIABLE], needs)
 
 
-def _contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+def contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     return [
         torch.empty(part.shape, dtype=part.dtype, device=part.device)
         for part, needed in zip(inputs, needs, strict=True)
@@ -251,7 +251,7 @@ def _way(flat: OpOptions, *, bounded: bool) -> Way:
 
 
 def _in_graph(*arguments: Any) -> list[Tensor]:
-    head, flat = _taken_apart(arguments)
+    head, flat = taken_apart(arguments)
     options = flat.resolved()
     way = _way(flat, bounded=engine_of(head, options) is block_sparse)
     return [part for part in linear_values(head, options, way) if part is not None]
@@ -262,23 +262,16 @@ _LIBRARY.define(f"linear_values({TENSORS}, {OPTIONS}) -> Tensor[]")
 _LIBRARY.impl("linear_values", _in_graph, "CompositeImplicitAutograd")
 
 
-def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
-    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
-
-    The others get 0, or with `fixed_shape` what means nothing.
-
-    Raises:
-        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
-    """
+def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
+    """In the order of OpOptions, a call of which torch 2.8 does not trace."""
     transform = options.transform
     assert not transform.per_token  # refused where the call is checked
-    extras = [name for name in EXTRAS if name in options.extras]
-    flat = (
+    return (
         transform.temperature,
         transform.softcap,
         transform.scale,
         options.entropy,
-        ",".join(extras),
+        ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
         options.chunk_tokens,
         options.chunk_vocab,
@@ -288,9 +281,20 @@ def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple
         options.kernels_fit,
         targets_name,
     )
+
+
+def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
+    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
+
+    The others get 0, or with `fixed_shape` what means nothing.
+
+    Raises:
+        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
+    """
+    flat = flat_options(options, targets_name)
     found = iter(torch.ops.liger_rl.linear_values(*head.differentiable, head.targets, head.live.mask, *flat))
     logps, entropy = next(found), next(found) if options.entropy else None
-    return logps, entropy, *(next(found) if name in extras else None for name in EXTRAS)
+    return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS)
 
 
 @torch.library.custom_op("liger_rl::low_rank_inputs_forward", mutates_args=())
@@ -313,7 +317,7 @@ def _inputs_backward(
 
 @_inputs_backward.register_fake
 def _(grad, hidden, a, live, dtype, needs):
-    return _contiguous_like((hidden, a), needs)
+    return contiguous_like((hidden, a), needs)
 
 
 def _inputs_in_graph(hidden: Tensor, a: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:

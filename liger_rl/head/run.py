@@ -10,11 +10,12 @@ from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import localized
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
-from liger_rl.head.engines.support import support_slots
+from liger_rl.head.engines.support import empty_rows, support_slots
 from liger_rl.head.function import linear_values
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support
+from liger_rl.head.support_operator import support_op
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 
@@ -76,18 +77,18 @@ def _over_support(
     """Over each token's own ids; that of a token that lists none is the whole vocabulary."""
     flat, n = ids.view(-1), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
+    shape = call.targets.shape
+    if torch.compiler.is_compiling():
+        head = _head(call, flat, _masked(call, ids, vocab), shard)
+        found = support_op(head, options, support, targets_name=call.targets_name)
+        return LogProbs._make([None if part is None else part.view(shape) for part in found])
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
     slots, empty = support_slots(support, flat, mask, call.weight, options, shard), 0
     if not options.fixed_shape:
         _, numbers = _asked(call, ids, vocab, slots.numbers)()
         empty = support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
-    full = None
-    if empty:
-        # A sort, because `nonzero` would wait for a number that is known.
-        full = torch.argsort(slots.full.logical_not(), stable=True)[:empty]
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    values = linear_values(head._replace(slots=slots, full=full), options)
-    shape = call.targets.shape
+    values = linear_values(head._replace(slots=slots, full=empty_rows(slots, empty)), options)
     return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
 
 

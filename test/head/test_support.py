@@ -15,7 +15,7 @@ import oracles
 from devices import NEEDS_GPU
 from head_calls import EXTRAS, SCALING, Problem, call, functional, problem
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, linear_logprobs, ppo_loss_fn
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, ppo_loss_fn
 from liger_rl.head.engines import support as engine
 from liger_rl.kernels import support_triton
 from liger_rl.policy.objectives import PPOClip
@@ -554,15 +554,30 @@ def test_what_does_not_go_with_a_support(options, message, monkeypatch):
             call(case.x, **given, **options)
 
 
-def test_a_graph_of_the_compiler_holds_no_support():
-    case = case_of(rows_of([2, 3]))
-    listed = case.support
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+@pytest.mark.parametrize("rank", [0, 3], ids=["plain", "low rank"])
+def test_in_a_graph_of_the_compiler(fixed, rank, place):
+    """With the values and gradients of eager mode; what is wrong with a support raises when the graph runs."""
+    rows = rows_of([1, 2, 7, 30, V, 5 if fixed else 0])
+    case = case_of(rows, place, rank=rank)._replace(rules={"may_be_empty": not fixed})
+    support, options = case.support, {"entropy": True, "extras": ("mean_logits", "is_top1"), "fixed_shape": fixed}
 
-    def logps(hidden: Tensor) -> Tensor:
-        return linear_logprobs(hidden, case.x.weight, case.x.targets, support=listed).logps
+    def solved(function) -> list[Tensor]:
+        leaves = case.x.leaves()
+        loss, *others = function(leaves)
+        loss.backward()
+        return [loss.detach(), *others, *(grad for grad in leaves.grads().values() if grad is not None)]
 
-    # Torch 2.8 names the exception, and not its message.
-    refusal = r"under torch\.compile|raised exception ExceptionVariable\(<class 'ValueError'>\)"
-    with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match=refusal):
-        torch.compile(logps, backend="eager", fullgraph=True)(case.x.hidden)
+    def head(leaves):
+        found = call(leaves, support=support, **options)
+        loss = (found.logps * slopes).sum() + found.entropy.square().sum()
+        return loss, found.missing_target, found.mean_logits, found.is_top1
+
+    slopes = torch.randn(len(rows), device=place)
     torch._dynamo.reset()
+    for mine, other in zip(solved(torch.compile(head, fullgraph=True, backend="aot_eager")), solved(head), strict=True):
+        torch.testing.assert_close(mine, other)
+    if not fixed:
+        support = Support(support.token_ids + 1, support.offsets)
+        with pytest.raises(ValueError, match=r"token_ids must be token ids in \[0, 60\)"):
+            solved(torch.compile(head, fullgraph=True, backend="aot_eager"))

@@ -88,6 +88,12 @@ def support_slots(
     )
 
 
+def empty_rows(slots: Slots, count: int) -> Tensor | None:
+    """Index of the tokens that count and whose row is empty, of which there are so many; None for none."""
+    # A sort, because `nonzero` would wait for a number that is known.
+    return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None
+
+
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
     """Statistics of all N tokens; `head.targets` are ids of the whole vocabulary.
 

@@ -1,0 +1,149 @@
+"""The support engine as operators in a graph of torch.compile, as `liger_rl.head.operator` has the other engines.
+
+What is wrong with the values of a support raises when the operator runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.engines import support as engine
+from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.function import Way, linear_values, token_gradients
+from liger_rl.head.operator import OPTIONS, TENSOR_COUNT, TENSORS, OpOptions, contiguous_like, flat_options, taken_apart
+from liger_rl.head.options import EngineOptions
+from liger_rl.head.support import Support
+from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import EXTRAS, TokenStatistics
+from liger_rl.kernels.support import COUNTED
+
+LISTED = "Tensor token_ids, Tensor offsets, str missing_target, bool may_be_empty"
+LISTED_COUNT = 4
+
+
+def _apart(arguments: tuple[Any, ...]) -> tuple[Head, OpOptions, Support]:
+    head, flat = taken_apart(arguments[:-LISTED_COUNT])
+    token_ids, offsets, missing_target, may_be_empty = arguments[-LISTED_COUNT:]
+    return head, flat, Support(token_ids, offsets, missing_target, may_be_empty)
+
+
+def _parts(options: OpOptions) -> list[bool]:
+    """Which parts of TokenStatistics leave the operator."""
+    return [True, True, options.entropy, *(name in options.extras.split(",") for name in EXTRAS)]
+
+
+def _fold(*arguments: Any) -> list[Tensor]:
+    head, flat, listed = _apart(arguments)
+    options, vocab, name = flat.resolved(), head.weight.shape[0], flat.targets_name
+    with gemm.without_autocast(head.hidden.device):
+        slots, empty = engine.support_slots(listed, head.targets, head.live.mask, head.weight, options), 0
+        if not options.fixed_shape:
+            asked = live_tokens(
+                head.targets, head.live.mask, vocab, "weight", counts=[slots.numbers], targets_name=name
+            )
+            empty = listed.check_values(asked().counts, vocab=vocab, targets_name=name)
+        head = head._replace(slots=slots, full=engine.empty_rows(slots, empty))
+        statistics, saved = engine.forward(head, options)
+    return [part for part in (*statistics[:6], *saved) if part is not None]
+
+
+def _fake_fold(*arguments: Any) -> list[Tensor]:
+    head, flat, listed = _apart(arguments)
+    n, device = head.targets.shape[0], head.hidden.device
+    slots = listed.token_ids.shape[0] + n
+
+    def made(size: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    dtypes = (*[torch.float32] * 5, torch.bool)
+    statistics = [made(n, dtype) for dtype, wanted in zip(dtypes, _parts(flat), strict=True) if wanted]
+    counted = (made(slots, torch.int32), made(slots, torch.int32), made(n + 1, torch.int64), made(n, torch.uint8))
+    return [*statistics, *counted, made(n, torch.bool), made(COUNTED, torch.int64), made(slots)]
+
+
+def _grad(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    head, flat, listed = _apart(arguments)
+    found = iter(outputs)
+    statistics = TokenStatistics(next(found), next(found), next(found) if flat.entropy else None)
+    saved = engine.Saved(*found)
+    slots = saved.slots(head)
+    if listed.may_be_empty:
+        head = head._replace(full=engine.empty_rows(slots, int(slots.full.sum())))
+    grads = grad_logps, grad_entropy
+    gradients = token_gradients(engine, head, flat.resolved(), statistics, saved, grads, tuple(needs))
+    return [part.contiguous() for part in gradients if part is not None]
+
+
+def _fake_grad(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    return contiguous_like(arguments[: len(needs)], needs)
+
+
+def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
+    schema = f"{TENSORS}, {OPTIONS}, {LISTED}) -> Tensor[]"
+    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
+    forward = torch.library.custom_op(f"liger_rl::{name}", _fold, mutates_args=(), schema=f"({schema}", **options)
+    backward = torch.library.custom_op(
+        f"liger_rl::{name}_backward", _grad, mutates_args=(), schema=f"({grads}, {schema}", **options
+    )
+    forward.register_fake(_fake_fold)
+    backward.register_fake(_fake_grad)
+    return forward, backward
+
+
+waiting, waiting_backward = _registered("support_logprobs", **WAITING_OPERATOR)
+never_waiting, never_waiting_backward = _registered("support_logprobs_fixed_shape")
+
+
+def _in_graph(*arguments: Any) -> list[Tensor]:
+    head, flat, _ = _apart(arguments)
+    rest = arguments[TENSOR_COUNT:]
+    forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
+    missing: list[Tensor] = []
+
+    def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor, ...]]:
+        found = iter(forward(*head.differentiable, head.targets, head.live.mask, *rest))
+        parts = [next(found) if wanted else None for wanted in _parts(flat)]
+        saved = engine.Saved(*found)
+        missing.append(saved.missing)
+        return TokenStatistics(*parts), saved  # type: ignore[arg-type]
+
+    def gradients(
+        head: Head,
+        options: EngineOptions,
+        statistics: TokenStatistics,
+        saved: tuple[Tensor | None, ...] | None,
+        grads: tuple[Tensor | None, Tensor | None],
+        needs: Needs,
+    ) -> Gradients:
+        if grads == (None, None):
+            return Gradients()
+        outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
+        tensors = *head.differentiable, head.targets, head.live.mask
+        found = iter(backward(*grads, outputs, list(needs), *tensors, *rest))
+        wanted = zip(head.differentiable, needs, strict=True)
+        return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
+
+    values = linear_values(head, flat.resolved(), Way(fold, gradients))
+    return [part for part in (*values, missing[0].clone()) if part is not None]
+
+
+_LIBRARY = torch.library.Library("liger_rl", "FRAGMENT")
+_LIBRARY.define(f"support_values({TENSORS}, {OPTIONS}, {LISTED}) -> Tensor[]")
+_LIBRARY.impl("support_values", _in_graph, "CompositeImplicitAutograd")
+
+
+def support_op(head: Head, options: EngineOptions, listed: Support, *, targets_name: str) -> tuple[Any, ...]:
+    """(logps, entropy, *EXTRAS, missing_target) of all N tokens; `head.live` has the mask of those that count."""
+    flat = flat_options(options, targets_name)
+    rest = listed.token_ids, listed.offsets, listed.missing_target, listed.may_be_empty
+    tensors = *head.differentiable, head.targets, head.live.mask
+    found = iter(torch.ops.liger_rl.support_values(*tensors, *flat, *rest))
+    logps, entropy = next(found), next(found) if options.entropy else None
+    return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS), next(found)
