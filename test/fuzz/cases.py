@@ -171,6 +171,8 @@ class HeadCase(Shown):
 
     @property
     def compute(self) -> torch.dtype:
+        if self.support is not None and not self.support["may_be_empty"]:
+            return F32  # listed ids are multiplied as they are
         return self.compute_dtype or self.autocast or self.hidden.dtype
 
 
@@ -249,11 +251,11 @@ def tiles(draw, options: dict) -> dict:
 def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
     options, vocab, targets = case.options, case.weight.shape[0], case.targets.reshape(-1).long()
-    # Listed ids are multiplied as they are, the others of an empty row in the compute dtype.
-    one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
-    if one(draw, False, False, True) or not one_dtype or {"batch_invariant", "spare_bytes"} & options.keys():
+    if one(draw, False, False, True) or {"batch_invariant", "spare_bytes"} & options.keys():
         return None
-    n, empty = targets.numel(), one(draw, False, True) and "fixed_shape" not in options
+    # The products of an empty row are rounded to the compute dtype; for the oracle all rows' are.
+    one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
+    n, empty = targets.numel(), one(draw, False, True) and one_dtype and "fixed_shape" not in options
     sizes = numbers.below(one(draw, 2, 4, 12, 60), (n,))
     sizes = torch.where(numbers.share((n,), one(draw, 0.0, 0.5, 1.0)), 1, sizes)
     sizes = sizes if empty else sizes.clamp(min=1)

@@ -1,7 +1,7 @@
 """Log-probabilities over the ids that each token lists, beside full logits in float64 that are -1e30 elsewhere."""
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -140,10 +140,6 @@ def same(found: Result, expected: Result) -> None:
             assert (part is None and mine[name] is None) or torch.equal(mine[name], part), name
 
 
-def equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.nan_to_num(12345.0), second.nan_to_num(12345.0))
-
-
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
@@ -159,7 +155,7 @@ def equal(first: Tensor, second: Tensor) -> bool:
 )
 def test_rows_of_every_kind(transform, dtype, more, place):
     """Sizes, repeated ids, missing targets, empty rows; masked tokens whose hidden states and rows are garbage."""
-    large, vocab = (300, 320) if engine.kernels_for(place) is not support_triton or CUDA else (30, V)
+    large, vocab = (300, 320) if engine.kernels_for(place) is not support_triton or CUDA else (18, 40)
     rows = [*rows_of([1, 2, 7, large, vocab, 0, 5, 4], vocab), [7, 9, 7, 9, 9, 3], [8] * 9, [5, 5, 6], [], [2, 4]]
     rows += rows_of([large, 3], vocab)
     mask = torch.ones(3, 5)
@@ -336,11 +332,8 @@ def test_the_loss_and_its_metric(place):
     # Token 4 has no advantage, so it is not looked at, and neither in the sum nor in the count.
     metric = result.metrics["missing_target"]
     assert (float(metric.value), float(metric.count)) == (0.25, 4.0)
-    for passes, metrics, names in (("two", "none", set()), ("auto", "loss", {"missing_target"})):
-        module = FusedLinearGRPOLoss("dapo", passes=passes, metrics=metrics)
-        result = module(found.hidden, found.weight, found.targets, mask=case.mask, **columns, **given)
-        assert "missing_target" in result.metrics or not names
-        assert metrics != "none" or not result.metrics
+    module = FusedLinearGRPOLoss("dapo", metrics="none")
+    assert not module(found.hidden, found.weight, found.targets, mask=case.mask, **columns, **given).metrics
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -369,10 +362,9 @@ def test_reads_of_the_host(rows, fixed_shape, device):
     def backward() -> None:
         torch.autograd.backward([out[0].logps, out[0].entropy], [torch.ones(4, device=device)] * 2)
 
-    with interpreted() if device.type == "cpu" else contextmanager(lambda: iter([None]))():
+    with interpreted() if device.type == "cpu" else nullcontext():
         read, in_backward = reads_of(forward, device), reads_of(backward, device)
-    selected = ["nonzero"] if device.type == "cpu" else []  # how the CPU's kernel finds the tokens that count
-    assert len(read) == 0 if fixed_shape else sorted(read) == sorted([*selected, "tolist"]) or len(read) == 1, read
+    assert len(read) == (not fixed_shape), read
     assert len(in_backward) == (0 in rows), in_backward
 
 

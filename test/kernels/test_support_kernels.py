@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import oracles
 from liger_rl import LogitTransform
 from liger_rl.kernels import support, support_triton
 from liger_rl.kernels.statistics import EXTRAS, TokenGradients
@@ -81,6 +82,31 @@ def test_logits_fold_and_gradients(transform, shape):
         )
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
         assert (mine[~there] == 0).all()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS[1:])
+def test_temperatures_of_tokens(transform):
+    """The kernels of plain PyTorch beside float64; no caller above them has such temperatures."""
+    slots = slots_of(support)
+    n, wanted, token = slots.kinds.numel(), slots.ids < V, slots.tokens.long()
+    hidden, weight, bias = torch.randn(n, H, device=DEVICE), torch.randn(V, H, device=DEVICE), torch.randn(V).to(DEVICE)
+    temperatures = (0.5 + torch.rand(n)).to(DEVICE)
+    z = support.dots(support.Factors(hidden, weight, bias), slots, transform, temperatures)
+    x = oracles.linear_logits(hidden, weight, bias)[token, slots.ids.clamp(max=V - 1).long()].requires_grad_()
+    capped = oracles.transformed(x, softcap=transform.softcap, scale=transform.scale) / temperatures.double()[token]
+    torch.testing.assert_close(z[wanted].double(), capped[wanted], rtol=1e-5, atol=1e-5)
+    targets = slots.ids[slots.starts[:-1]].long()
+    statistics, _ = support.statistics(z, slots, targets, entropy=True, extras=())
+    g, e = torch.randn(2, n, device=DEVICE)
+    tokens = TokenGradients.of(statistics, g, e)
+    found = support.slot_gradients(z, slots, tokens, transform, temperatures)
+    total = 0.0
+    for t in (slots.kinds == support.SEVERAL).nonzero().flatten().tolist():
+        own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))
+        log_p = capped[own][wanted[own]].log_softmax(0)
+        total = total + g[t] * log_p[0] - e[t] * (log_p.exp() * log_p).sum()
+    (expected,) = torch.autograd.grad(total, x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 2048, 4, 16, 1), (2, 16, 2, 8, 3), (4, 32, 1, 1, 4)])
