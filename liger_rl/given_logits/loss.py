@@ -52,8 +52,7 @@ class LogitLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.raise_if_outside = options, raise_if_outside
         statistics = fold_rows(logits, ids, mask, options)
-        # +inf where the token does not count, and nowhere else: what is infinite or NaN in a row that counts gives -inf
-        # or NaN.
+        # +inf where the token does not count, and nowhere else: a row with an infinity or NaN gives -inf or NaN.
         counted = (statistics.lse != math.inf).view(ids.shape)
         prepared = prepared._replace(batch=replace(prepared.batch, mask=counted))
         found = kernel.launch_per_token(prepared, statistics.logps, indicator)

@@ -1,8 +1,8 @@
 """The policy loss of a batch of log-probabilities, in one launch where a kernel knows its formula.
 
 On a GPU the formulas of `liger_rl.policy` are dozens of small launches each way. The published losses in which each
-token's gradient depends on that token alone have a kernel that makes the loss, its derivative and the metrics' sums.
-Every other loss runs its formulas.
+token's gradient depends on that token alone have a kernel that makes the loss, its derivative and the metrics' sums, or
+what is wanted of each token. Every other loss runs its formulas.
 """
 
 from types import ModuleType
@@ -87,16 +87,14 @@ def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
 
 def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
     """`kernel_of` the terms and batch, for these log-probabilities and the weights."""
-    weights = prepared.weights
-    if not isinstance(weights, Tensor) or weights.requires_grad:
+    kernel, weights = kernel_of(prepared.terms, prepared.batch), prepared.weights
+    if kernel is None or not isinstance(weights, Tensor) or weights.requires_grad:
         return None
     if weights.shape != prepared.batch.mask.shape or weights.device != logps.device:
         return None
     if any(tensor.dtype != torch.float32 or type(tensor) is not Tensor for tensor in (logps, weights)):
         return None
-    if sums and prepared.terms.metrics not in ("none", "loss"):
-        return None
-    return kernel_of(prepared.terms, prepared.batch)
+    return None if sums and prepared.terms.metrics not in ("none", "loss") else kernel
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:

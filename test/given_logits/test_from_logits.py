@@ -75,7 +75,7 @@ def test_equals_log_probs_and_policy_loss(loss_type, dtype, device):
     assert (grad[:, :-1][~columns["mask"]] == 0).all()
 
 
-def test_layouts_agree(device):
+def test_layouts_agree(device, kernel):
     logits, ids, columns = problem(device=device)
     extra, extra_grad = solve(logits, ids, columns)
     plain, plain_grad = solve(logits[:, :-1].contiguous(), ids, columns)
@@ -89,7 +89,7 @@ def test_layouts_agree(device):
     assert torch.equal(plain_grad.flatten(), packed_grad.flatten())
 
 
-def test_in_place_and_buffer_give_the_same_gradient(device):
+def test_in_place_and_buffer_give_the_same_gradient(device, kernel):
     logits, ids, columns = problem(torch.bfloat16, device)
     _, expected = solve(logits, ids, columns)
     _, in_place = solve(logits, ids, columns, in_place=True)
@@ -111,7 +111,7 @@ def test_in_place_and_buffer_give_the_same_gradient(device):
     assert torch.equal(result.loss, single.loss)
 
 
-def test_clip_indicators(device):
+def test_clip_indicators(device, kernel):
     logits, ids, columns = problem(device=device)
     found = {
         name: solve(logits, ids, columns, clip_indicator=name)[0].is_clipped for name in ("active", "range", "helion")
