@@ -245,6 +245,19 @@ class Support:
                 raise ValueError(f"token_ids must be token ids {expected}, got {least if least < 0 else most}")
 
 
+def check_usable(support: Any, *, fixed_shape: bool) -> None:
+    """Raise for what is no support, and for what none goes together with."""
+    if not isinstance(support, Support):
+        raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+    if torch.compiler.is_compiling():
+        raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
+    if fixed_shape and support.may_be_empty:
+        raise ValueError(
+            "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
+            "vocabulary, and which rows are empty only the device knows"
+        )
+
+
 def check_missing_target(missing_target: str) -> None:
     if missing_target not in get_args(MissingTarget):
         raise ValueError(f"missing_target must be one of {list(get_args(MissingTarget))}, got {missing_target!r}")

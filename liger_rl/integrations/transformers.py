@@ -361,7 +361,8 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     if fields["aux_loss"] is not None:
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     if shift_labels is None:
-        logps, entropies, missing = (None if part is None else _unshifted(part) for part in (logps, entropies, missing))
+        logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
+        missing = None if missing is None else _unshifted(missing)
     return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, missing_target=missing, **fields)
 
 
