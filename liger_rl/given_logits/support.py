@@ -111,5 +111,5 @@ def _listed(logits: Tensor, slots: Slots) -> Tensor:
 
 
 def _token(slots: Slots) -> Tensor:
-    """(S,) int64 tokens of the slots, inside the call whatever the support holds, which fixed_shape does not look at."""
+    """(S,) int64 tokens of the slots; inside the call even where fixed_shape looks at no value of the support."""
     return slots.tokens.long().clamp(0, slots.kinds.numel() - 1)
