@@ -3,6 +3,8 @@
 A token whose row is empty takes the row kernels, over its whole row of logits.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from liger_rl.head.tokens import counted_tokens, live_tokens
 from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import Slots
+from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
 
 
@@ -60,7 +63,10 @@ class SupportRows(torch.autograd.Function):
     def forward(ctx, logits, targets, slots, full, options):
         ctx.set_materialize_grads(False)
         kernels = kernels_for(logits.device)
-        z = transformed(_listed(logits, slots), None, options.transform)
+        transform, temperatures = _transform(options)
+        z = transformed(_listed(logits, slots), None, transform)
+        if temperatures is not None:
+            z = z / temperatures[_token(slots)]
         statistics, _ = kernels.statistics(z, slots, targets.reshape(-1), entropy=options.entropy, extras=())
         rows = None if full is None else fold_rows(logits, targets, full, options)
         ctx.options, ctx.with_rows = options, rows is not None
@@ -91,13 +97,21 @@ class SupportRows(torch.autograd.Function):
         else:
             out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
         tokens = TokenGradients.of(TokenStatistics(*rest[6:9]), grad_logps.float(), grad_entropy)
-        coefficients = kernels_for(logits.device).slot_gradients(z, slots, tokens, ctx.options.transform, None)
+        coefficients = kernels_for(logits.device).slot_gradients(z, slots, tokens, *_transform(ctx.options))
         # A slot of no logit adds 0 at its token's target. So every sum has one term that is not 0, in any order.
         token = _token(slots)
         target = targets.reshape(-1).clamp(0, slots.rows - 1)[token]
         places = token * slots.rows + torch.where(slots.ids < slots.rows, slots.ids, target)
         out.view(-1).index_add_(0, places, coefficients.to(out.dtype))
         return out, *nothing
+
+
+def _transform(options: LogitRowsOptions) -> tuple[LogitTransform, Tensor | None]:
+    """-> the transform as it is for all tokens, and the temperatures (tokens,) where each has its own."""
+    given = options.transform.temperature
+    if not isinstance(given, Tensor):
+        return options.transform, None
+    return replace(options.transform, temperature=1.0), given.flatten().float()
 
 
 def _listed(logits: Tensor, slots: Slots) -> Tensor:

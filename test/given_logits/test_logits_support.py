@@ -95,6 +95,35 @@ def test_values_and_gradients(kernels, dtype, transform, device):
         assert (values[single] == 0).all()
 
 
+@pytest.mark.skipif(not hasattr(LogitTransform, "per_token"), reason="no temperature for each token yet")
+def test_a_temperature_for_each_token(kernels, device):
+    rows = rows_of([1, 2, 7, 0, 3, 0], 40)
+    targets = torch.tensor([row[0] if row else 3 for row in rows], device=device)
+    logits = 3 * torch.randn(6, 40, device=device)
+    support, g = Support.from_vllm(rows, device=device), torch.randn(2, 6, device=device)
+    temperatures = 0.5 + torch.rand(6, device=device)
+    results = []
+    for each in (False, True):
+        leaf = logits.clone().requires_grad_()
+        if each:
+            transform = LogitTransform(softcap=4.0, temperature=temperatures)
+            found = logits_logprobs(leaf, targets, entropy=True, support=support, transform=transform)
+            values = [found.logps, found.entropy]
+        else:
+            parts = [
+                logits_logprobs(
+                    leaf[t][None], targets[t][None], entropy=True, support=support.take(slice(t, t + 1), batch=6),
+                    transform=LogitTransform(softcap=4.0, temperature=float(temperatures[t])),
+                )
+                for t in range(6)
+            ]  # fmt: skip
+            values = [torch.cat([part[i] for part in parts]) for i in range(2)]
+        (torch.stack(values) * g).sum().backward()
+        results.append([*(value.detach() for value in values), leaf.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("sizes", [[0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [2, 9, 0, 4, 1, 5]], ids=str)
 def test_sliced_logits_of_three_dimensions_and_a_mask(kernels, sizes, device):
     """What is masked may hold anything; a slice is not copied."""
