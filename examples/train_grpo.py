@@ -97,20 +97,24 @@ def warm_start(model, tokenizer, steps: int, batch_size: int) -> None:
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, temperature: float):
-    """-> a batch of prompts with a group of completions each, one sequence a row, and the mean reward."""
+def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, **sampling):
+    """-> a batch of prompts with a group of completions each, one sequence a row; the mean reward; generate's scores.
+
+    `sampling` goes to generate. The scores are None unless it says output_scores.
+    """
     model.eval()
     problems = [problem for problem in (Problem.draw() for _ in range(prompts)) for _ in range(group)]
     batch = encode(tokenizer, [p.prompt for p in problems], model.device)
-    ids = model.generate(
+    output = model.generate(
         **batch,
         max_new_tokens=max_new_tokens,
         do_sample=True,
-        temperature=temperature,
         top_k=0,
-        top_p=1.0,
         pad_token_id=tokenizer.pad_token_id,
+        return_dict_in_generate=True,
+        **sampling,
     )
+    ids = output.sequences
     completions = ids[:, batch.input_ids.shape[1] :]
     # The first end-of-sequence token counts, what generate pads behind it does not.
     ended = (completions == tokenizer.eos_token_id).cumsum(-1)
@@ -128,7 +132,7 @@ def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, temp
         "completion_mask": torch.cat([torch.zeros_like(batch.input_ids), counted], dim=1),
         "advantages": advantages.flatten(),
     }
-    return rollout, rewards.mean().item()
+    return rollout, rewards.mean().item(), output.scores
 
 
 def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float]]:
@@ -140,9 +144,8 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
     history = []
     progress = trange(options.steps, desc="GRPO")
     for _ in progress:
-        batch, reward = sample(
-            model, tokenizer, options.prompts, options.group, options.max_new_tokens, options.temperature
-        )
+        sizes = (options.prompts, options.group, options.max_new_tokens)
+        batch, reward, _ = sample(model, tokenizer, *sizes, temperature=options.temperature, top_p=1.0)
         model.train()
         batch["old_per_token_logps"] = completion_logps(model, batch, loss)
         batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)

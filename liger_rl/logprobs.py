@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabParallel
 from liger_rl.given_logits.function import check_logits, row_logprobs
 from liger_rl.given_logits.rows import LogitRowsOptions
+from liger_rl.given_logits.support import check_support, support_logprobs
 from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.low_rank import LowRank
@@ -108,6 +109,7 @@ def logits_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
+    support: Support | None = None,
     in_place: bool = False,
     grad_buffer: Tensor | None = None,
     fixed_shape: bool = False,
@@ -122,6 +124,8 @@ def logits_logprobs(
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one masks its token.
         mask: shaped like targets, bool or 0/1. Other values raise, but count as 1 with fixed_shape.
         transform, entropy: as in `linear_logprobs`.
+        support: as in `linear_logprobs`. The logits are read, and get a gradient, at the listed ids alone. It does not
+            go together with in_place or grad_buffer, nor with torch.compile.
         in_place: write the gradient over the logits, which saves a tensor of their size; nothing may need them after
             the backward, which then runs only once.
         grad_buffer: shaped like logits, of memory apart from theirs, any of the dtypes above: the gradient is added to
@@ -134,4 +138,7 @@ def logits_logprobs(
         transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer, fixed_shape=fixed_shape
     )
     check_logits(logits, targets, mask, options)
+    if support is not None:
+        check_support(support, targets, options)
+        return support_logprobs(logits, targets, mask, support, options)
     return row_logprobs(logits, targets, mask, options)

@@ -152,6 +152,56 @@ class Support:
         """N, rows."""
         return self.offsets.numel() - 1
 
+    def to(self, device: torch.device | str | int) -> "Support":
+        """The same on another device."""
+        return replace(self, token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+
+    def take(self, sequences: slice | Tensor, *, batch: int) -> "Support":
+        """The rows of some of `batch` sequences of equal length, such as those of a micro-batch.
+
+        On CPU nothing waits. On another device the host waits once, for the number of ids. So keep the support of many
+        micro-batches on CPU: the fused call of a swapped model, and with it `policy_step`, brings a part to its device.
+
+        Args:
+            sequences: a slice of the (B, T) call's sequences, an index (b,) of them in any order, or a mask (B,) bool.
+            batch: B.
+        """
+        check_count("batch", batch, least=1)
+        if self.tokens % batch != 0:
+            raise ValueError(f"batch must divide the {self.tokens} rows of the support, got {batch}")
+        device = self.offsets.device
+        if isinstance(sequences, Tensor):
+            sequences = sequences.to(device)
+        elif not isinstance(sequences, slice):
+            raise TypeError(f"sequences must be a slice or a tensor, got {type(sequences).__name__}")
+        rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
+        offsets = _offsets(self.offsets.diff()[rows])
+        moved = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
+        places = torch.arange(moved.numel(), device=device) + moved
+        return replace(self, token_ids=self.token_ids[places], offsets=offsets)
+
+    def placed(self, mask: Tensor) -> "Support":
+        """Its rows at the True positions of `mask`, in order, and empty rows elsewhere; waits for nothing.
+
+        For what covers sampled tokens alone, where the call also has prompts and padding.
+
+        Args:
+            mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. A number that is too small or too
+                large raises on CPU, and mostly where the support is used on other devices.
+        """
+        if check_dense("mask", mask).dtype != torch.bool:
+            raise TypeError(f"mask must be bool, got {mask.dtype}")
+        check_device("mask", mask, self.token_ids, "token_ids")
+        flat, counts = mask.reshape(-1), self.offsets.diff()
+        if flat.device.type == "cpu" and int(flat.sum()) != self.tokens:
+            raise ValueError(
+                f"mask must be True at {self.tokens} tokens, the rows of the support, got {int(flat.sum())}"
+            )
+        if self.tokens == 0:
+            return replace(self, offsets=self.offsets.new_zeros(flat.numel() + 1))
+        place = (flat.cumsum(0) - 1).clamp(0, self.tokens - 1)
+        return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
+
     def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
         """Raise for what can be seen without reading a value: another number of tokens, another device."""
         if self.tokens != targets.numel():
@@ -195,6 +245,19 @@ class Support:
             if least < 0 or (vocab is not None and most >= vocab):
                 expected = "at least 0" if vocab is None else f"in [0, {vocab}) from weight"
                 raise ValueError(f"token_ids must be token ids {expected}, got {least if least < 0 else most}")
+
+
+def check_usable(support: Any, *, fixed_shape: bool) -> None:
+    """Raise for what is no support, and for what none goes together with."""
+    if not isinstance(support, Support):
+        raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+    if torch.compiler.is_compiling():
+        raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
+    if fixed_shape and support.may_be_empty:
+        raise ValueError(
+            "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
+            "vocabulary, and which rows are empty only the device knows"
+        )
 
 
 def check_missing_target(missing_target: str) -> None:

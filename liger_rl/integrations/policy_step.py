@@ -47,6 +47,9 @@ def policy_step(
     """The policy loss of one (micro-)batch, from token ids. Only positions that predict a completion token are
     projected on the vocabulary.
 
+    With a support, log-probabilities and entropies are over the listed ids alone, and the share of completion tokens
+    whose own id was not listed is the metric `missing_target`. `Support.take` gives a micro-batch its rows.
+
     Args:
         model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
             (`swap_lm_head`); or anything that wraps one whose head has been swapped before (DDP, torch.compile).
@@ -54,8 +57,10 @@ def policy_step(
             input_ids (B, T) integers, prompt and completion; completion_mask (B, T) bool or 0/1, the sampled tokens
             that count (never the first of a row, which nothing predicts); advantages (B,) or (B, T); if wanted
             old_per_token_logps, ref_per_token_logps, sampling_per_token_logps (B, T), importance_ratio (B,) or (B, T),
-            num_items_in_batch, num_sequences, as in `PolicyBatch`; and what else the model's forward takes by name:
-            attention_mask, position_ids, pixel_values, ... For a packed row, B = 1, with position_ids and `segments`.
+            num_items_in_batch, num_sequences, as in `PolicyBatch`; support, a `Support` of B T rows in the order of
+            input_ids, whose row of a completion token holds the ids from which it was drawn; and what else the model's
+            forward takes by name: attention_mask, position_ids, pixel_values, ... For a packed row, B = 1, with
+            position_ids and `segments`.
         loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
         model_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
 
@@ -84,6 +89,8 @@ def policy_step(
     entropy = None if output.entropy is None else _aligned(output.entropy, ids)
     prepared = loss.terms.prepared(given, torch.float32)
     total, metrics = evaluate(prepared, logps.reshape(shape), None if entropy is None else entropy.reshape(shape))
+    if output.missing_target is not None and loss.terms.metrics != "none":
+        metrics["missing_target"] = Metric(_aligned(output.missing_target, ids).sum().float(), count=mask.sum())
     if output.aux_loss is not None:
         total = total + router_loss(swapped, output.aux_loss).to(total.device)
     return PolicyStep(total, metrics, logps.detach(), None if entropy is None else entropy.detach())
@@ -96,7 +103,8 @@ def completion_logps(
     """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
 
     For old and reference log-probabilities, at the loss's temperature. Arguments and errors as for `policy_step`; of
-    the batch only the completion_mask and the model's inputs are read. The model stays in the mode it is in.
+    the batch only the completion_mask, the support and the model's inputs are read. The model stays in the mode that
+    it is in.
     """
     swapped = _swapped(model)
     inputs = _model_inputs(swapped, batch, model_inputs)
@@ -135,12 +143,14 @@ def _model_inputs(swapped: Any, batch: Mapping[str, Any], model_inputs: dict[str
         raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
     accepted = inspect.signature(swapped.forward).parameters
     known = {"input_ids", *POLICY_COLUMNS}
-    unknown = [name for name in batch if name not in known and (name not in accepted or name in RESERVED)]
+    others = {name for name in accepted if name not in RESERVED} | {"support"}  # which the fused call takes
+    unknown = [name for name in batch if name not in known and name not in others]
     unknown += [name for name in model_inputs if name in known or name in RESERVED]
     if unknown:
         raise ValueError(
-            f"batch has no column {', '.join(map(repr, unknown))}; it has input_ids, {', '.join(POLICY_COLUMNS)} and "
-            f"what the forward of {type(swapped).__name__} takes beside labels and what follows the head"
+            f"batch has no column {', '.join(map(repr, unknown))}; it has input_ids, support, "
+            f"{', '.join(POLICY_COLUMNS)} and what the forward of {type(swapped).__name__} takes beside labels and "
+            "what follows the head"
         )
     inputs = {name: value for name, value in batch.items() if name not in known} | model_inputs
     if "use_cache" in accepted:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, TransformersKwargs
 
+from liger_rl.head.support import Support
 from liger_rl.integrations.head import (
     asking,
     checked_head,
@@ -46,7 +47,7 @@ HEAD_OPTIONS = (
     "batch_invariant",
     "weight_grad",
 )
-FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "num_items_in_batch", *HEAD_OPTIONS)
+FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")
 
@@ -61,12 +62,15 @@ class FusedCausalLMOutput(ModelOutput):
         per_token_logps: (B, T) float32, log-probability in nats of labels[b, t] given the tokens before it; 0 where
             the label is -100 and at t = 0, which nothing predicts. With `shift_labels`, of shift_labels[b, t].
         entropy: (B, T) float32 in nats, of the distribution that predicted each label; None unless asked for.
+        missing_target: (B, T) bool, the label was not among the ids that its row of the support lists, and was added to
+            them; None without a support.
         aux_loss, router_logits, past_key_values, hidden_states, attentions: the model's own, as in its plain forward.
     """
 
     loss: Tensor | None = None
     per_token_logps: Tensor | None = None
     entropy: Tensor | None = None
+    missing_target: Tensor | None = None
     aux_loss: Tensor | None = None
     router_logits: Any = None
     past_key_values: Any = None
@@ -91,6 +95,9 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
         temperature: float > 0 that divides the logits.
+        support: a `Support` of B T rows, on any device: the ids that each token's sampler could have drawn. Row b T + t
+            belongs to the token whose log-probability is per_token_logps[b, t]. So with labels it holds the ids from
+            which labels[b, t] was drawn, at position t - 1, and the rows t = 0 are not used. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
         grad_tolerance, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
@@ -295,6 +302,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     shift_labels = kwargs.pop("shift_labels", None)
     entropy = kwargs.pop("entropy", False)
     temperature = kwargs.pop("temperature", 1.0)
+    support = kwargs.pop("support", None)
     num_items_in_batch = kwargs.pop("num_items_in_batch", None)
     options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
     if (labels is None) == (shift_labels is None):
@@ -310,6 +318,9 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         targets = _checked_labels("shift_labels", shift_labels, args, kwargs)
     else:
         targets = _shifted(_checked_labels("labels", labels, args, kwargs))
+    if support is not None:
+        _check_support(support, "labels" if shift_labels is None else "shift_labels", targets)
+        support = support if shift_labels is not None else _shifted_support(support)
     if options.get("weight_grad") is not None and is_gathered(model):
         raise ValueError("weight_grad must be None under fully_shard, which has to reduce the gradient over its ranks")
     transform = replace(model._fused_transform, temperature=temperature)
@@ -318,7 +329,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     kwargs["return_dict"] = True
 
     def per_token(hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., 1 or 2), within the head's call, around which FSDP gathers its weight."""
+        """(..., H) -> (..., 1 to 3), within the head's call, around which FSDP gathers its weight."""
         hidden = hidden.to(head.linear.weight.device)
         found = linear_logprobs(
             hidden,
@@ -328,15 +339,18 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
             low_rank=head.low_rank(hidden),
             transform=transform,
             entropy=entropy,
+            support=None if support is None else support.to(hidden.device),
             **options,
         )
-        return torch.stack([found.logps] if found.entropy is None else [found.logps, found.entropy], -1)
+        missing = None if found.missing_target is None else found.missing_target.to(found.logps.dtype)
+        return torch.stack([part for part in (found.logps, found.entropy, missing) if part is not None], -1)
 
     with asking(head.module, per_token) as request:
         output = plain_forward(model, *args, **kwargs)
     answer = request.output
     assert answer is not None  # seen at swap time: the forward calls its head
     logps, entropies = answer[..., 0], answer[..., 1] if entropy else None
+    missing = None if support is None else answer[..., -1].detach() != 0
     targets = targets.to(logps.device)
 
     count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -348,7 +362,8 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     if shift_labels is None:
         logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
-    return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, **fields)
+        missing = None if missing is None else _unshifted(missing)
+    return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, missing_target=missing, **fields)
 
 
 def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -363,6 +378,31 @@ def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor
 
 def _shifted(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def _check_support(support: Any, name: str, labels: Tensor) -> None:
+    if not isinstance(support, Support):
+        raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+    if support.tokens != labels.numel():
+        raise ValueError(
+            f"support must have a row for each of the B T = {labels.numel()} tokens of {name}, "
+            f"got {support.tokens} rows"
+        )
+
+
+def _shifted_support(support: Support) -> Support:
+    """Row i is row i + 1 of what is given, for the position that predicts it; the first is last, where nothing counts.
+
+    It moves the ids of the first row, instead of leaving them out, because the host does not know their number.
+    """
+    ids, offsets = support.token_ids, support.offsets
+    if ids.numel() == 0 or support.tokens == 0:
+        return support
+    start = offsets[1]
+    places = (torch.arange(ids.numel(), device=ids.device) + start) % ids.numel()
+    # The two ends stay, for the checks of values that may still follow.
+    shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
+    return replace(support, token_ids=ids[places], offsets=shifted)
 
 
 def _unshifted(values: Tensor) -> Tensor:

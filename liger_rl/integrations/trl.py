@@ -21,7 +21,7 @@ from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.logprobs import LogProbs, linear_logprobs
+from liger_rl.logprobs import linear_logprobs
 
 LOWEST, BELOW = (1, 15), (1, 17)
 OLDER = (
@@ -70,7 +70,7 @@ class FusedLogProbs:
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
         outputs: Collection[str] = OUTPUTS,
-    ) -> LogProbs:
+    ) -> tuple[Tensor | None, ...]:
         """-> (log-probabilities, entropy, log sum p^2, mean logit, top-1), None where not among `outputs`.
 
         Each (N,) float32, top-1 bool; gradients through the first two. `chunk_size` is the width of TRL's tiles, a
@@ -85,7 +85,7 @@ class FusedLogProbs:
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
         under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
-        return linear_logprobs(
+        found = linear_logprobs(
             hidden,
             weight,
             targets,
@@ -98,6 +98,7 @@ class FusedLogProbs:
             gather=_gather,
             **vars(self.options),
         )
+        return found[: len(OUTPUTS)]
 
 
 def _gather(*parameters: Tensor) -> AbstractContextManager:
