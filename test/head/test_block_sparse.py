@@ -12,8 +12,7 @@ import oracles
 from devices import NEEDS_GPU
 from head_calls import run_triton
 from liger_rl import LogitTransform, linear_logprobs, plan_linear_logprobs
-from liger_rl.kernels.block_plan import BlockPlan
-from liger_rl.kernels.statistics import BLOCK_VOCAB, TileBounds
+from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TileBounds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
