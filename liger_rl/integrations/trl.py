@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_rl.head.checks import check_floating
 from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
 from liger_rl.kernels.statistics import EXTRAS
@@ -82,6 +83,7 @@ class FusedLogProbs:
         unknown = sorted(set(outputs) - set(OUTPUTS))
         if unknown:
             raise ValueError(f"outputs must be among {list(OUTPUTS)}, got {unknown}")
+        check_floating("hidden", hidden)
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
         under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
