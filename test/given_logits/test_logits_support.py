@@ -95,7 +95,6 @@ def test_values_and_gradients(kernels, dtype, transform, device):
         assert (values[single] == 0).all()
 
 
-@pytest.mark.skipif(not hasattr(LogitTransform, "per_token"), reason="no temperature for each token yet")
 def test_a_temperature_for_each_token(kernels, device):
     rows = rows_of([1, 2, 7, 0, 3, 0], 40)
     targets = torch.tensor([row[0] if row else 3 for row in rows], device=device)

@@ -125,7 +125,7 @@ def test_extras_against_float64(dtype, transform, device):
         assert found.is_top1[keep].float().mean() > 0.3
 
 
-@pytest.mark.parametrize("wanted", [("is_top1",), ["mean_logits", "log_sum_sq_probs"], set(EXTRAS)], ids=str)
+@pytest.mark.parametrize("wanted", [("is_top1",), ["mean_logits", "log_sum_sq_probs"], set(EXTRAS)], ids=len)
 def test_extras_change_nothing_else_and_carry_no_gradient(wanted, device):
     inputs = problem(bias=True, device=device)
     leaves = inputs.leaves()

@@ -265,7 +265,7 @@ def whole_step(loss: FusedLinearGRPOLoss):
         # What is logged of sequences needs the formulas once; the gradients of the chunks do not.
         ({"passes": "one", "chunk_tokens": 40, "metrics": "basic"}, {"slopes"}),
     ],
-    ids=str,
+    ids=["two", "two, no metrics", "one", "chunks", "chunks, no metrics", "chunks, of sequences"],
 )
 def test_the_head_uses_it(options, launches, beta, monkeypatch):
     loss, launch, seen = FusedLinearGRPOLoss("dapo", beta=beta, **options), fused_triton.launch, []
