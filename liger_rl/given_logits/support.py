@@ -23,6 +23,8 @@ from liger_rl.once import differentiable_once
 def check_support(support: Support, targets: Tensor, options: LogitRowsOptions) -> None:
     """Raise for what does not go together with a support, without reading values."""
     check_usable(support, fixed_shape=options.fixed_shape)
+    if torch.compiler.is_compiling():
+        raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
     if options.in_place or options.grad_buffer is not None:
         raise ValueError(
             "in_place and grad_buffer must be left out with a support, whose gradient is a new tensor: 0 but at the "

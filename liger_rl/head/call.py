@@ -14,7 +14,7 @@ from liger_rl.head.checks import check_apart, check_dense, check_device, check_f
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
-from liger_rl.head.support import Support
+from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import counted_tokens
 
 
@@ -113,8 +113,7 @@ class HeadCall:
 
     def _check_support(self, support: Support) -> None:
         options = self.options
-        if not isinstance(support, Support):
-            raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
+        check_usable(support, fixed_shape=options.fixed_shape)
         if options.grad_tolerance != 0.0:
             raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
         if options.batch_invariant:
@@ -125,11 +124,6 @@ class HeadCall:
             raise ValueError(
                 "max_extra_bytes must be None with a support, whose memory follows the number of listed ids; "
                 f"got {options.max_extra_bytes}"
-            )
-        if options.fixed_shape and support.may_be_empty:
-            raise ValueError(
-                "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "
-                "vocabulary, and which rows are empty only the device knows"
             )
 
     def check_tensors(self) -> torch.dtype:

@@ -251,8 +251,6 @@ def check_usable(support: Any, *, fixed_shape: bool) -> None:
     """Raise for what is no support, and for what none goes together with."""
     if not isinstance(support, Support):
         raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
-    if torch.compiler.is_compiling():
-        raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
     if fixed_shape and support.may_be_empty:
         raise ValueError(
             "support must be made with may_be_empty=False for fixed_shape: an empty row stands for the whole "

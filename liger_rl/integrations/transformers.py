@@ -94,7 +94,8 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.
-        temperature: float > 0 that divides the logits.
+        temperature: float > 0 that divides the logits; or (B, T), one for each token, at the place of its
+            log-probability.
         support: a `Support` of B T rows, on any device: the ids that each token's sampler could have drawn. Row b T + t
             belongs to the token whose log-probability is per_token_logps[b, t]. So with labels it holds the ids from
             which labels[b, t] was drawn, at position t - 1, and the rows t = 0 are not used. See docs/support.md.
@@ -323,6 +324,8 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
         support = support if shift_labels is not None else _shifted_support(support)
     if options.get("weight_grad") is not None and is_gathered(model):
         raise ValueError("weight_grad must be None under fully_shard, which has to reduce the gradient over its ranks")
+    if isinstance(temperature, Tensor) and shift_labels is None:
+        temperature = temperature.roll(-1, -1)  # the first is last, where nothing counts
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
@@ -337,7 +340,7 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
             targets.to(hidden.device),
             bias=head.bias(),
             low_rank=head.low_rank(hidden),
-            transform=transform,
+            transform=transform.of_tokens(temperature.to(hidden.device) if transform.per_token else None),
             entropy=entropy,
             support=None if support is None else support.to(hidden.device),
             **options,

@@ -237,3 +237,24 @@ def test_what_the_sampler_drew_has_its_probability():
     mismatch = drawn - completion_logps(model, batch, loss)[:, 3:]
     assert mismatch.max() > 0.01
     assert mismatch.max() <= -math.log(0.9) + 1e-5
+
+
+@pytest.mark.parametrize("shift", [False, True], ids=["labels", "shift_labels"])
+def test_a_temperature_for_each_token(shift, device):
+    """It stands where its token's log-probability does."""
+    model, batch = build("Llama", device), make_batch(device)
+    labels = batch.pop("labels")
+    temperature = 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)).to(device)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    cooled = model(**inputs).logits[:, :-1] / temperature[:, 1:, None]
+    expected = from_logits(nn.functional.pad(cooled, (0, 0, 0, 1)), labels, 1.0)[0]
+    swap_lm_head(model)
+    given = {"labels": labels, "temperature": temperature}
+    if shift:
+        given = {
+            "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100),
+            "temperature": nn.functional.pad(temperature[:, 1:], (0, 1), value=1.0),
+        }
+        expected = nn.functional.pad(expected[:, 1:], (0, 1))
+    found = model(**batch, **given, fused=True).per_token_logps
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
