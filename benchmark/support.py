@@ -214,6 +214,19 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def summary(results: dict[str, Any]) -> str:
+    """Milliseconds of forward and backward: a row for each mean size, a column for each way."""
+    ways = list(dict.fromkeys(row["variant"] for row in results["rows"]))
+    columns: Columns = {name: number(name, ".1f") for name in ways}
+    lines: dict[str, dict[str, Any]] = {}
+    for row in results["rows"]:
+        name = "as runs have them, 8" if row["mean"] == FIELD else str(row["mean"])
+        line = lines.setdefault(name, {"status": "ok"})
+        line[row["variant"]] = row["step_ms"]
+    head = environment_line(results["environment"], ())
+    return f"{head}\n\n{markdown_table(columns, list(lines.items()))}\n"
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
     """Milliseconds of forward and backward against the mean size of the sets."""
     import matplotlib

@@ -25,7 +25,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def linear_cross_entropy(
         hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
         weight: (V, H) of the lm_head; dtype of `hidden` (any float dtype under autocast).
         labels: as many integer token ids as hidden has rows, in any shape.
-        temperature: divisor of the logits, > 0.
+        temperature: divisor of the logits, > 0; or a float tensor of as many elements as `labels`.
         reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
         dist_process_group: the ranks over which the vocabulary is split in equal parts, in their order, with the same
             hidden and labels on all; None for the whole vocabulary here. As in verl the gradient of hidden is then this
@@ -68,6 +68,8 @@ def linear_cross_entropy(
         )
     if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,

@@ -44,7 +44,8 @@ PLACES = ["cpu", "cpu tiles", pytest.param("triton", marks=ONLY_WITHOUT_GPU)]
 def place(request, monkeypatch):
     """A device, with the kernels that run there: "triton" is Triton's interpreter. With "tiles" products are whole."""
     kind, *tiles = request.param.split()
-    monkeypatch.setattr(engine, "DENSE_SHARE", -1.0 if tiles else math.inf)
+    monkeypatch.setattr(engine, "DENSE_SHARE", -1.0)
+    monkeypatch.setattr(engine, "DENSE_IDS", 0 if tiles else math.inf)
     if kind != "triton":
         yield torch.device(kind)
         return
@@ -193,7 +194,7 @@ def test_a_single_id_leaves_nothing(place):
     case = case_of([[4], [5, 5], [6], [7, 8]], place)
     leaves = case.x.leaves()
     leaves.hidden.data[:3] = math.nan
-    if engine.DENSE_SHARE > 0:  # whole products read the whole weight
+    if engine.DENSE_IDS > 0:  # whole products read the whole weight
         leaves.weight.data[4:7] = math.nan
     found = call(leaves, support=case.support, entropy=True, extras=("log_sum_sq_probs", "is_top1"))
     for values in (found.logps, found.entropy, found.log_sum_sq_probs):

@@ -29,13 +29,17 @@ def reduced(logps, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, "of tokens"])
 @pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
 def test_outputs_and_gradients(reduction, temperature, upstream, device):
     hidden, weight, labels = problem(device)
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    found = linear_cross_entropy(*leaves, labels, temperature, reduction)
+    given = temperature
+    if temperature == "of tokens":
+        temperature = 0.6
+        given = torch.full(labels.shape, temperature, device=device)
+    found = linear_cross_entropy(*leaves, labels, given, reduction)
     logps, entropy = oracles.logprobs(*exact, labels, temperature=temperature)
     expected = (reduced(logps, reduction), entropy)
     for mine, truth in zip(found, expected, strict=True):
@@ -137,7 +141,8 @@ def test_a_process_group_of_one_rank(group):
         ("labels", ValueError, {"labels": torch.zeros(TOKENS + 1, dtype=torch.int64)}),
         ("targets", ValueError, {"labels": torch.full((TOKENS,), VOCAB)}),
         ("temperature", ValueError, {"temperature": 0.0}),
-        ("temperature", TypeError, {"temperature": torch.ones(TOKENS)}),
+        ("temperature", ValueError, {"temperature": torch.ones(TOKENS - 1)}),
+        ("temperature", TypeError, {"temperature": torch.ones(TOKENS).long()}),
         ("reduction", ValueError, {"reduction": "batchmean"}),
         ("reduction", ValueError, {"reduction": None}),
     ],

@@ -127,5 +127,5 @@ def backward(
         begun, rows.hidden, weight, bias, rows.targets, tokens, plan, chosen.left_out, chosen.shares,
         chosen.from_left_out, transform, (needs[1], needs[2]),
     )  # fmt: skip
-    del rows
+    del rows, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
     return Gradients(*found).of_all_tokens(live, head)

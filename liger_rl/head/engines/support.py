@@ -35,6 +35,7 @@ from liger_rl.kernels.support import SEVERAL, Factors, Segments, Slots
 # On one H200 (bfloat16, N = 8192, H = 4096, V = 128256) a step over gathered rows takes 82 ms at 2048 ids a token, 5 ns
 # for each id. Whole products alone take 52 ms.
 DENSE_SHARE = 1 / 75
+DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no tile of a gradient
 
 
 class Saved(NamedTuple):
@@ -141,7 +142,7 @@ def _over_ids(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Save
 
 def _is_dense(head: Head, slots: Slots) -> bool:
     """From the number of ids alone, which the host knows."""
-    return slots.ids.numel() > (1 + DENSE_SHARE * head.vocab) * slots.kinds.numel()
+    return slots.ids.numel() > max(DENSE_IDS, (1 + DENSE_SHARE * head.vocab) * slots.kinds.numel())
 
 
 def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
