@@ -10,6 +10,7 @@ from liger_rl.head.divergence import (
     Divergence,
     DivergenceCall,
     DivergenceKeywords,
+    check_not_compiling,
     divergence_of,
     divergence_options,
     measure_of,
@@ -89,10 +90,11 @@ def linear_divergence(
         TypeError: an argument of a type or dtype that is not listed above, an unknown option, or one that
             `linear_logprobs` has and two heads do not.
         ValueError: shapes, devices or values that do not fit; a tensor of the teacher's that requires a gradient, which
-            would get none, while gradients are enabled; a DTensor; a call under torch.compile.
+            would get none, while gradients are enabled; a DTensor; a call under torch.compile(fullgraph=True).
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
+    check_not_compiling()
     return divergence_of(
         DivergenceCall(
             hidden=hidden,

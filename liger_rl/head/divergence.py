@@ -69,6 +69,15 @@ WITHOUT = {
 }
 
 
+def check_not_compiling() -> None:
+    """Raise where the call would have to be a part of a graph; one that may be broken is broken around it."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "linear_divergence does not run under torch.compile, whose graphs do not hold its engine; call it outside "
+            "the compiled function"
+        )
+
+
 def divergence_options(function: str, keywords: DivergenceKeywords) -> HeadOptions:
     """HeadOptions(**keywords); a TypeError that names `function` for one that two heads do not have."""
     for name in keywords:
@@ -120,11 +129,6 @@ class DivergenceCall:
 
     def check_before_gather(self) -> None:
         """Raise for what can be seen of tensors that need not be whole."""
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "linear_divergence does not run under torch.compile, whose graphs do not hold its engine; call it "
-                "outside the compiled function"
-            )
         check_transform(self.teacher_transform)
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)

@@ -11,7 +11,7 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
 The first two come out of one fold. A mixture needs both normalisers at every entry, so it is a second step.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ FORWARD, REVERSE, MIXTURE = 0, 1, 2
 class Measure(NamedTuple):
     """Which divergence."""
 
-    kind: Literal[0, 1, 2]  # FORWARD, REVERSE or MIXTURE
+    kind: int  # FORWARD, REVERSE or MIXTURE
     beta: float = 0.0  # of a mixture, in (0, 1): the teacher's share
 
 

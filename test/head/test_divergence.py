@@ -1,6 +1,5 @@
 """The divergence of two heads against full logits in float64, what it costs, what it refuses; and TRL's and Liger's."""
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -63,7 +62,7 @@ def problem(
         for size, v in zip(sizes, vocab, strict=True)
     ]
     low = (random(rank, sizes[0], std=0.3), random(vocab[0], rank)) if rank else (None, None)
-    targets = torch.randint(min(vocab) - 3, shape, generator=generator).to(device)
+    targets = torch.randint(min(vocab) - 11, shape, generator=generator).to(device)
     mask = torch.rand(shape, generator=generator).to(device) < 0.7
     return Problem(*heads[0], *low, *heads[1], targets, mask)
 
@@ -182,14 +181,16 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
 
 def test_autocast_and_dtypes_of_each_head():
     x = problem(dtype=torch.bfloat16)
-    wide = x._replace(teacher_hidden=x.teacher_hidden.float(), teacher_weight=x.teacher_weight.float())
-    truth = exact(x, kind="jsd")
+    wide = x._replace(**{name: getattr(x, name).float() for name in x._fields if name.startswith("teacher")})
+    truth, bounds = exact(x, kind="jsd"), {"rtol": 1e-5, "atol": 1e-5}
     for given, options in ((wide, {}), (x, {"compute_dtype": torch.float32})):
-        torch.testing.assert_close(solve(given, kind="jsd", **options)[0].divergence.double(), truth[0].divergence)
-    full = x._replace(**{name: part.float() for name, part in x._asdict().items() if torch.is_tensor(part) and part.is_floating_point()})  # fmt: skip
+        torch.testing.assert_close(
+            solve(given, kind="jsd", **options)[0].divergence.double(), truth[0].divergence, **bounds
+        )
+    full = wide._replace(**{name: part.float() for name, part in x.student().items()})
     with torch.autocast("cpu", torch.bfloat16):
         found = solve(full, kind="jsd")
-    torch.testing.assert_close(found[0].divergence.double(), truth[0].divergence)
+    torch.testing.assert_close(found[0].divergence.double(), truth[0].divergence, **bounds)
     assert found[1]["weight"].dtype == torch.float32
 
 
@@ -304,10 +305,16 @@ def test_a_teacher_that_requires_grad_is_refused(name):
 
 
 def test_no_graph_of_torch_compile_holds_it():
+    """A graph that need not be whole is broken around it."""
     x = problem()
-    function = torch.compile(lambda *given: linear_divergence(*given).divergence, backend="eager")
-    with pytest.raises(Exception, match="does not run under torch.compile"):
-        function(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
+    given = (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
+
+    def function(*given):
+        return linear_divergence(*given).divergence
+
+    with pytest.raises(Exception, match=r"linear_divergence does not run under torch\.compile"):
+        torch.compile(function, backend="eager", fullgraph=True)(*given)
+    assert torch.equal(torch.compile(function, backend="eager")(*given), function(*given))
 
 
 # --- what others compute ----------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def _sweep(pair: Pair, student: _Side, teacher: _Side, tiles: Tiles, step: Calla
 
 def _bytes_per_logit(device: torch.device) -> int:
     """Of a pair of tiles; eager kernels work on float32 copies of both."""
-    return 8 if compiles(device) else 32
+    return 8 if compiles(device) else 48
 
 
 def _tiles(pair: Pair, options: PairOptions, tokens: int, *, bytes_per_gradient: int = 0) -> Tiles:
