@@ -1,5 +1,6 @@
 """A call of two heads: its tensors, its checks, and its way into autograd."""
 
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ def measure_of(kind: str, beta: float) -> Measure:
             raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
         return Measure(FORWARD if kind == "forward_kl" else REVERSE)
     # In float32, in which kernels take it, a beta so near to 1 is 1.
-    share = torch.tensor(float(beta), dtype=torch.float32, device="cpu").item()
+    (share,) = struct.unpack("f", struct.pack("f", beta))
     if share in (0.0, 1.0):
         return Measure(FORWARD if share == 0.0 else REVERSE)
     return Measure(MIXTURE, share)

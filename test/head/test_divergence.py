@@ -9,6 +9,7 @@ from torch import Tensor
 
 import oracles
 from head_calls import Products, functional, run_triton
+from host_reads import host_reads
 from liger_rl import Divergence, LogitTransform, LowRank, linear_divergence
 from liger_rl.head.engines import divergence as engine
 from peaks import tensor_peak
@@ -240,6 +241,23 @@ def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
     live = int(x.mask.sum())
     assert products.flops == live * 2 * 300 * (3 * (16 + 24) + 2 * 16)
     assert_close(once, twice, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [({}, 0, 1), ({"mask": True}, 1, 1), ({"mask": True, "fixed_shape": True}, 0, 0)],
+)
+def test_host_reads(options, forward, backward, device):
+    x = problem(device=device).leaves()
+    if options.get("mask"):
+        options = {**options, "mask": x.mask}
+    with host_reads(device) as reads:
+        found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, kind="jsd", **options)
+    counts = [len([name for name in reads.names if name != "nonzero"])]
+    loss = found.divergence.sum()
+    with host_reads(device) as reads:
+        loss.backward()
+    assert [*counts, len(reads.names)] == [forward, backward]
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd 0.3"])
