@@ -18,8 +18,9 @@ from liger_rl.head.checks import (
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines.divergence import Pair, PairOptions
-from liger_rl.head.engines.interface import Gradients, Head, whole_head
+from liger_rl.head.engines.divergence import Pair, PairOptions, PairValues
+from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
+from liger_rl.head.engines.one_pass import WithGradients
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
@@ -43,6 +44,8 @@ class Divergence(NamedTuple):
     """Entropy of the student's distribution in nats, >= 0, differentiable; None unless asked for."""
     teacher_logps: Tensor | None
     """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
+    loss: Tensor | None = None
+    """(): sum of token_weights * divergence, differentiable, and then nothing else is; None without token_weights."""
 
 
 class DivergenceKeywords(TypedDict, total=False):
@@ -124,6 +127,7 @@ class DivergenceCall:
     mask: Tensor | None = None  # (B, T) or (N,)
     targets: Tensor | None = None  # (B, T) or (N,)
     vocab: int | None = None
+    token_weights: Tensor | None = None  # (B, T) or (N,)
     options: HeadOptions
     # The teacher's tensors may require a gradient, and get none all the same.
     teacher_may_require_grad: bool = False
@@ -136,6 +140,7 @@ class DivergenceCall:
         teacher = {name: getattr(self, name) for name in ("teacher_hidden", "teacher_weight", "teacher_bias")}
         given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, **teacher}
         given |= {"mask": self.mask, "targets": self.targets}
+        given["token_weights"] = self.token_weights
         for name, tensor in given.items():
             if is_dtensor(tensor):
                 raise ValueError(
@@ -178,7 +183,27 @@ class DivergenceCall:
         shape = self.hidden.shape[:-1]
         targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
         check_tokens(targets if self.targets is None else self.targets, self.mask, shape, self.hidden, "hidden")
+        if self.token_weights is not None:
+            self._check_token_weights(self.token_weights)
         return dtype, teacher_dtype, vocab
+
+    def _check_token_weights(self, given: Tensor) -> None:
+        shape, options = self.hidden.shape[:-1], self.options
+        check_floating("token_weights", given)
+        if given.shape != shape:
+            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(given.shape)}")
+        check_device("token_weights", given, self.hidden, "hidden")
+        if given.requires_grad:
+            raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
+        if self.low_rank:
+            raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
+        if options.fixed_shape:
+            raise ValueError("fixed_shape must be False with token_weights: one pass takes the tokens with a weight")
+        if options.chunk_vocab is not None:
+            raise ValueError(
+                "chunk_vocab must be None with token_weights: a chunk of one pass holds the whole vocabulary, got "
+                f"{options.chunk_vocab}"
+            )
 
 
 def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> torch.dtype:
@@ -223,14 +248,47 @@ def divergence_of(call: DivergenceCall) -> Divergence:
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         options = PairOptions(own, other, call.measure, call.targets is not None)
         pair = _pair(call, vocab)
+        if call.token_weights is not None:
+            return _in_one_pass(call, call.token_weights, pair, options)
         if pair.student.wants_gradient:
             found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
         else:
             with gemm.without_autocast(call.hidden.device):
                 divergence, statistics, _ = engine.forward(pair, options)
             found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
-    live, shape = pair.student.live, call.hidden.shape[:-1]
-    return Divergence._make(None if part is None else live.spread(part, shape) for part in found)
+    return _spread(pair.student.live, call.hidden.shape[:-1], found)
+
+
+def _spread(
+    live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None], loss: Tensor | None = None
+) -> Divergence:
+    """Of the tokens that count -> of all, 0 at the others."""
+    divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
+    assert divergence is not None
+    logps, entropy, teacher_logps = others
+    return Divergence(divergence, logps, entropy, teacher_logps, loss)
+
+
+@torch.no_grad()
+def _engine_in_one_pass(
+    pair: Pair, options: PairOptions, factors: Tensor, needs: Needs
+) -> tuple[PairValues, Gradients | None]:
+    with gemm.without_autocast(pair.student.hidden.device):
+        return engine.one_pass(pair, options, factors, needs) if any(needs) else (engine.forward(pair, options), None)
+
+
+def _in_one_pass(call: DivergenceCall, token_weights: Tensor, pair: Pair, options: PairOptions) -> Divergence:
+    """With the gradients of sum(token_weights * divergence) made in the forward."""
+    live = pair.student.live
+    factors = live.gather(token_weights.float().reshape(-1))
+    inputs = call.hidden, call.weight, call.bias
+    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
+    (divergence, statistics, _), gradients = _engine_in_one_pass(pair, options, factors, needs)
+    loss = (factors * divergence).sum()
+    if gradients is not None:
+        loss, _ = WithGradients.apply(loss, *inputs, gradients, None, None)
+    found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+    return _spread(live, call.hidden.shape[:-1], found, loss)
 
 
 def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> AbstractContextManager:
@@ -257,10 +315,12 @@ def _pair(call: DivergenceCall, vocab: int) -> Pair:
     n = ids.numel()
     if call.options.fixed_shape:
         live = TokenSelection(n, mask=(counted_tokens(ids, call.mask) & (ids < vocab)).reshape(-1))
-    elif call.mask is None and call.targets is None:
+    elif call.mask is None and call.targets is None and call.token_weights is None:
         live = TokenSelection(n)
     else:
-        live = live_tokens(ids, call.mask, vocab, "weight" if call.vocab is None else "vocab")().selection
+        wanted = None if call.token_weights is None else call.token_weights != 0
+        source = "weight" if call.vocab is None else "vocab"
+        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted)().selection
     inputs = low_weight = None
     if call.low_rank:
         parts = [term.inputs(call.hidden, live) for term in call.low_rank]

@@ -108,12 +108,20 @@ def exact(
     return found, {name: t.grad for name, t in x.student().items()}
 
 
+def parts(result: tuple[Divergence, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Values and gradients by name."""
+    return {name: part for name, part in {**result[0]._asdict(), **result[1]}.items() if part is not None}
+
+
 def assert_close(found, truth, tolerance=2e-5) -> None:
-    for (name, mine), other in zip(
-        (*found[0]._asdict().items(), *found[1].items()), (*truth[0], *truth[1].values()), strict=True
-    ):
+    mine, other = parts(found), parts(truth)
+    for name in other:
         torch.testing.assert_close(
-            mine.double(), other.double(), rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+            mine[name].double(),
+            other[name].double(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
 
 
@@ -128,7 +136,7 @@ def test_oracle(kind, transforms, chunks, device):
     own, other = (LogitTransform(**part) for part in transforms)
     found = solve(x, transform=own, teacher_transform=other, **KINDS[kind], **chunks)
     assert_close(found, exact(x, transform=transforms[0], teacher_transform=transforms[1], **KINDS[kind]))
-    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0])
+    assert all(part.dtype == torch.float32 and part.shape == (3, 7) for part in found[0][:4])
     assert not found[0].teacher_logps.requires_grad
 
 
@@ -149,25 +157,58 @@ def test_triton_padded_vocabularies_and_a_low_rank_term(kind, options, monkeypat
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "dtype", "triton"),
+    [
+        ({}, torch.float32, False),
+        ({"vocab": 121}, torch.bfloat16, False),
+        ({"chunk_tokens": 4}, torch.bfloat16, True),
+    ],
+)
+def test_one_pass_agrees_with_two(kind, options, dtype, triton, device, monkeypatch):
+    """A factor from above, and a second backward; a weight of 0 masks its token."""
+    if triton and device.type == "cpu":
+        run_triton(monkeypatch)
+    x = problem(vocab=(131, 131), dtype=dtype, device=device).leaves()
+    weights = torch.randn(3, 7, device=device) * (torch.arange(21, device=device).view(3, 7) % 4 > 0)
+    given = {"bias": x.bias, "teacher_bias": x.teacher_bias, "targets": x.targets, "entropy": True, **KINDS[kind]}
+    tensors = (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
+    mask = x.mask & (weights != 0)
+    one = linear_divergence(*tensors, **given, mask=x.mask, token_weights=weights, **options)
+    two = linear_divergence(*tensors, **given, mask=mask, **options)
+    assert [part.requires_grad for part in one] == [False, False, False, False, True]
+    for mine, other in zip(one[:4], two[:4], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+    leaves = (x.hidden, x.weight, x.bias)
+    expected = torch.autograd.grad((two.divergence * weights).sum() * 2, leaves)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for again in (True, False):
+        found = torch.autograd.grad(one.loss * 2, leaves, retain_graph=again)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        assert not linear_divergence(*tensors, token_weights=weights).loss.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_no_further_from_float64_than_full_logits(kind):
     x = problem((64,), (64, 96), (1000, 1000), torch.bfloat16)
     x = x._replace(mask=torch.ones(64, dtype=torch.bool))
     found, eager, truth = solve(x, **KINDS[kind]), exact(x, double=False, **KINDS[kind]), exact(x, **KINDS[kind])
-    for mine, other, gold in zip(
-        (*found[0], *found[1].values()), (*eager[0], *eager[1].values()), (*truth[0], *truth[1].values()), strict=True
-    ):
-        assert oracles.norm_error(mine, gold) <= oracles.norm_budget(other, gold, torch.bfloat16)
+    for name, gold in parts(truth).items():
+        budget = oracles.norm_budget(parts(eager)[name], gold, torch.bfloat16)
+        assert oracles.norm_error(parts(found)[name], gold) <= budget, name
     assert oracles.norm_error(found[0].divergence, truth[0].divergence) < 1e-5 * truth[0].divergence.norm()
 
 
 def test_only_what_is_asked_for_and_nothing_of_no_token():
     x = problem()
     found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)
-    assert [part is None for part in found] == [False, True, True, True]
+    assert [part is None for part in found] == [False, True, True, True, True]
     none = x._replace(**{name: getattr(x, name)[:0] for name in ("hidden", "teacher_hidden", "targets", "mask")})
     for kind in KINDS.values():
         values, grads = solve(none, **kind)
-        assert all(part.shape == (0, 7) for part in values)
+        assert all(part.shape == (0, 7) for part in values[:4])
         assert all((grad == 0).all() for grad in grads.values())
 
 
@@ -199,8 +240,7 @@ def test_bits_are_the_same_again():
     x = problem(dtype=torch.bfloat16)
     for kind in ("reverse_kl", "jsd 0.3"):
         first, second = (solve(x, **KINDS[kind], chunk_vocab=50) for _ in range(2))
-        for mine, other in zip((*first[0], *first[1].values()), (*second[0], *second[1].values()), strict=True):
-            assert torch.equal(mine, other)
+        assert all(torch.equal(part, parts(second)[name]) for name, part in parts(first).items())
 
 
 def test_there_is_no_second_derivative():
@@ -230,6 +270,16 @@ def test_products(kind):
     assert products.flops == 10 * (per_token + 2 * 300 * 16)
     assert (x.hidden.grad[10:] == 0).all()
     assert x.weight.grad is None
+
+
+def test_products_of_one_pass(device):
+    x = problem((40,), (16, 24), (300, 300), bias=False, device=device).leaves()
+    weights = torch.arange(40, device=device) < 10
+    with Products() as products:
+        linear_divergence(
+            x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, kind="jsd", token_weights=weights.float()
+        ).loss.backward()
+    assert products.flops == 10 * 2 * 300 * (3 * 16 + 24)
 
 
 def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
@@ -300,6 +350,10 @@ BAD = [
     ({"targets": torch.full((3, 7), 131)}, ValueError, "targets must be token ids"),
     ({"targets": torch.full((3, 7), 125), "vocab": 120}, ValueError, "targets must be token ids .* from vocab"),
     ({"mask": torch.zeros(7)}, ValueError, "mask must be"),
+    ({"token_weights": torch.zeros(7)}, ValueError, "token_weights must be"),
+    ({"token_weights": torch.zeros(3, 7, requires_grad=True)}, ValueError, "token_weights must require no gradient"),
+    ({"token_weights": torch.zeros(3, 7), "fixed_shape": True}, ValueError, "fixed_shape must be False with token_w"),
+    ({"token_weights": torch.zeros(3, 7), "chunk_vocab": 64}, ValueError, "chunk_vocab must be None with token_w"),
 ]
 
 

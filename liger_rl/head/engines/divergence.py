@@ -10,6 +10,10 @@ sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, 
 whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of the weights per
 `_whole_rows` tokens, which from 128 tokens on takes less time than the products (at V = 151936 the workspace holds 276
 tokens). Two sweeps remain for where fewer fit, where a chunk is named, and where a weight is converted tile by tile.
+
+Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
+and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
+weight's gradient is summed over the chunks in float32, which is read and written once a chunk.
 """
 
 from collections.abc import Callable
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.one_pass import OnePassPlan, _Totals, free_tile_vocab
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.head.engines.two_pass import _WeightTotal
 from liger_rl.head.low_rank import LowRankRows
@@ -28,6 +33,8 @@ from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.divergence import MIXTURE, Measure, MixtureSums, PairFold, PairGradients, PairStatistics, Tile
 
+# Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
+ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
 MIN_WHOLE_ROWS = 128  # tokens of a product with the whole vocabulary, for which it is not bound by reading the weight
 
 
@@ -77,6 +84,18 @@ class _Side:
     def factor_tile(self, weight_tile: Tensor, first: int) -> Tensor:
         return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
 
+    def width(self, vocab: int) -> int:
+        """Columns at a time where those of the whole vocabulary are made."""
+        return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
+
+    def whole_tile(self, part: slice, vocab: int) -> Tile:
+        """Of the whole vocabulary, without a low-rank term."""
+        factor, bias = self.factor[part], self.rows.bias
+        logits = torch.empty(factor.shape[0], vocab, dtype=torch.float32, device=factor.device)
+        for first, last in spans(vocab, self.width(vocab)):
+            gemm.write(logits[:, first:last], factor, self.weight_tile(first, last).T)
+        return Tile(logits, None if bias is None else bias[:vocab], self.options.transform)
+
     def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
         bias = self.rows.bias
         bias_tile = None if bias is None else bias[first : first + factor_tile.shape[0]]
@@ -123,8 +142,12 @@ def forward(pair: Pair, options: PairOptions) -> PairValues:
         tiles = _tiles(pair, options, n)
         for step in (fold, mix):
             _sweep(pair, student, teacher, tiles, step)
-    divergence = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
-    return PairValues(divergence, PairStatistics.of(state, measure), sums.student)
+    return PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student)
+
+
+def _mixed(measure: Measure, sums: MixtureSums) -> Tensor:
+    """The divergence of a mixture."""
+    return (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
 
 
 def _sweep(pair: Pair, student: _Side, teacher: _Side, tiles: Tiles, step: Callable[..., None]) -> None:
@@ -248,3 +271,69 @@ def _empty_like(values: Tensor, vocab: int) -> Tensor:
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     out[vocab:] = 0
     return out
+
+
+def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:
+    """As `forward`, and the gradients of sum(factors (n,) * divergence) for hidden, weight and bias.
+
+    The student's head has no low-rank term.
+    """
+    student, teacher = _sides(pair, options, pair.student.live)
+    measure, rows, dtype, live = options.measure, student.rows, options.student.compute_dtype, pair.student.live
+    n, device, vocab = student.factor.shape[0], student.factor.device, pair.vocab
+    kernels = for_device(device)
+    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+    sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
+    chunks = spans(n, _one_pass_tokens(pair, options))
+    sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
+    totals = _Totals(
+        pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
+    )
+    if totals.weight is not None:
+        totals.weight[vocab:] = 0
+    for start, stop in chunks:
+        part = slice(start, stop)
+        own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
+        kernels.fold_pair(own, other, rows.targets[part], 0, measure, state.take(part))
+        known = PairStatistics.of(state.take(part), measure)
+        if measure.kind == MIXTURE:
+            kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
+        value = sums.student[part] if known.divergence is None else known.divergence
+        tokens = PairGradients(known.lse, known.teacher_lse, factors[part], value, None, None, None, None)
+        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
+        kernels.grad_pair(own, other, rows.targets[part], 0, measure, tokens, tile)
+        del own, other  # or they would stay alive while the products, and the next pair, are allocated
+        _add_products(totals, student, tile, part, live, vocab)
+        del tile
+    statistics = PairStatistics.of(state, measure)
+    if statistics.divergence is not None:
+        return PairValues(statistics.divergence, statistics, statistics.divergence), totals.finish()
+    return PairValues(_mixed(measure, sums), statistics, sums.student), totals.finish()
+
+
+def _add_products(totals: _Totals, student: _Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
+    hidden, grad_rows = student.factor[part], None
+    for first, last in spans(vocab, student.width(vocab)):
+        columns = tile[:, first:last]
+        if totals.hidden is not None:
+            if grad_rows is None:
+                grad_rows = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+            gemm.accumulate(grad_rows, columns, student.weight_tile(first, last))
+        totals.add_weight(first, last, columns, hidden)
+        totals.add_bias(first, last, columns)
+    totals.empty = False
+    if totals.hidden is not None and grad_rows is not None:
+        if live.index is None:
+            totals.hidden[part] = grad_rows
+        else:
+            for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
+
+
+def _one_pass_tokens(pair: Pair, options: PairOptions) -> int:
+    """Tokens of a chunk of one pass."""
+    if options.student.chunk_tokens is not None:
+        return options.student.chunk_tokens
+    device, itemsize = pair.student.hidden.device, options.student.compute_dtype.itemsize
+    per_token = pair.vocab * (_bytes_per_logit(device) + (itemsize if itemsize < 4 else 0))
+    tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
+    return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)
