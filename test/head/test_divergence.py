@@ -1,6 +1,7 @@
 """The divergence of two heads against full logits in float64, what it costs, what it refuses; and TRL's and Liger's."""
 
 import math
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -241,6 +242,20 @@ def test_bits_are_the_same_again():
     for kind in ("reverse_kl", "jsd 0.3"):
         first, second = (solve(x, **KINDS[kind], chunk_vocab=50) for _ in range(2))
         assert all(torch.equal(part, parts(second)[name]) for name, part in parts(first).items())
+
+
+def test_both_heads_are_gathered_in_each_direction():
+    x, entered = problem().leaves(), []
+
+    @contextmanager
+    def gather(*parameters):
+        entered.append(parameters[0] is x.weight)
+        yield
+
+    found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, gather=gather)
+    assert entered == [True, False]
+    found.divergence.sum().backward()
+    assert entered == [True, False] * 2
 
 
 def test_there_is_no_second_derivative():
