@@ -1,8 +1,8 @@
 """A call of two heads: its tensors, its checks, and its way into autograd."""
 
 import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
@@ -291,12 +291,12 @@ def _in_one_pass(call: DivergenceCall, token_weights: Tensor, pair: Pair, option
     return _spread(live, call.hidden.shape[:-1], found, loss)
 
 
-def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> AbstractContextManager:
+@contextmanager
+def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> Iterator[None]:
     """The context in which both heads are whole, where they are sharded outside of it."""
-    stack = ExitStack()
-    stack.enter_context(whole_head(gather, heads.weight, heads.bias))
-    stack.enter_context(whole_head(gather, heads.teacher_weight, heads.teacher_bias))
-    return stack
+    teacher = heads.teacher_weight, heads.teacher_bias
+    with whole_head(gather, heads.weight, heads.bias), whole_head(gather, *teacher):
+        yield
 
 
 class _Weights(NamedTuple):

@@ -222,6 +222,27 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
         assert max(grad.abs().max() for grad in grads) < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("triton", [False, True])
+def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, triton, monkeypatch):
+    """Whole tiles of them included, the first one among them."""
+    if triton:
+        run_triton(monkeypatch)
+    x = problem()
+    banned = torch.zeros(131, dtype=torch.bool)
+    banned[:20] = banned[50:53] = banned[100:] = True
+    fewer = {name: getattr(x, name)[~banned] for name in x._fields if "weight" in name or "bias" in name}
+    places = (~banned).nonzero()[:, 0]
+    chosen = torch.randint(len(places), (3, 7))
+    truth = solve(x._replace(**fewer, targets=chosen), **KINDS[kind])
+    x.bias[banned] = x.teacher_bias[banned] = -math.inf
+    found = solve(x._replace(targets=places[chosen]), **KINDS[kind], chunk_vocab=20)
+    for name in ("weight", "bias"):
+        assert (found[1][name][banned] == 0).all()
+        found[1][name] = found[1][name][~banned]
+    assert_close(found, truth)
+
+
 def test_autocast_and_dtypes_of_each_head():
     x = problem(dtype=torch.bfloat16)
     wide = x._replace(**{name: getattr(x, name).float() for name in x._fields if name.startswith("teacher")})
