@@ -1,6 +1,7 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
 from liger_rl.distributed import VocabParallel, merge_over, sum_over
+from liger_rl.divergence import Divergence, linear_divergence
 from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.engines.choose import LinearPlan, plan_linear_logprobs
@@ -52,6 +53,7 @@ __all__ = [
     "VESPO",
     "AlignedBatch",
     "ClipCov",
+    "Divergence",
     "EntropyBonus",
     "FixedLengthMean",
     "FusedLinearGRPOLoss",
@@ -81,6 +83,7 @@ __all__ = [
     "TopEntropyMask",
     "VocabParallel",
     "grpo_loss_from_logits",
+    "linear_divergence",
     "linear_logprobs",
     "logits_logprobs",
     "merge_over",

@@ -30,6 +30,7 @@ from liger_rl.kernels import (
     softmax,
     support_triton,
 )
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, MixtureSums, PairFold, PairGradients, Tile
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -206,6 +207,17 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
         support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, by_id=segments is by_id, add=add)
 
 
+def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
+    student = Tile(ones(N, V), ones(V) if entropy else None, transform)
+    teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
+        compiled.fold_pair(student, teacher, targets, 0, measure, state)
+        tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
+        compiled.grad_pair(student, teacher, targets, 0, measure, tokens, ones(N, V, dtype=torch.bfloat16))
+    compiled.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+
+
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
     index = torch.arange(N) if entropy else slice(3, N)
     batch = PolicyBatch(
@@ -227,7 +239,7 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch_per_token(prepared._replace(weights=None), ones(N), indicator)
 
 
-EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, policy_terms)
+EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, pairs_of_tiles, policy_terms)
 WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 

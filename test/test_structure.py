@@ -17,14 +17,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # Room -> what of the package it may import, as prefixes of module names. The one direction is integrations -> grpo,
-# from_logits -> logprobs, policy -> head, given_logits -> kernels.
+# from_logits -> logprobs, divergence, policy -> head, given_logits -> kernels.
 ALLOWED = {
-    "__init__": ["grpo", "from_logits", "logprobs", "head", "policy", "distributed", "kernels.transform"],
+    "__init__": ["grpo", "from_logits", "logprobs", "divergence", "head", "policy", "distributed", "kernels.transform"],
     "integrations": [""],
     "grpo": ["one_pass_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
     "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
     "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
     "logprobs": ["head", "given_logits", "distributed", "kernels"],
+    "divergence": ["head", "kernels.transform"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
     "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
@@ -39,7 +40,7 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
-        "hopper_gluon", "support_triton",
+        "hopper_gluon", "support_triton", "divergence_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

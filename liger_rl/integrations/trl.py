@@ -2,10 +2,11 @@
 
     from liger_rl.integrations.trl import patch_trl
 
-    patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer as ever
+    patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
 
 TRL computes its losses and metrics itself. It asks one op for log-probabilities, entropies and statistics: that op is
-replaced. Beside it, the trainers' refusal of LoRA adapters on the lm_head is (`trl_adapters`).
+replaced. Beside it, the trainers' refusal of LoRA adapters on the lm_head is (`trl_adapters`), and the op that
+DistillationTrainer asks for divergences (`trl_divergence`).
 """
 
 import importlib
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_floating
-from liger_rl.integrations import trl_adapters
+from liger_rl.integrations import trl_adapters, trl_divergence
 from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
@@ -119,7 +120,7 @@ def _find_op() -> Any:
 
 _op = FusedLogProbs(CoreOptions())
 _OP_PATCH = GlobalPatch(_op, _find_op, modules=("trl",))
-_ALL = (_OP_PATCH, *trl_adapters.PATCHES)
+_ALL = (_OP_PATCH, *trl_adapters.PATCHES, trl_divergence.PATCH)
 
 
 def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, chunk_vocab: int | None = None) -> None:
@@ -129,7 +130,7 @@ def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, c
     TRL that has imported one of the names keeps what it has imported.
 
     Args:
-        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`.
+        grad_tolerance, chunk_tokens, chunk_vocab: as in `linear_logprobs`. The gradient of a divergence is exact.
 
     Raises:
         ImportError: TRL is not installed, or not of a supported version: 1.15, 1.16.
@@ -174,7 +175,8 @@ def _apply(options: CoreOptions) -> None:
     with LOCK:
         before, _op.options = _op.options, options
         try:
-            apply_all(_OP_PATCH, *trl_adapters.patches())
+            apply_all(_OP_PATCH, *trl_adapters.patches(), *trl_divergence.patches())
         except BaseException:
             _op.options = before
             raise
+        trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options.chunk_tokens, options.chunk_vocab

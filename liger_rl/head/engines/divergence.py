@@ -1,0 +1,339 @@
+"""Two passes over two heads: per token a divergence of a student's distribution from a teacher's, and its gradient.
+
+A tile of both heads' logits is made together, and a pair of tiles is folded at once into a few numbers per token. The
+backward makes the pairs again for the tokens with a gradient, turns each into dL/dlogits of the student, and that into
+the student's products. The teacher's logits are read and never differentiated.
+
+With S = 2 N H V of the student and T of the teacher: S + T for either KL divergence in the forward, S + T and at most
+2 S in the backward. The value of a mixture needs both normalisers at every entry, which are known after all tiles. Two
+sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, the products are of few tokens with the
+whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of the weights per
+`_whole_rows` tokens, which from 128 tokens on takes less time than the products (at V = 151936 the workspace holds 276
+tokens). Two sweeps remain for where fewer fit, where a chunk is named, and where a weight is converted tile by tile.
+
+Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
+and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
+weight's gradient is summed over the chunks in float32, which is read and written once a chunk.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.one_pass import OnePassPlan, _Totals, free_tile_vocab
+from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
+from liger_rl.head.engines.two_pass import _WeightTotal
+from liger_rl.head.low_rank import LowRankRows
+from liger_rl.head.options import EngineOptions
+from liger_rl.head.tokens import TokenSelection
+from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.divergence import MIXTURE, Measure, MixtureSums, PairFold, PairGradients, PairStatistics, Tile
+
+# Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
+ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
+MIN_WHOLE_ROWS = 128  # tokens of a product with the whole vocabulary, for which it is not bound by reading the weight
+
+
+class Pair(NamedTuple):
+    """Two heads over the same tokens. Entries of the vocabulary from `vocab` on are padding."""
+
+    student: Head
+    teacher: Head
+    vocab: int
+
+
+class PairOptions(NamedTuple):
+    student: EngineOptions
+    teacher: EngineOptions  # the same but for transform and dtype
+    measure: Measure
+    targets: bool  # whether log-probabilities at the targets are wanted
+
+
+class PairValues(NamedTuple):
+    """What the forward gives of the tokens that count, (n,) float32 each."""
+
+    divergence: Tensor
+    statistics: PairStatistics
+    # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
+    value: Tensor
+
+
+class _Side:
+    """One head's gathered rows, from which its tiles are made."""
+
+    def __init__(self, rows: Head, options: EngineOptions) -> None:
+        self.rows, self.options = rows, options
+        self.low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
+        self.factor = rows.hidden if self.low_rank is None else self.low_rank.beside_rows(rows.hidden)
+
+    @property
+    def converts(self) -> bool:
+        """Whether a tile of the weight is a copy of a part of it, in another dtype or beside a low-rank factor."""
+        dtype, weight = self.options.compute_dtype, self.rows.weight
+        as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, products of 16-bit numbers are made in float32
+        return weight.dtype != dtype or self.low_rank is not None or not as_it_is
+
+    def weight_tile(self, first: int, last: int) -> Tensor:
+        """(v, H) in the compute dtype, without a low-rank term."""
+        return self.rows.weight[first:last].to(self.options.compute_dtype)
+
+    def factor_tile(self, weight_tile: Tensor, first: int) -> Tensor:
+        return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
+
+    def width(self, vocab: int) -> int:
+        """Columns at a time where those of the whole vocabulary are made."""
+        return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
+
+    def whole_tile(self, part: slice, vocab: int) -> Tile:
+        """Of the whole vocabulary, without a low-rank term."""
+        factor, bias = self.factor[part], self.rows.bias
+        logits = torch.empty(factor.shape[0], vocab, dtype=torch.float32, device=factor.device)
+        for first, last in spans(vocab, self.width(vocab)):
+            gemm.write(logits[:, first:last], factor, self.weight_tile(first, last).T)
+        return Tile(logits, None if bias is None else bias[:vocab], self.options.transform)
+
+    def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
+        bias = self.rows.bias
+        bias_tile = None if bias is None else bias[first : first + factor_tile.shape[0]]
+        return Tile(gemm.matmul(self.factor[part], factor_tile.T), bias_tile, self.options.transform)
+
+
+def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[_Side, _Side]:
+    student = pair.student.gathered(options.student.compute_dtype, live)
+    teacher = pair.teacher.gathered(options.teacher.compute_dtype, live)
+    return _Side(student, options.student), _Side(teacher, options.teacher)
+
+
+def forward(pair: Pair, options: PairOptions) -> PairValues:
+    """Statistics of every token that counts."""
+    student, teacher = _sides(pair, options, pair.student.live)
+    measure, targets = options.measure, student.rows.targets
+    n, device = student.factor.shape[0], student.factor.device
+    kernels = for_device(device)
+    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+
+    def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
+        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part))
+
+    if measure.kind != MIXTURE:
+        _sweep(pair, student, teacher, _tiles(pair, options, n), fold)
+        statistics = PairStatistics.of(state, measure)
+        assert statistics.divergence is not None
+        return PairValues(statistics.divergence, statistics, statistics.divergence)
+
+    sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
+
+    def mix(own: Tile, other: Tile, part: slice, _first: int) -> None:
+        known = PairStatistics.of(state.take(part), measure)
+        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
+
+    def fold_and_mix(*given) -> None:
+        fold(*given)
+        mix(*given)
+
+    tokens = _whole_rows(pair, student, teacher)
+    if tokens is not None:
+        _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
+    else:
+        tiles = _tiles(pair, options, n)
+        for step in (fold, mix):
+            _sweep(pair, student, teacher, tiles, step)
+    return PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student)
+
+
+def _mixed(measure: Measure, sums: MixtureSums) -> Tensor:
+    """The divergence of a mixture."""
+    return (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
+
+
+def _sweep(pair: Pair, student: _Side, teacher: _Side, tiles: Tiles, step: Callable[..., None]) -> None:
+    """step(student's tile, teacher's tile, tokens, first column) for each pair of tiles, whose memory it gives back."""
+    token_spans = spans(student.factor.shape[0], tiles.tokens)
+    for first, last in spans(pair.vocab, tiles.vocab):
+        factors = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
+        for start, stop in token_spans:
+            part = slice(start, stop)
+            step(student.tile(part, factors[0], first), teacher.tile(part, factors[1], first), part, first)
+
+
+def _bytes_per_logit(device: torch.device) -> int:
+    """Of a pair of tiles; eager kernels work on float32 copies of both."""
+    return 8 if compiles(device) else 48
+
+
+def _tiles(pair: Pair, options: PairOptions, tokens: int, *, bytes_per_gradient: int = 0) -> Tiles:
+    device = pair.student.hidden.device
+    hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
+    return plan_tiles(
+        tokens, pair.vocab, hidden_size, device, options.student,
+        bytes_per_logit=_bytes_per_logit(device) + bytes_per_gradient,
+    )  # fmt: skip
+
+
+def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
+    """Tokens whose logits of the whole vocabulary fit the workspace; None where two sweeps are better."""
+    if student.options.names_chunk or student.converts or teacher.converts:
+        return None
+    device = pair.student.hidden.device
+    tokens = WORKSPACE_BYTES[kind_of(device)] // (_bytes_per_logit(device) * pair.vocab)
+    return None if tokens < MIN_WHOLE_ROWS else tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS
+
+
+def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
+    """Gradients of the student; `tokens` are the numbers of those that count."""
+    live, tokens = _with_gradient(pair.student.live, tokens)
+    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
+    found = _gradients(pair, options, *_sides(pair, options, live), tokens, needs)
+    return found.of_all_tokens(live, pair.student)
+
+
+def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSelection, PairGradients]:
+    """Those of the live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+    wanted = tokens.grad != 0
+    for grad in (tokens.grad_logps, tokens.grad_entropy):
+        wanted = wanted if grad is None else wanted | (grad != 0)
+    if live.mask is not None:
+        live = live.restricted(wanted)
+        assert live.mask is not None
+        here = live.mask
+        parts = PairGradients._make(None if part is None else torch.where(here, part, 0.0) for part in tokens)
+        # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
+        silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
+        return live, parts._replace(**silent)
+    picked = wanted.nonzero().squeeze(1)
+    return (live, tokens) if picked.numel() == wanted.numel() else (live.among(picked), tokens.take(picked))
+
+
+def _gradients(
+    pair: Pair, options: PairOptions, student: _Side, teacher: _Side, tokens: PairGradients, needs: Needs
+) -> Gradients:
+    """As `two_pass.gradients`, from pairs of tiles; those of entries that are padding are 0."""
+    rows, dtype, vocab = student.rows, options.student.compute_dtype, pair.vocab
+    weight, bias, low_rank = rows.weight, rows.bias, student.low_rank
+    n, device = student.factor.shape[0], weight.device
+    hidden = student.factor[:, : rows.hidden.shape[1]]
+    low_inputs = None if low_rank is None else low_rank.inputs.to(dtype)
+    kernels = for_device(device)
+    bytes_per_gradient = dtype.itemsize if dtype != torch.float32 else 0
+    tiles = _tiles(pair, options, n, bytes_per_gradient=bytes_per_gradient)
+    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
+    grad_weight = _empty_like(weight, vocab) if needs[1] else None
+    grad_bias = _empty_like(bias, vocab) if bias is not None and needs[2] else None
+    grad_inputs = grad_low = None
+    if low_rank is not None:
+        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
+        grad_low = _empty_like(low_rank.weight, vocab) if needs[4] else None
+
+    def tile_gradient(part: slice, factor: Tensor, teacher_factor: Tensor, first: int) -> Tensor:
+        own, other = student.tile(part, factor, first), teacher.tile(part, teacher_factor, first)
+        out = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
+        kernels.grad_pair(own, other, rows.targets[part], first, options.measure, tokens.take(part), out)
+        return out
+
+    token_spans = spans(n, tiles.tokens)
+    for first, last in spans(vocab, tiles.vocab):
+        weight_tile = student.weight_tile(first, last)
+        factor = student.factor_tile(weight_tile, first)
+        teacher_factor = teacher.factor_tile(teacher.weight_tile(first, last), first)
+        totals = [
+            _WeightTotal(grad, first, last, parts=len(token_spans), compute_dtype=dtype)
+            for grad in (grad_weight, grad_low)
+        ]
+        bias_total = None
+        if grad_bias is not None:
+            bias_total = torch.zeros(last - first, dtype=torch.float32, device=device)
+        for start, stop in token_spans:
+            part = slice(start, stop)
+            tile = tile_gradient(part, factor, teacher_factor, first)
+            if grad_hidden is not None:
+                gemm.accumulate(grad_hidden[part], tile, weight_tile)
+            totals[0].add(tile, hidden[part])
+            if low_rank is not None and low_inputs is not None:
+                if grad_inputs is not None:
+                    gemm.accumulate(grad_inputs[part], tile, low_rank.weight[first:last].to(dtype))
+                totals[1].add(tile, low_inputs[part])
+            if bias_total is not None:
+                bias_total += gemm.column_sums(tile)
+            del tile  # or it would stay alive while the next pair is allocated
+        for total in totals:
+            total.store()
+        if grad_bias is not None and bias_total is not None:
+            grad_bias[first:last] = bias_total
+    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
+
+
+def _empty_like(values: Tensor, vocab: int) -> Tensor:
+    """For a gradient of the first `vocab` rows; the others get 0."""
+    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    out[vocab:] = 0
+    return out
+
+
+def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:
+    """As `forward`, and the gradients of sum(factors (n,) * divergence) for hidden, weight and bias.
+
+    The student's head has no low-rank term.
+    """
+    student, teacher = _sides(pair, options, pair.student.live)
+    measure, rows, dtype, live = options.measure, student.rows, options.student.compute_dtype, pair.student.live
+    n, device, vocab = student.factor.shape[0], student.factor.device, pair.vocab
+    kernels = for_device(device)
+    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+    sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
+    chunks = spans(n, _one_pass_tokens(pair, options))
+    sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
+    totals = _Totals(
+        pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
+    )
+    if totals.weight is not None:
+        totals.weight[vocab:] = 0
+    for start, stop in chunks:
+        part = slice(start, stop)
+        own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
+        kernels.fold_pair(own, other, rows.targets[part], 0, measure, state.take(part))
+        known = PairStatistics.of(state.take(part), measure)
+        if measure.kind == MIXTURE:
+            kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
+        value = sums.student[part] if known.divergence is None else known.divergence
+        tokens = PairGradients(known.lse, known.teacher_lse, factors[part], value, None, None, None, None)
+        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
+        kernels.grad_pair(own, other, rows.targets[part], 0, measure, tokens, tile)
+        del own, other  # or they would stay alive while the products, and the next pair, are allocated
+        _add_products(totals, student, tile, part, live, vocab)
+        del tile
+    statistics = PairStatistics.of(state, measure)
+    if statistics.divergence is not None:
+        return PairValues(statistics.divergence, statistics, statistics.divergence), totals.finish()
+    return PairValues(_mixed(measure, sums), statistics, sums.student), totals.finish()
+
+
+def _add_products(totals: _Totals, student: _Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
+    hidden, grad_rows = student.factor[part], None
+    for first, last in spans(vocab, student.width(vocab)):
+        columns = tile[:, first:last]
+        if totals.hidden is not None:
+            if grad_rows is None:
+                grad_rows = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+            gemm.accumulate(grad_rows, columns, student.weight_tile(first, last))
+        totals.add_weight(first, last, columns, hidden)
+        totals.add_bias(first, last, columns)
+    totals.empty = False
+    if totals.hidden is not None and grad_rows is not None:
+        if live.index is None:
+            totals.hidden[part] = grad_rows
+        else:
+            for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
+
+
+def _one_pass_tokens(pair: Pair, options: PairOptions) -> int:
+    """Tokens of a chunk of one pass."""
+    if options.student.chunk_tokens is not None:
+        return options.student.chunk_tokens
+    device, itemsize = pair.student.hidden.device, options.student.compute_dtype.itemsize
+    per_token = pair.vocab * (_bytes_per_logit(device) + (itemsize if itemsize < 4 else 0))
+    tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
+    return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)
