@@ -135,6 +135,9 @@ class DivergenceCall:
     def check_before_gather(self) -> None:
         """Raise for what can be seen of tensors that need not be whole."""
         check_transform(self.teacher_transform)
+        for name, transform in (("transform", self.options.transform), ("teacher_transform", self.teacher_transform)):
+            if transform.per_token:
+                raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
         teacher = {name: getattr(self, name) for name in ("teacher_hidden", "teacher_weight", "teacher_bias")}

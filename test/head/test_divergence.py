@@ -376,6 +376,11 @@ BAD = [
     ({"vocab_parallel": object()}, TypeError, "takes no vocab_parallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
     ({"teacher_transform": 1.0}, TypeError, "transform must be"),
+    (
+        {"transform": LogitTransform(temperature=torch.ones(3, 7))},
+        ValueError,
+        "temperature of transform must be a number",
+    ),
     ({"teacher_hidden": torch.zeros(3, 6, 24)}, ValueError, "teacher_hidden must have the tokens"),
     ({"teacher_hidden": torch.zeros(3, 7, 25)}, ValueError, "teacher_weight must be"),
     ({"teacher_weight": torch.zeros(140, 24)}, ValueError, "teacher_weight must have the 131 .* vocab="),
