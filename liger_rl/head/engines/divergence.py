@@ -7,9 +7,10 @@ the student's products. The teacher's logits are read and never differentiated.
 With S = 2 N H V of the student and T of the teacher: S + T for either KL divergence in the forward, S + T and at most
 2 S in the backward. The value of a mixture needs both normalisers at every entry, which are known after all tiles. Two
 sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, the products are of few tokens with the
-whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of the weights per
-`_whole_rows` tokens, which from 128 tokens on takes less time than the products (at V = 151936 the workspace holds 276
-tokens). Two sweeps remain for where fewer fit, where a chunk is named, and where a weight is converted tile by tile.
+whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of both weights per
+`_whole_rows` tokens. By an H200's bandwidth and speed, that read takes as long as the products of 150 tokens, so 75
+tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain for where under
+MIN_WHOLE_ROWS fit, where a chunk is named, and where a weight is converted tile by tile.
 
 Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
 and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
@@ -35,7 +36,7 @@ from liger_rl.kernels.divergence import MIXTURE, Measure, MixtureSums, PairFold,
 
 # Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
-MIN_WHOLE_ROWS = 128  # tokens of a product with the whole vocabulary, for which it is not bound by reading the weight
+MIN_WHOLE_ROWS = 128  # tokens of a product with the whole vocabulary; others hold a multiple of it
 
 
 class Pair(NamedTuple):
