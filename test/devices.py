@@ -13,3 +13,9 @@ def skip_where_misread(columns: int) -> None:
     before_fix = tuple(map(int, version("triton").split(".")[:2])) < (3, 6)
     if before_fix and columns % 16 and not torch.cuda.is_available():
         pytest.skip("before 3.6, the interpreter takes the elements of a descriptor's stride for its bytes")
+
+
+def skip_without_interpreter(device: str | torch.device = "cpu") -> None:
+    """For a test that runs Triton's kernels on CPU: with a GPU they are compiled, and take no tensors of the CPU."""
+    if torch.device(device).type == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")

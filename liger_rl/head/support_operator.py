@@ -24,10 +24,14 @@ LISTED = "Tensor token_ids, Tensor offsets, str missing_target, bool may_be_empt
 LISTED_COUNT = 4
 
 
-def _apart(arguments: tuple[Any, ...]) -> tuple[Head, OpOptions, Support]:
-    head, flat = taken_apart(arguments[:-LISTED_COUNT])
+def _apart(arguments: tuple[Any, ...]) -> tuple[Head, OpOptions]:
+    return taken_apart(arguments[:-LISTED_COUNT])
+
+
+def _listed(arguments: tuple[Any, ...]) -> Support:
+    """Only where the operator runs: making one looks at values."""
     token_ids, offsets, missing_target, may_be_empty = arguments[-LISTED_COUNT:]
-    return head, flat, Support(token_ids, offsets, missing_target, may_be_empty)
+    return Support(token_ids, offsets, missing_target, may_be_empty)
 
 
 def _parts(options: OpOptions) -> list[bool]:
@@ -36,7 +40,7 @@ def _parts(options: OpOptions) -> list[bool]:
 
 
 def _fold(*arguments: Any) -> list[Tensor]:
-    head, flat, listed = _apart(arguments)
+    (head, flat), listed = _apart(arguments), _listed(arguments)
     options, vocab, name = flat.resolved(), head.weight.shape[0], flat.targets_name
     with gemm.without_autocast(head.hidden.device):
         slots, empty = engine.support_slots(listed, head.targets, head.live.mask, head.weight, options), 0
@@ -51,9 +55,9 @@ def _fold(*arguments: Any) -> list[Tensor]:
 
 
 def _fake_fold(*arguments: Any) -> list[Tensor]:
-    head, flat, listed = _apart(arguments)
+    head, flat = _apart(arguments)
     n, device = head.targets.shape[0], head.hidden.device
-    slots = listed.token_ids.shape[0] + n
+    slots = arguments[-LISTED_COUNT].shape[0] + n
 
     def made(size: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -67,12 +71,12 @@ def _fake_fold(*arguments: Any) -> list[Tensor]:
 def _grad(
     grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    head, flat, listed = _apart(arguments)
+    head, flat = _apart(arguments)
     found = iter(outputs)
     statistics = TokenStatistics(next(found), next(found), next(found) if flat.entropy else None)
     saved = engine.Saved(*found)
     slots = saved.slots(head)
-    if listed.may_be_empty:
+    if arguments[-1]:  # may_be_empty
         head = head._replace(full=engine.empty_rows(slots, int(slots.full.sum())))
     grads = grad_logps, grad_entropy
     gradients = token_gradients(engine, head, flat.resolved(), statistics, saved, grads, tuple(needs))
@@ -102,7 +106,7 @@ never_waiting, never_waiting_backward = _registered("support_logprobs_fixed_shap
 
 
 def _in_graph(*arguments: Any) -> list[Tensor]:
-    head, flat, _ = _apart(arguments)
+    head, flat = _apart(arguments)
     rest = arguments[TENSOR_COUNT:]
     forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
     missing: list[Tensor] = []

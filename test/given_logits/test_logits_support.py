@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracles
+from devices import skip_without_interpreter
 from host_reads import host_reads
 from liger_rl import LogitTransform, Support, logits_logprobs
 from liger_rl.given_logits import support as module
@@ -22,6 +23,8 @@ TRANSFORMS = [{}, {"temperature": 0.7}, {"temperature": 1.6, "softcap": 2.0, "sc
 def kernels(request, device, monkeypatch):
     if device.type == "cuda" and request.param is plain:
         monkeypatch.setattr(module, "kernels_for", lambda _: plain)
+    if request.param is support_triton:
+        skip_without_interpreter(device)
     if device.type == "cpu":
         monkeypatch.setattr(module, "kernels_for", lambda _: request.param)
     return request.param
@@ -199,6 +202,7 @@ def test_only_one_of_the_gradients(device):
 
 
 def test_fixed_shape_waits_for_nothing(monkeypatch, device):
+    skip_without_interpreter(device)
     monkeypatch.setattr(module, "kernels_for", lambda _: support_triton)
     logits, targets = torch.randn(3, 30, device=device), torch.tensor([1, 7, 99], device=device)
     made = Support.from_vllm([[1, 2], [], [4]], device=device, may_be_empty=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import oracles
+from devices import skip_without_interpreter
 from head_calls import Products, functional, run_triton
 from host_reads import host_reads
 from liger_rl import Divergence, LogitTransform, LowRank, linear_divergence
@@ -145,6 +146,7 @@ def test_oracle(kind, transforms, chunks, device):
 @pytest.mark.parametrize("options", [{}, {"fixed_shape": True}, {"chunk_tokens": 6}])
 def test_triton_padded_vocabularies_and_a_low_rank_term(kind, options, monkeypatch):
     """In the interpreter; what is padding, and what is masked, may hold anything."""
+    skip_without_interpreter()
     run_triton(monkeypatch)
     x = problem(vocab=(131, 140), rank=3)
     truth = exact(x, vocab=121, **KINDS[kind])
@@ -169,6 +171,7 @@ def test_triton_padded_vocabularies_and_a_low_rank_term(kind, options, monkeypat
 def test_one_pass_agrees_with_two(kind, options, dtype, triton, device, monkeypatch):
     """A factor from above, and a second backward; a weight of 0 masks its token."""
     if triton and device.type == "cpu":
+        skip_without_interpreter()
         run_triton(monkeypatch)
     x = problem(vocab=(131, 131), dtype=dtype, device=device).leaves()
     weights = torch.randn(3, 7, device=device) * (torch.arange(21, device=device).view(3, 7) % 4 > 0)
@@ -227,6 +230,7 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
 def test_ids_that_both_heads_ban_are_as_if_they_were_not_there(kind, triton, monkeypatch):
     """Whole tiles of them included, the first one among them."""
     if triton:
+        skip_without_interpreter()
         run_triton(monkeypatch)
     x = problem()
     banned = torch.zeros(131, dtype=torch.bool)

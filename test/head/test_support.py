@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracles
-from devices import NEEDS_GPU
+from devices import NEEDS_GPU, skip_without_interpreter
 from head_calls import EXTRAS, SCALING, Problem, call, functional, problem
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, PolicyBatch, Support, ppo_loss_fn
@@ -242,6 +242,7 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     listed = torch.zeros(V, dtype=torch.bool, device=place)
     listed[[7, 2, 9, 11, 12, 13, 14, 20, int(case.x.targets[3])]] = True
     assert not whole["weight"][~listed].any()
+    listed[3] = True  # alone in its row: a 0 may be added
     before = torch.randn(V, H).to(place)
     before[~listed] = math.nan  # what is added to it would not show
     total = before.clone()
@@ -249,7 +250,8 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     found = solve(case, weight_grad=total)
     assert found.grads["weight"] is None
     assert torch.equal(found.grads["hidden"], whole["hidden"])
-    assert torch.equal(total[~listed].view(torch.int32), bits)
+    if engine.DENSE_IDS > 0:  # whole products add 0 to every row
+        assert torch.equal(total[~listed].view(torch.int32), bits)
     close("weight_grad", (total - before)[listed], whole["weight"][listed], max(torch.finfo(dtype).eps, 1e-6))
     case = case._replace(rows=[[], *case.rows[1:]])  # now every row has its part
     total = torch.zeros(V, H, device=place)
@@ -353,6 +355,7 @@ def test_reads_of_the_host(rows, fixed_shape, device):
     """One in the forward, which also says what is wrong with the support; of empty rows two passes have theirs."""
     if fixed_shape and 0 in rows:
         pytest.skip("fixed_shape takes no empty row")
+    skip_without_interpreter(device)
     case = case_of(rows_of(rows), device, bias=True, rank=2, rules={"may_be_empty": 0 in rows})
     leaves, given, out = case.x.leaves(), case.support, []
     options = {"support": given, "entropy": True, "extras": EXTRAS, "fixed_shape": fixed_shape}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import oracles
+from devices import skip_without_interpreter
 from head_calls import Products, run_triton
 from host_reads import host_reads
 from liger_rl import (
@@ -217,11 +218,11 @@ def test_autocast(device):
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_on_triton(dtype, preset, options, chunk_tokens, device, monkeypatch):
     """The whole path with its Triton kernels; on CPU by the interpreter."""
-    if device.type == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton's interpreter is off where there is a GPU")
+    skip_without_interpreter(device)
     run_triton(monkeypatch)
     data = batch(2, 5, dtype, device, vocab=300)
-    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens), 1e-6 if dtype == F32 else 2e-3)
+    # In bfloat16 both ways round dL/dlogits and the sum of their products, each to 2^-9 of it.
+    assert_same(*both(preset, options, data, chunk_tokens=chunk_tokens), 1e-6 if dtype == F32 else 4 * 2.0**-9)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
