@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +27,7 @@ from benchmark.cases import (
     Case,
     preset,
 )
+from benchmark.environment import ROOT
 from benchmark.errors import measure_errors
 from benchmark.inputs import make_inputs
 from benchmark.measure import Bench
@@ -301,3 +304,19 @@ def test_a_policy_learns_and_its_cases_are_its_own_tokens(tmp_path):
         surprise = -inputs.current_logps
         noise = surprise.std() / math.sqrt(surprise.numel())
         assert abs(surprise.mean() - sample["entropy"]) < 4 * noise
+
+
+@pytest.mark.parametrize("name", ["support", "divergence"])
+def test_other_heads_run_on_cpu(name, tmp_path):
+    """The whole command; errors are those of bfloat16 rounding."""
+    command = [sys.executable, "-m", f"benchmark.{name}", "--output", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / f"{name}-cpu.json").read_text())["rows"]
+    ours = [row for row in rows if row["variant"].startswith("liger_rl") and "grad_weight_error" in row]
+    assert len(ours) >= 3
+    for row in ours:
+        assert row["step_ms"] > 0
+        assert row["grad_hidden_error"] < 6e-3
+        assert row["grad_weight_error"] < 6e-3

@@ -1,0 +1,186 @@
+"""Divergence of two heads beside TRL's op: `python -m benchmark.divergence`."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.errors import relative
+from benchmark.memory import PeakMemory
+from benchmark.table import Columns, environment_line, markdown_table, number
+from benchmark.timing import measure_ms
+from liger_rl import linear_divergence
+
+PREFIX = "divergence-"
+SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64
+SPREAD = 3.0  # of the logits, in nats
+
+
+class Shape(NamedTuple):
+    tokens: int
+    vocab: int
+    hidden_size: int
+    teacher_hidden_size: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = {
+    "cuda": (Shape(8192, 151936, 2048, 4096), Shape(8192, 151936, 4096, 4096)),
+    "cpu": (Shape(64, 500, 16, 32),),  # to see that everything runs
+}
+KINDS = ("forward_kl", "jsd")
+
+
+class Heads(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+
+
+def make_heads(shape: Shape, device: str) -> Heads:
+    g = torch.Generator(device).manual_seed(1)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device)
+
+    parts = []
+    for size in (shape.hidden_size, shape.teacher_hidden_size):
+        parts += [normal(shape.tokens, size), normal(shape.vocab, size) * SPREAD / size**0.5]
+    return Heads(*(part.to(shape.dtype) for part in parts))
+
+
+# (heads, kind, factors of the tokens (N,)) -> (per-token divergence (N,), sum of factors * divergence ())
+Way = Callable[[Heads, str, Tensor], tuple[Tensor, Tensor]]
+
+
+def _two_passes(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+    found = linear_divergence(*heads, kind=kind).divergence
+    return found, (found * factors).sum()
+
+
+def _one_pass(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+    found = linear_divergence(*heads, kind=kind, token_weights=factors)
+    assert found.loss is not None
+    return found.divergence, found.loss
+
+
+def _trl() -> Way:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, teacher_hidden, teacher_weight = heads
+        beta = 0.0 if kind == "forward_kl" else 0.5
+        given = (hidden, weight, None, teacher_hidden, teacher_weight, None, beta)
+        found = ChunkedDivergenceFunction.apply(*given)[0]
+        return found, (found * factors).sum()
+
+    return way
+
+
+WAYS: dict[str, Callable[[], Way]] = {
+    "TRL": _trl,
+    "liger_rl": lambda: _two_passes,
+    "liger_rl, one pass": lambda: _one_pass,
+}
+
+
+def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some tokens: divergence, gradient of hidden, and of the weight's first ENTRIES for a loss of these alone."""
+    hidden, weight, teacher_hidden, teacher_weight = heads
+
+    def log_probs(left: Tensor, right: Tensor) -> Tensor:
+        parts = [left[rows].double() @ part.double().T for part in right.split(1 << 14)]
+        return torch.cat(parts, dim=1).log_softmax(-1)
+
+    log_p, log_q = log_probs(hidden, weight), log_probs(teacher_hidden, teacher_weight)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        value, slopes = (q * (log_q - log_p)).sum(-1), p - q
+    else:
+        log_m = ((p + q) / 2).log()
+        own = (p * (log_p - log_m)).sum(-1)
+        value = (own + (q * (log_q - log_m)).sum(-1)) / 2
+        slopes = p * (log_p - log_m - own[:, None]) / 2
+    parts = zip(slopes.split(1 << 14, dim=1), weight.split(1 << 14), strict=True)
+    grad_hidden = torch.stack([slope @ part.double() for slope, part in parts]).sum(0)
+    return value, grad_hidden, slopes[:, :ENTRIES].T @ hidden[rows].double()
+
+
+def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str) -> dict[str, Any]:
+    try:
+        way = make()
+    except ImportError as error:
+        return {"status": "unavailable", "reason": str(error)}
+    leaves = heads._replace(hidden=heads.hidden.requires_grad_(), weight=heads.weight.requires_grad_())
+    n = heads.hidden.shape[0]
+    rows = torch.arange(0, n, max(1, n // SAMPLED), device=heads.hidden.device)[:SAMPLED]
+
+    def step(factors: Tensor) -> tuple[Tensor, ...]:
+        found, loss = way(leaves, kind, factors)
+        return found.detach(), *torch.autograd.grad(loss, leaves[:2])
+
+    value, grad_hidden, grad_weight = in_float64(Heads(*(part.detach() for part in heads)), kind, rows)
+    sampled = torch.zeros(n, device=rows.device).index_fill(0, rows, 1.0)
+    found = step(sampled)
+    numbers: dict[str, Any] = {
+        "value_error": relative(found[0][rows][None], value[None]),
+        "grad_hidden_error": relative(found[1][rows], grad_hidden),
+        "grad_weight_error": relative(found[2][:ENTRIES], grad_weight),
+    }
+    del found
+    factors = torch.ones(n, device=rows.device) / n
+    with PeakMemory(device) as memory:
+        held = step(factors)
+    numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
+    del held
+    numbers["step_ms"] = measure_ms(lambda: step(factors), device).median_ms
+    return {"status": "ok", "reason": None, **numbers}
+
+
+COLUMNS: Columns = {
+    "forward + backward ms": number("step_ms", ".1f"),
+    "x TRL": number("x_trl", ".2f"),
+    "extra MiB": number("peak_extra_mib", ",.0f"),
+    "value error": number("value_error", ".1e"),
+    "dH error": number("grad_hidden_error", ".1e"),
+    "dW error": number("grad_weight_error", ".1e"),
+}
+
+
+def rows_of(shape: Shape, kind: str, device: str) -> list[dict[str, Any]]:
+    heads = make_heads(shape, device)
+    rows = [{"kind": kind, "variant": name, **measure(make, heads, kind, device)} for name, make in WAYS.items()]
+    sizes = shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]}
+    floor = rows[0].get("step_ms")
+    return [sizes | row | {"x_trl": row["step_ms"] / floor if floor and "step_ms" in row else None} for row in rows]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = []
+    for row in results["rows"]:
+        sizes = f"H = {row['hidden_size']}, teacher's {row['teacher_hidden_size']}"
+        lines.append((f"{row['kind']}, {sizes}: {row['variant']}", row))
+    return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.divergence", description=__doc__)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    arguments = parser.parse_args()
+    environment = describe("auto")
+    device = environment["device"]
+    rows = [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]
+    results = {"environment": environment, "rows": rows}
+    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
+    write_results(target, results)
+    print(markdown(results))
+    print(f"written: {target}")
+
+
+if __name__ == "__main__":
+    main()
