@@ -3,11 +3,17 @@
 import re
 from pathlib import Path
 
-from benchmark import row_losses, support
+from benchmark import divergence, row_losses, support
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "support.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "support", "distillation")))
+# The tables of other benchmarks, by how the names of their results begin.
+OTHERS = {
+    row_losses.PREFIX: row_losses.markdown,
+    support.PREFIX: support.summary,
+    divergence.PREFIX: divergence.markdown,
+}
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)
 
@@ -16,16 +22,15 @@ def filled(text: str) -> str:
     """`text` with every marked block filled from `benchmark/results/<name>.json`.
 
     `<!-- begin table NAME -->` takes every timed case, `<!-- begin table NAME GLOB... -->` those that match. Results of
-    `benchmark.row_losses` are one case, and taken whole; those of `benchmark.support` in one table.
+    other benchmarks are one table each.
     `<!-- begin summary NAME CASE VARIANT... -->` takes a few columns of some variants.
     """
 
     def block(match: re.Match[str]) -> str:
         results = read_results(RESULTS / f"{match[2]}.json")
-        if match[2].startswith(row_losses.PREFIX):
-            return f"{match[1]}{row_losses.markdown(results)}{match[5]}"
-        if match[2].startswith(support.PREFIX):
-            return f"{match[1]}{support.summary(results)}{match[5]}"
+        for prefix, table in OTHERS.items():
+            if match[2].startswith(prefix):
+                return f"{match[1]}{table(results)}{match[5]}"
         patterns = match[3].split() or ["*"]
         return f"{match[1]}{markdown(results, patterns=patterns, timed=True)}{match[5]}"
 
