@@ -125,6 +125,17 @@ class HeadCall:
                 "max_extra_bytes must be None with a support, whose memory follows the number of listed ids; "
                 f"got {options.max_extra_bytes}"
             )
+        if support.sparse_grad:
+            for name, given in (
+                ("fixed_shape", options.fixed_shape),
+                ("weight_grad", self.weight_grad is not None),
+                ("vocab_parallel", self.vocab_parallel is not None),
+                ("torch.compile", torch.compiler.is_compiling()),
+            ):
+                if given:
+                    raise ValueError(
+                        f"sparse_grad must be False with {name}: its number of rows is known in the backward"
+                    )
 
     def check_tensors(self) -> torch.dtype:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""

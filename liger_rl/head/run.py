@@ -88,7 +88,9 @@ def _over_support(
         _, numbers = _asked(call, ids, vocab, slots.numbers)()
         empty = support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    values = linear_values(head._replace(slots=slots, full=empty_rows(slots, empty)), options)
+    values = linear_values(
+        head._replace(slots=slots, full=empty_rows(slots, empty), sparse_grad=support.sparse_grad), options
+    )
     return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
 
 

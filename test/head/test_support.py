@@ -209,6 +209,27 @@ def test_a_single_id_leaves_nothing(place):
     assert (leaves.weight.grad[others] == 0).all()
 
 
+def test_a_sparse_gradient_of_the_weight(place):
+    """Of the listed rows, with the numbers of the dense one; an optimiser that takes such gradients goes on from it."""
+    if engine.DENSE_IDS == 0:
+        pytest.skip("a sparse gradient takes no whole product")
+    case = case_of(rows_of([2, 9, 1, 4]), place, bias=True, rules={"may_be_empty": False})
+    dense = solve(case)
+    sparse = solve(case._replace(rules={"may_be_empty": False, "sparse_grad": True}))
+    grad = sparse.grads["weight"]
+    assert grad.is_sparse
+    listed = grad._indices()[0].tolist()
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= {number for row in case.rows for number in row}
+    close("weight", grad.to_dense(), dense.grads["weight"], 1e-5)
+    same(Result(sparse.values, {**sparse.grads, "weight": dense.grads["weight"]}), dense)
+    weight = case.x.weight.clone().requires_grad_()
+    weight.grad = grad
+    torch.optim.SparseAdam([weight], lr=0.1).step()
+    moved = (weight != case.x.weight).any(1)
+    assert torch.equal(moved, dense.grads["weight"].any(1))
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_token(tokens, place):
     """N = 0, and tokens that are all masked."""

@@ -37,6 +37,7 @@ class Head(NamedTuple):
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
+    sparse_grad: bool = False  # of the weight, by the support engine
     slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
     full: Tensor | None = None  # beside slots, (n,): the tokens that count and whose row is empty; None for no token
 

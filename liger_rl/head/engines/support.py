@@ -226,7 +226,7 @@ def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradi
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, saved.slots(head)
     coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform.of_logits, head.temperatures)
-    if _is_dense(head, slots):
+    if _is_dense(head, slots) and not head.sparse_grad:
         return _gradients_of_tiles(head, slots, coefficients, options, tokens, needs)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
@@ -246,6 +246,8 @@ def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradi
         pairs = _sorted_pairs(slots, coefficients)
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, by_id=True, add=True)
+        elif needs[1] and head.sparse_grad:
+            grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             kernels.segment_sums(*pairs, hidden, grad_weight, by_id=True)
@@ -277,3 +279,14 @@ def _sorted_pairs(slots: Slots, coefficients: Tensor) -> SortedPairs:
     ids, order = torch.sort(slots.ids, stable=True)
     rows = torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device)
     return SortedPairs(Segments(torch.searchsorted(ids, rows), ids), coefficients[order], slots.tokens[order])
+
+
+def _sparse_sums(kernels: ModuleType, pairs: SortedPairs, hidden: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the listed rows alone; waits for their number."""
+    starts, ids = pairs.segments
+    listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
+    place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
+    segments = Segments(torch.cat([starts[listed], starts[-1:]]), place)
+    rows = torch.empty(listed.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    kernels.segment_sums(segments, *pairs[1:], hidden, rows, by_id=True)
+    return torch.sparse_coo_tensor(listed[None], rows, weight.shape, is_coalesced=True, check_invariants=False)
