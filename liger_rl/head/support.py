@@ -28,9 +28,9 @@ class Support:
             `LogProbs.missing_target` says so; "error" raises a ValueError.
         may_be_empty: False promises that no token that counts has an empty row, which `fixed_shape` needs to know. An
             empty row then raises, or masks its token with fixed_shape.
-        sparse_grad: the gradient of a call's weight is a sparse tensor of the listed rows, each once, as SparseAdam takes
-            it, in place of V rows. The backward waits for their number. It needs may_be_empty=False, and goes with no
-            fixed_shape, weight_grad, sharded head or torch.compile.
+        sparse_grad: the gradient of a call's weight is a sparse tensor of the listed rows, each once, as SparseAdam
+            takes it, in place of V rows. The backward waits for their number. It needs may_be_empty=False, and goes
+            with no fixed_shape, weight_grad, sharded head or torch.compile.
 
     Raises:
         TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
