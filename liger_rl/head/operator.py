@@ -219,16 +219,8 @@ waiting, waiting_backward = _registered("linear_logprobs", **WAITING_OPERATOR)
 never_waiting, never_waiting_backward = _registered("linear_logprobs_fixed_shape")
 
 
-def _way(flat: OpOptions, *, bounded: bool) -> Way:
-    """The operators in place of an engine."""
-    forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
-
-    def arguments(head: Head) -> tuple[Any, ...]:
-        return *head.differentiable, head.targets, head.live.mask, *flat, bounded
-
-    def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor | None, ...] | None]:
-        out = Outputs.named(forward(*arguments(head)), flat, bounded=bounded)
-        return out.statistics, (*out.known, out.has_bounds) if out.known is not None else None
+def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any) -> Callable[..., Gradients]:
+    """`token_gradients` of an engine from the operator of its gradients; `rest` is what follows the head's tensors."""
 
     def gradients(
         head: Head,
@@ -242,12 +234,27 @@ def _way(flat: OpOptions, *, bounded: bool) -> Way:
             return Gradients()
         # What has no part in a gradient was not saved.
         outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
-        without_extras = *arguments(head)[:TENSOR_COUNT], *flat._replace(extras=""), bounded
-        found = iter(backward(*grads, outputs, list(needs), *without_extras))
+        found = iter(backward(*grads, outputs, list(needs), *tensors_of(head), *rest))
         wanted = zip(head.differentiable, needs, strict=True)
         return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
 
-    return Way(fold, gradients)
+    return gradients
+
+
+def tensors_of(head: Head) -> tuple[Tensor | None, ...]:
+    """In the order of TENSORS."""
+    return *head.differentiable, head.targets, head.live.mask
+
+
+def _way(flat: OpOptions, *, bounded: bool) -> Way:
+    """The operators in place of an engine."""
+    forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
+
+    def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor | None, ...] | None]:
+        out = Outputs.named(forward(*tensors_of(head), *flat, bounded), flat, bounded=bounded)
+        return out.statistics, (*out.known, out.has_bounds) if out.known is not None else None
+
+    return Way(fold, gradients_by(backward, *flat._replace(extras=""), bounded))
 
 
 def _in_graph(*arguments: Any) -> list[Tensor]:
@@ -292,7 +299,7 @@ def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple
         ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
     """
     flat = flat_options(options, targets_name)
-    found = iter(torch.ops.liger_rl.linear_values(*head.differentiable, head.targets, head.live.mask, *flat))
+    found = iter(torch.ops.liger_rl.linear_values(*tensors_of(head), *flat))
     logps, entropy = next(found), next(found) if options.entropy else None
     return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS)
 

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines import support as engine
-from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.interface import Head
 from liger_rl.head.function import Way, linear_values, token_gradients
-from liger_rl.head.operator import OPTIONS, TENSOR_COUNT, TENSORS, OpOptions, contiguous_like, flat_options, taken_apart
+from liger_rl.head.operator import (
+    OPTIONS,
+    TENSOR_COUNT,
+    TENSORS,
+    OpOptions,
+    contiguous_like,
+    flat_options,
+    gradients_by,
+    taken_apart,
+    tensors_of,
+)
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.support import Support
 from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
@@ -112,29 +122,13 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
     missing: list[Tensor] = []
 
     def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor, ...]]:
-        found = iter(forward(*head.differentiable, head.targets, head.live.mask, *rest))
+        found = iter(forward(*tensors_of(head), *rest))
         parts = [next(found) if wanted else None for wanted in _parts(flat)]
         saved = engine.Saved(*found)
         missing.append(saved.missing)
         return TokenStatistics(*parts), saved  # type: ignore[arg-type]
 
-    def gradients(
-        head: Head,
-        options: EngineOptions,
-        statistics: TokenStatistics,
-        saved: tuple[Tensor | None, ...] | None,
-        grads: tuple[Tensor | None, Tensor | None],
-        needs: Needs,
-    ) -> Gradients:
-        if grads == (None, None):
-            return Gradients()
-        outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
-        tensors = *head.differentiable, head.targets, head.live.mask
-        found = iter(backward(*grads, outputs, list(needs), *tensors, *rest))
-        wanted = zip(head.differentiable, needs, strict=True)
-        return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
-
-    values = linear_values(head, flat.resolved(), Way(fold, gradients))
+    values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest)))
     return [part for part in (*values, missing[0].clone()) if part is not None]
 
 
@@ -147,7 +141,6 @@ def support_op(head: Head, options: EngineOptions, listed: Support, *, targets_n
     """(logps, entropy, *EXTRAS, missing_target) of all N tokens; `head.live` has the mask of those that count."""
     flat = flat_options(options, targets_name)
     rest = listed.token_ids, listed.offsets, listed.missing_target, listed.may_be_empty
-    tensors = *head.differentiable, head.targets, head.live.mask
-    found = iter(torch.ops.liger_rl.support_values(*tensors, *flat, *rest))
+    found = iter(torch.ops.liger_rl.support_values(*tensors_of(head), *flat, *rest))
     logps, entropy = next(found), next(found) if options.entropy else None
     return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS), next(found)
