@@ -114,8 +114,9 @@ def grpo_loss_from_logits(
     kernel = kernel_of(terms, given)
     if kernel is not None:
         raise_if_outside = ask_vocabulary(
-            ids, mask, vocab, "logits", fixed_shape=fixed_shape, targets_name="selected_token_ids"
-        )
+            ids, mask, vocab, "logits", fixed_shape=fixed_shape, targets_name="selected_token_ids",
+            temperature=where.transform.temperature,
+        )  # fmt: skip
         prepared = PreparedLoss(terms, given, None)
         found = LogitLoss.apply(logits, ids, mask, kernel, prepared, clip_indicator, where, raise_if_outside)
         if not found[0].requires_grad:

@@ -40,8 +40,9 @@ def fold_rows(logits: Tensor, targets: Tensor, mask: Tensor | None, options: Log
 def checked_fold(logits: Tensor, targets: Tensor, mask: Tensor | None, options: LogitRowsOptions) -> TokenStatistics:
     """`fold_rows`, which raises where a target is outside the vocabulary or the mask is neither 0 nor 1."""
     raise_if_outside = ask_vocabulary(
-        targets, mask, logits.shape[-1], "logits", fixed_shape=options.fixed_shape, targets_name=options.targets_name
-    )
+        targets, mask, logits.shape[-1], "logits", fixed_shape=options.fixed_shape, targets_name=options.targets_name,
+        temperature=options.transform.temperature,
+    )  # fmt: skip
     statistics = fold_rows(logits, targets, mask, options)
     raise_if_outside()
     return statistics

@@ -12,7 +12,7 @@ from liger_rl.given_logits.rows import LogitRowsOptions, fold_rows, grad_rows
 from liger_rl.head.call import LogProbs
 from liger_rl.head.engines.support import kernels_for
 from liger_rl.head.support import Support, check_usable
-from liger_rl.head.tokens import counted_tokens, live_tokens
+from liger_rl.head.tokens import check_temperatures, counted_tokens, improper_temperatures, live_tokens
 from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import Slots
@@ -45,7 +45,11 @@ def support_logprobs(
     )  # fmt: skip
     empty = 0
     if not options.fixed_shape:
-        found = live_tokens(ids, mask, vocab, "logits", counts=[slots.numbers], targets_name=options.targets_name)()
+        improper = improper_temperatures(options.transform.temperature, ids, mask)
+        counts = [slots.numbers, *improper]
+        found = live_tokens(ids, mask, vocab, "logits", counts=counts, targets_name=options.targets_name)()
+        if improper:
+            check_temperatures(found.counts[-1])
         empty = support.check_values(found.counts, vocab=vocab, targets_name=options.targets_name)
     full = slots.full.view(targets.shape) if empty else None
     logps, entropy = SupportRows.apply(logits, ids, slots, full, options)

@@ -16,7 +16,14 @@ from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support
 from liger_rl.head.support_operator import support_op
-from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
+from liger_rl.head.tokens import (
+    LiveTokens,
+    TokenSelection,
+    check_temperatures,
+    counted_tokens,
+    improper_temperatures,
+    live_tokens,
+)
 from liger_rl.kernels import gemm
 
 
@@ -96,18 +103,16 @@ def _over_support(
 
 def _asked(call: HeadCall, ids: Tensor, vocab: int, *numbers: Tensor) -> Callable[[], tuple[LiveTokens, list[int]]]:
     """`live_tokens`, with other numbers, and the check of temperatures, in the same sync."""
-    given, counts = call.options.transform.temperature, [*numbers]
-    if isinstance(given, Tensor):
-        improper = counted_tokens(ids, call.mask) & ~((given > 0) & given.isfinite())
-        counts.append(improper.sum()[None])
+    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
     wait = live_tokens(
-        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=counts, targets_name=call.targets_name
-    )
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=[*numbers, *improper],
+        targets_name=call.targets_name,
+    )  # fmt: skip
 
     def answer() -> tuple[LiveTokens, list[int]]:
         found = wait()
-        if isinstance(given, Tensor) and found.counts[-1] > 0:
-            raise ValueError(f"temperature must be positive and finite at each token; {found.counts[-1]} are not")
+        if improper:
+            check_temperatures(found.counts[-1])
         return found, found.counts
 
     return answer

@@ -126,6 +126,20 @@ def live_tokens(
     return wait
 
 
+def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """How many of the tokens that count have one that is not positive and finite, (1,); nothing for a number."""
+    if not isinstance(temperature, Tensor):
+        return []
+    improper = counted_tokens(targets, mask) & ~((temperature > 0) & temperature.isfinite())
+    return [improper.sum()[None]]
+
+
+def check_temperatures(improper: int) -> None:
+    """Raise ValueError for what `improper_temperatures` counted."""
+    if improper > 0:
+        raise ValueError(f"temperature must be positive and finite at each token; {improper} are not")
+
+
 def ask_vocabulary(
     targets: Tensor,
     mask: Tensor | None,
@@ -134,8 +148,11 @@ def ask_vocabulary(
     *,
     fixed_shape: bool,
     targets_name: str = "targets",
+    temperature: float | Tensor = 1.0,
 ) -> Callable[[], None]:
     """Ask the device whether the targets that count are ids of the vocabulary, and the mask has only 0 and 1.
+
+    And whether temperatures of tokens are positive.
 
     The call of what is returned waits for the answer, and raises ValueError if it is no. What the device is given to do
     in between hides the wait. With `fixed_shape` nothing is asked, and the call does nothing.
@@ -143,11 +160,14 @@ def ask_vocabulary(
     if fixed_shape:
         return lambda: None
     _, numbers = for_device(targets.device).select(targets, mask, vocab)
-    answer = HostAnswer(numbers)
+    counts = improper_temperatures(temperature, targets, mask)
+    answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> None:
-        _, outside, largest, improper = answer.wait().tolist()
+        _, outside, largest, improper, *others = answer.wait().tolist()
         _check_answer(outside, largest, improper, vocab, source, targets_name)
+        for count in others:
+            check_temperatures(count)
 
     return wait
 
