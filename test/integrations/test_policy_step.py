@@ -160,6 +160,11 @@ class _Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
+# With its wrapper the process group outlives its test. A group of gloo that ends right behind a collective waits for its
+# thread, which may wait for the interpreter (torch 2.13).
+KEPT = []
+
+
 def test_distributed_data_parallel():
     """One rank of gloo: DDP's own forward around the swapped model, its reducer on every gradient."""
     dist = torch.distributed
@@ -171,6 +176,7 @@ def test_distributed_data_parallel():
     try:
         model = swap_lm_head(gemma())
         parallel = nn.parallel.DistributedDataParallel(model)
+        KEPT.append(parallel)
         policy_step(parallel, batch, loss).loss.backward()
         assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
     finally:
