@@ -160,8 +160,8 @@ class _Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-# With its wrapper the process group outlives its test. A group of gloo that ends right behind a collective waits for its
-# thread, which may wait for the interpreter (torch 2.13).
+# With its wrapper the process group outlives its test. A group of gloo that ends right behind a collective waits for
+# its thread, which may wait for the interpreter (torch 2.13).
 KEPT = []
 
 
