@@ -9,8 +9,7 @@ What is left out of a token's row of a block is replaced by its sum, which the f
 share it as they share the tile's mass in a sample of the tokens (`left_out_blocks_triton.tile_shares`). The bounds are
 of what that leaves. It keeps what the products need most. dL/dlogits adds up to zero over the vocabulary, and the rows
 of a trained weight have much in common, so a sum that is a thousandth off is a large error of dL/dhidden. And ids that
-a policy rarely samples are rare for all of its tokens, in much the same proportions. Sums cost a 256th of the dense
-products.
+are rarely sampled are rare at all tokens, in much the same proportions. Sums cost a 256th of the dense products.
 
 Bounds are made where the product with the fold in its epilogue runs. All kernels here are Triton's, imported when
 there are bounds. Everywhere else the backward is exact.
