@@ -3,8 +3,6 @@
 A token whose row is empty takes the row kernels, over its whole row of logits.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -117,7 +115,7 @@ def _transform(options: LogitRowsOptions) -> tuple[LogitTransform, Tensor | None
     given = options.transform.temperature
     if not isinstance(given, Tensor):
         return options.transform, None
-    return replace(options.transform, temperature=1.0), given.flatten().float()
+    return options.transform.of_logits, given.flatten().float()
 
 
 def _listed(logits: Tensor, slots: Slots) -> Tensor:
