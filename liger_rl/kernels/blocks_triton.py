@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
-from liger_rl.kernels.devices import on
-from liger_rl.kernels.epilogue import TILE_HIDDEN, device_programs, tile_logits
+from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.epilogue import device_programs, tile_logits
+from liger_rl.kernels.matrix_triton import load, matrix, store
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, TokenGradients
-from liger_rl.kernels.tile_epilogues import tile_gradient
+from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
@@ -27,9 +27,8 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
 # 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle. These
 # were with two tiles in flight; with three, because addresses are known a step ahead, the last is 1.90 ms.
-STEP = 64  # of the sums over a block's tokens or vocabulary entries
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
-STAGES, WARPS = 3, 8  # a fourth stage, or narrower sums of fewer warps, measured the same or worse
+WARPS = 8  # narrower sums of fewer warps measured the same or worse
 
 
 @triton.jit
@@ -40,9 +39,9 @@ def _blocks_to_compute(kept, room, most_of_row, row_blocks):
 
 @triton.jit(do_not_specialize=["tiles", "room", "most_of_row"])
 def _blocks_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (V, H)
-    out,  # descriptor of (room * BLOCK_TOKENS, BLOCK_VOCAB)
+    hidden,  # a `matrix` (tokens, H)
+    weight,  # a `matrix` (V, H)
+    out,  # a `matrix` (room * BLOCK_TOKENS, BLOCK_VOCAB)
     lists,  # `BlockLists`
     tiles,
     room,  # the first so many blocks are computed,
@@ -54,6 +53,7 @@ def _blocks_kernel(
     vocab,
     hidden_size,
     steps,
+    PARTS: tl.constexpr,  # of a block, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -64,12 +64,15 @@ def _blocks_kernel(
     for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         row, tile = tl.load(lists.row + block), tl.load(lists.tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        column, first = tl.arange(0, TILE_VOCAB), tile * TILE_VOCAB
+        first = tile * TILE_VOCAB
         live = token < tokens
         logits = tile_logits(hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
-        grad = tile_gradient(logits, token, live, column, targets, first, gradients, steps)
-        grad = tl.where(live[:, None] & (column < vocab - first)[None, :], grad, 0.0)
-        out.store([block * TILE_TOKENS, 0], grad.to(out.dtype))
+        for part in tl.static_range(PARTS):
+            own = part_of(logits, part, PARTS)
+            column = part * own.shape[1] + tl.arange(0, own.shape[1])
+            grad = tile_gradient(own, token, live, column, targets, first, gradients, steps)
+            grad = tl.where(live[:, None] & (column < vocab - first)[None, :], grad, 0.0)
+            store(out, block * TILE_TOKENS, part * own.shape[1], grad)
 
 
 @triton.jit
@@ -91,8 +94,8 @@ def _sum_row(
     tile = tl.load(lists.tile + block, mask=first < end, other=0)
     for step in tl.range(first * STEPS, end * STEPS):
         entry = (step % STEPS) * STEP
-        grad = blocks.load([block * TILE_TOKENS, entry])
-        total = tl.dot(grad, weight.load([tile * TILE_VOCAB + entry, part * COLUMNS]), total)
+        grad = load(blocks, block * TILE_TOKENS, entry, TILE_TOKENS, STEP)
+        total = tl.dot(grad, load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS), total)
         block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
         tile = tl.load(lists.tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -118,27 +121,27 @@ def _sum_tile(
     row = tl.load(lists.row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
-        grad = blocks.load([step // STEPS * TILE_TOKENS + token, 0])
-        total = tl.dot(grad.T, hidden.load([row * TILE_TOKENS + token, part * COLUMNS]), total)
+        grad = load(blocks, step // STEPS * TILE_TOKENS + token, 0, STEP, TILE_VOCAB)
+        total = tl.dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
         row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
     entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     share = tl.load(shares + entry, mask=entry < vocab, other=0.0)
     total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
-    out.store([(first + tile) * TILE_VOCAB, part * COLUMNS], total.to(out.dtype))
+    store(out, (first + tile) * TILE_VOCAB, part * COLUMNS, total)
 
 
 @triton.jit(do_not_specialize=["first", "row_items"])
 def _sums_kernel(
     row_items,  # programs that sum rows of blocks; the others sum tiles
-    row_blocks,  # descriptor of (total * BLOCK_TOKENS, BLOCK_VOCAB)
-    weight,  # descriptor of (V, H)
+    row_blocks,  # a `matrix` (total * BLOCK_TOKENS, BLOCK_VOCAB)
+    weight,  # a `matrix` (V, H)
     grad_hidden,  # (tokens, H) float32, added to
     tokens,
-    tile_blocks,  # descriptor of the same blocks
-    hidden,  # descriptor of (tokens, H)
-    grad_weight,  # descriptor of (V, H)
+    tile_blocks,  # a `matrix` of the same blocks
+    hidden,  # a `matrix` (tokens, H)
+    grad_weight,  # a `matrix` (V, H)
     weight_start,  # (tiles, H) float32
     shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
     lists,  # `BlockLists`
@@ -320,11 +323,11 @@ def _store_blocks(
     counted: Tensor,
     transform: LogitTransform,
 ) -> None:
-    programs = device_programs(hidden.device)
+    programs, family = device_programs(hidden.device), family_of(hidden.device)
     _blocks_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [BLOCK_TOKENS, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(weight, [BLOCK_VOCAB, TILE_HIDDEN]),
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, BLOCK_VOCAB]),
+        matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
+        matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
+        matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB // family.parts, tma=family.tma),
         span,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
@@ -336,11 +339,12 @@ def _store_blocks(
         weight.shape[0],
         hidden.shape[1],
         LogitSteps.of(transform),
+        PARTS=family.parts,
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
-        TILE_HIDDEN=TILE_HIDDEN,
+        TILE_HIDDEN=family.step,
         PROGRAMS=programs,
-        num_stages=3,  # a fourth does not fit beside the block that is stored
+        num_stages=family.storing_stages,
         num_warps=WARPS,
     )
 
@@ -364,16 +368,18 @@ def _store_sums(
     tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
+    family = family_of(hidden.device)
+    step, tma = family.step, family.tma
     _sums_kernel[(row_items + tile_items,)](
         row_items,
-        TensorDescriptor.from_tensor(buffer, [BLOCK_TOKENS, STEP]),
-        TensorDescriptor.from_tensor(weight, [STEP, HIDDEN_COLUMNS]),
+        matrix(buffer, BLOCK_TOKENS, step, tma=tma),
+        matrix(weight, step, HIDDEN_COLUMNS, tma=tma),
         start.hidden,
         hidden.shape[0],
-        TensorDescriptor.from_tensor(buffer, [STEP, BLOCK_VOCAB]),
-        TensorDescriptor.from_tensor(hidden, [STEP, WEIGHT_COLUMNS]),
-        # Without a gradient to write, a descriptor that nothing is written to.
-        TensorDescriptor.from_tensor(weight if grad_weight is None else grad_weight, [BLOCK_VOCAB, WEIGHT_COLUMNS]),
+        matrix(buffer, step, BLOCK_VOCAB, tma=tma),
+        matrix(hidden, step, WEIGHT_COLUMNS, tma=tma),
+        # Without a gradient to write, a matrix that nothing is written to.
+        matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma),
         start.weight,
         shares,
         span,
@@ -386,7 +392,7 @@ def _store_sums(
         TILE_VOCAB=BLOCK_VOCAB,
         HIDDEN_COLUMNS=HIDDEN_COLUMNS,
         WEIGHT_COLUMNS=WEIGHT_COLUMNS,
-        STEP=STEP,
-        num_stages=STAGES,
+        STEP=step,
+        num_stages=family.storing_stages,
         num_warps=WARPS,
     )

@@ -3,6 +3,7 @@
 Every choice between kernels asks here, and so does the plan. Nothing of Triton is imported before a GPU is asked about.
 """
 
+import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -13,7 +14,10 @@ from torch import Tensor
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
-SHARED_BYTES = 227 << 10  # that a program of the product, or of what follows it, may take; half of these GPUs have less
+SHARED_BYTES = 227 << 10  # that a program of theirs takes
+PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with products of bfloat16, and with copies beside them
+AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
+AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
 # Triton's for capability 10.0 on: 3.4 asks for twice the shared memory that there is.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -21,6 +25,31 @@ MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weig
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
 BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of the vocabulary is never split
 ALIGNMENT_BYTES = 16
+
+
+FAMILIES = ("tma", "portable", "tiles")
+# For reports of bugs and for measurements: the family that runs whatever the GPU is.
+FORCED = os.environ.get("LIGER_RL_KERNELS") or None
+
+
+class Family(NamedTuple):
+    """How the products of our own read memory: with TMA or with pointers, and how much of it ahead."""
+
+    tma: bool
+    step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
+    stages: int  # steps that are loaded or on their way
+    storing_stages: int  # where there is a tile in shared memory beside them
+    parts: int  # of a tile of logits: products without TMA's successors of Hopper leave it fewer registers
+    shared_bytes: int  # that a program takes, at most
+
+
+TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
+# From the one that needs most shared memory.
+PORTABLE = (
+    Family(tma=False, step=64, stages=3, storing_stages=3, parts=4, shared_bytes=163 << 10),
+    Family(tma=False, step=32, stages=3, storing_stages=3, parts=4, shared_bytes=99 << 10),
+)
+PORTABLE_AMD = Family(tma=False, step=64, stages=2, storing_stages=2, parts=4, shared_bytes=AMD_SHARED_BYTES)
 
 
 class Gpu(NamedTuple):
@@ -56,7 +85,7 @@ def _look_up(index: int | None) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
         (properties.major, properties.minor),
-        getattr(properties, "shared_memory_per_block_optin", 0),  # PyTorch's builds for AMD have no such name
+        getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_BYTES),
         amd=torch.version.hip is not None,
         triton=_installed_triton(),
     )
@@ -87,8 +116,8 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
-def gpu_lacks(gpu: Gpu) -> str | None:
-    """What the product of our own needs and this GPU does not have; None where nothing is missing."""
+def tma_lacks(gpu: Gpu) -> str | None:
+    """What the product of our own with TMA needs and this GPU does not have; None where nothing is missing."""
     if gpu.triton is None:
         return "Triton"
     if gpu.amd:
@@ -100,6 +129,54 @@ def gpu_lacks(gpu: Gpu) -> str | None:
     if gpu.capability >= BLACKWELL and gpu.triton < BLACKWELL_TRITON:
         return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
     return None
+
+
+def portable_lacks(gpu: Gpu) -> str | None:
+    """The same with pointers."""
+    if gpu.triton is None:
+        return "Triton"
+    if gpu.amd:
+        if gpu.capability in AMD_CAPABILITIES:
+            return None
+        return "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
+    if gpu.capability < PORTABLE_CAPABILITY:
+        return "compute capability {}.{} or higher, got {}.{}".format(*PORTABLE_CAPABILITY, *gpu.capability)
+    least = PORTABLE[-1].shared_bytes
+    if gpu.shared_bytes < least:
+        return f"{least >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
+    return None
+
+
+def gpu_lacks(gpu: Gpu) -> str | None:
+    """What the product of our own needs and this GPU does not have; None where nothing is missing.
+
+    Raises:
+        ValueError: LIGER_RL_KERNELS names no family, or one that this GPU cannot run.
+    """
+    if FORCED is None:
+        return portable_lacks(gpu)
+    if FORCED not in FAMILIES:
+        raise ValueError(f"LIGER_RL_KERNELS must be one of {', '.join(FAMILIES)}; got {FORCED!r}")
+    if FORCED == "tiles":
+        return "LIGER_RL_KERNELS not to be tiles"
+    lacks = (tma_lacks if FORCED == "tma" else portable_lacks)(gpu)
+    if lacks is not None:
+        raise ValueError(f"LIGER_RL_KERNELS={FORCED} needs {lacks}; this GPU is {gpu}")
+    return None
+
+
+def family_of(device: torch.device) -> Family:
+    """That of a device which `gpu_lacks` nothing; the tests' own on CPU, in Triton's interpreter."""
+    return family_of_gpu(gpu_of(device))
+
+
+def family_of_gpu(gpu: Gpu) -> Family:
+    """TMA where a GPU has it; with pointers the first that its shared memory has room for."""
+    if FORCED != "portable" and tma_lacks(gpu) is None:
+        return TMA
+    if gpu.amd:
+        return PORTABLE_AMD
+    return next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
 
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:

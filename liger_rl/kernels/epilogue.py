@@ -1,6 +1,6 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
-Each program walks over (token, vocabulary) tiles and multiplies one with the tensor memory accelerator's loads. The
+Each program walks over (token, vocabulary) tiles and multiplies one, in the steps of its GPU's `Family`. The
 fold leaves of it, per token, the maximum, the sum of exponentials and, for the entropy, one more sum: 8 or 12 bytes a
 token and tile instead of 4 bytes a logit written, read and thrown away. The gradient leaves dL/dlogits alone, rounded
 to the dtype of the products that it goes into.
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_rl.kernels.bounds_triton import merge, tile_bounds
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, gpu_of, on
+from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, family_of, gpu_of, on
+from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.kernels.statistics import (
@@ -33,8 +33,7 @@ from liger_rl.kernels.tile_epilogues import (
     at_column,
     column_of,
     fold_tile,
-    halves,
-    store,
+    part_of,
     tile_gradient,
     tile_place,
     tokens_together,
@@ -43,14 +42,12 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
-# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). Three stages in place of four measured the same
-# or worse. The gradient's kernel: 1.09 x at H = 4096 and 1.15 x at H = 2048, where float32 tiles and a kernel over them
+# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). The gradient's kernel: 1.09 x at H = 4096 and 1.15 x at H = 2048, where float32 tiles and a kernel over them
 # take 1.18 x and 1.32 x; with a softcap 1.28 x in halves, 1.49 x in one, where they take 1.39 x; with an entropy's
 # gradient 1.11 x in halves, 1.21 x in one.
-TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN = BLOCK_TOKENS, BLOCK_VOCAB, 64
+TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
-STAGES, WARPS = 4, 8
-STORING_STAGES = 3  # a fourth does not fit beside a tile that is stored
+WARPS = 8
 # Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
 # would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
@@ -62,22 +59,21 @@ def tile_logits(
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """-> one tile of hidden @ weight.T + bias in float32."""
-    logits = tl.zeros((TILE_TOKENS, TILE_VOCAB), tl.float32)
-    for step in range(tl.cdiv(hidden_size, TILE_HIDDEN)):
-        a = hidden.load([token_tile * TILE_TOKENS, step * TILE_HIDDEN])
-        b = weight.load([vocab_tile * TILE_VOCAB, step * TILE_HIDDEN])
-        logits = tl.dot(a, b.T, logits)
+    first = vocab_tile * TILE_VOCAB
+    logits = product(
+        hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
+    )
     if bias is not None:
-        column = vocab_tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        column = first + tl.arange(0, TILE_VOCAB)
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
     return logits
 
 
 @triton.jit
 def _gemm_fold_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (V, H)
-    kept,  # descriptor of (tokens, V), or None
+    hidden,  # a `matrix` (tokens, H)
+    weight,  # a `matrix` (V, H)
+    kept,  # a `matrix` (tokens, V), or None
     bias,
     targets,
     tiles,  # `Fold` of each vocabulary tile, (V / TILE_VOCAB, tokens), but the target's logits (tokens,)
@@ -87,6 +83,7 @@ def _gemm_fold_kernel(
     steps,
     LEVELLED: tl.constexpr,  # capped, by not too much, see MOST_LEVELLED
     WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
+    PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -104,15 +101,15 @@ def _gemm_fold_kernel(
         target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
         fold_tile(
             logits, token, target, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
-            tiles, kept, steps, LEVELLED, WHOLE, store, at_column,
+            tiles, kept, steps, LEVELLED, WHOLE, PARTS, store, at_column,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first"])
 def _gemm_grad_kernel(
-    hidden,  # descriptor of (tokens, H)
-    weight,  # descriptor of (vocab, H), the tile's rows
-    out,  # descriptor of (tokens, vocab)
+    hidden,  # a `matrix` (tokens, H)
+    weight,  # a `matrix` (vocab, H), the tile's rows
+    out,  # a `matrix` (tokens, vocab)
     bias,
     targets,
     gradients,  # `TokenGradients`, (tokens,) each
@@ -121,7 +118,7 @@ def _gemm_grad_kernel(
     first,  # id of the tile's first row
     hidden_size,
     steps,
-    HALVED: tl.constexpr,  # one half of the tile after the other
+    PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
@@ -137,18 +134,11 @@ def _gemm_grad_kernel(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
         )
         tile_first = first + vocab_tile * TILE_VOCAB
-        if HALVED:
-            left, right = halves(logits)
-            column = tl.arange(0, TILE_VOCAB // 2)
-            grad = tile_gradient(left, token, live, column, targets, tile_first, gradients, steps)
-            out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
-            column += TILE_VOCAB // 2
-            grad = tile_gradient(right, token, live, column, targets, tile_first, gradients, steps)
-            out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + TILE_VOCAB // 2], grad.to(out.dtype))
-        else:
-            column = tl.arange(0, TILE_VOCAB)
-            grad = tile_gradient(logits, token, live, column, targets, tile_first, gradients, steps)
-            out.store([token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB], grad.to(out.dtype))
+        for part in tl.static_range(PARTS):
+            own = part_of(logits, part, PARTS)
+            column = part * own.shape[1] + tl.arange(0, own.shape[1])
+            grad = tile_gradient(own, token, live, column, targets, tile_first, gradients, steps)
+            store(out, token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + part * own.shape[1], grad)
 
 
 def gemm_fold(
@@ -230,22 +220,23 @@ def _fold_tiles(
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     constants = {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
-    gluon = gluon_for(hidden.device)
+    gluon, family = gluon_for(hidden.device), family_of(hidden.device)
     with on(hidden.device):
         if gluon is not None:
             gluon.launch(programs, hidden, weight, values, *arguments, **constants)
         else:
             _gemm_fold_kernel[(programs,)](
-                TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
-                TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
-                None if values is None else TensorDescriptor.from_tensor(values, [TILE_TOKENS, TILE_VOCAB]),
+                matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
+                matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+                None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
                 *arguments,
                 **constants,
+                PARTS=family.parts,
                 TILE_TOKENS=TILE_TOKENS,
                 TILE_VOCAB=TILE_VOCAB,
-                TILE_HIDDEN=TILE_HIDDEN,
+                TILE_HIDDEN=family.step,
                 PROGRAMS=programs,
-                num_stages=STAGES if kept is None else STORING_STAGES,
+                num_stages=family.stages if kept is None else family.storing_stages,
                 num_warps=WARPS,
             )
     if kept is not None:
@@ -272,14 +263,15 @@ def gemm_grad(
     per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    programs = device_programs(hidden.device)
+    programs, family = device_programs(hidden.device), family_of(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
+    parts = max(family.parts, 2 if halved else 1)
     with on(hidden.device):
         _gemm_grad_kernel[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [TILE_TOKENS, TILE_HIDDEN]),
-            TensorDescriptor.from_tensor(weight, [TILE_VOCAB, TILE_HIDDEN]),
-            TensorDescriptor.from_tensor(out, [TILE_TOKENS, TILE_VOCAB // 2 if halved else TILE_VOCAB]),
+            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
+            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+            matrix(out, TILE_TOKENS, TILE_VOCAB // parts, tma=family.tma),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
             tokens.contiguous(),
@@ -288,12 +280,12 @@ def gemm_grad(
             first,
             hidden.shape[1],
             LogitSteps.of(transform),
-            HALVED=halved,
+            PARTS=parts,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=TILE_HIDDEN,
+            TILE_HIDDEN=family.step,
             PROGRAMS=programs,
-            num_stages=STORING_STAGES,
+            num_stages=family.storing_stages,
             num_warps=WARPS,
         )
     return out
@@ -309,8 +301,7 @@ def gluon_for(device: torch.device) -> ModuleType | None:
     # Triton's interpreter has no Gluon.
     if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
         return None
-    gpu = gpu_of(device)
-    if gpu.amd or gpu.capability[0] != CAPABILITY[0]:
+    if not family_of(device).tma or gpu_of(device).capability[0] != CAPABILITY[0]:
         return None
     from liger_rl.kernels import hopper_gluon
 

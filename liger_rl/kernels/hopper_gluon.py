@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import HALVINGS, column_of, fold_tile, halves, tile_place, tokens_together
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product,
@@ -110,7 +110,7 @@ def _with_bias(logits, bias, vocab_tile, vocab):
 def _at_column(tile, column):
     """As `tile_epilogues.at_column`, with layouts said to be what they are."""
     given: gl.constexpr = column.type.layout
-    for _level in gl.static_range(5):
+    for _level in gl.static_range(HALVINGS):
         left, right = halves(tile)
         beyond = gl.convert_layout((column & left.shape[1]) != 0, gl.SliceLayout(1, left.type.layout))
         tile = gl.where(beyond[:, None], right, left)
@@ -150,7 +150,7 @@ def _fold(
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         fold_tile(
             logits, token, target, column, first + LOWER * HALF, vocab_tile, tokens, vocab, folds,
-            None if stored[0] is None else stored, steps, LEVELLED, WHOLE, _store, _at_column,
+            None if stored[0] is None else stored, steps, LEVELLED, WHOLE, 1, _store, _at_column,
         )  # fmt: skip
     tma.store_wait(0)
 

@@ -23,6 +23,7 @@ from liger_rl.kernels.softmax import (
 )
 
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
+HALVINGS = tl.constexpr(3)  # of a tile's columns: in all of Triton's layouts of a product, 32 of 256 are on all threads
 # Rows of hidden states that stay in the cache while all of the vocabulary goes by. On one H200, whose cache has 50 MB,
 # of 4, 8, 16 and 32 MB these had the fastest folds at H = 4096, and 8 and 16 MB at H = 2048: 2% less than 8 tiles of
 # 128 tokens whatever their size, as long as the clock is bound by power, which memory takes too.
@@ -84,23 +85,28 @@ def halves(tile):
 
 
 @triton.jit
+def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
+    """-> the columns of one of 1, 2 or 4 parts of a tile, which lie in registers of their own."""
+    if PARTS > 1:
+        left, right = halves(tile)
+        tile = right if PART >= PARTS // 2 else left
+    if PARTS > 2:
+        left, right = halves(tile)
+        tile = right if PART % 2 else left
+    return tile
+
+
+@triton.jit
 def at_column(tile, column):
     """-> (M,) what a tile (M, N) has at `column` (M,), anything where that is not one of its own; N a power of two.
 
-    Halves are chosen between until a row has a few numbers on each of few threads: 136 choices of a thread's 128
-    numbers, where comparing, choosing and adding each of them takes 350 instructions.
+    Halves are chosen between as long as both are on the same threads.
     """
-    for _level in tl.static_range(5):
+    for _level in tl.static_range(HALVINGS):
         left, right = halves(tile)
         tile = tl.where(((column & left.shape[1]) != 0)[:, None], right, left)
     place = tl.arange(0, tile.shape[1])
     return tl.sum(tl.where(place[None, :] == (column & (tile.shape[1] - 1))[:, None], tile, 0.0), 1)
-
-
-@triton.jit
-def store(out, row, column, values):
-    """To a descriptor."""
-    out.store([row, column], values.to(out.dtype))
 
 
 @triton.jit
@@ -112,12 +118,12 @@ def fold_tile(
     first_token, vocab_tile, tokens, vocab,
     tiles,  # `Fold` of each vocabulary tile, (vocabulary tiles, tokens), but the target's logits (tokens,)
     kept, steps,
-    LEVELLED: tl.constexpr, WHOLE: tl.constexpr, STORE: tl.constexpr, AT_COLUMN: tl.constexpr,
+    LEVELLED: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, STORE: tl.constexpr, AT_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Write what the fold leaves of one tile of logits, of tokens from `first_token` on.
 
-    The arguments are those of `epilogue._gemm_fold_kernel`. STORE and AT_COLUMN are `store` and `at_column`, or what
-    does the same where layouts have to be named.
+    Exponentials are made of one part of the tile after the other, so that there are registers for them. The arguments are those of `epilogue._gemm_fold_kernel`. STORE and AT_COLUMN are `matrix_triton.store` and
+    `at_column`, or what does the same where layouts have to be named.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     live = token < tokens
@@ -136,29 +142,13 @@ def fold_tile(
             level = tl.where(inside, level, float("inf"))
         least = tl.min(level, 1)
         peak = tl.maximum(_under_cap(least, full), LOWEST)
-        # A number for every row, of whatever layout the rows have.
-        exp, exponent, factor, rest = exp_of_steps(level, least, 0.0 * least - full * LOG2_E)
     else:
         level, _ = transformed(logits, steps)
         if not WHOLE:
             level = tl.where(inside, level, float("-inf"))
         # The lowest finite number where every id is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(level, 1), LOWEST)
-        exp, exponent, factor, rest = exp_of_difference(level, peak)
-    # Not after the values, which under a softcap would then spill.
-    total = tl.sum(exp, 1)
-    if kept is not None:
-        STORE(kept, first_token, vocab_tile * TILE_VOCAB, exp * factor[:, None])
     tl.store(tiles.peak + place, peak, mask=live)
-    tl.store(tiles.sum_exp + place, total * factor, mask=live)
-    if tiles.moment is not None:
-        # No capped id is banned, and no column of a whole tile is past the last id.
-        if not (LEVELLED and WHOLE):
-            exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
-        moment = tl.sum(exp * exponent, 1)
-        tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
-    if tiles.sum_sq_exp is not None:
-        tl.store(tiles.sum_sq_exp + place, tl.sum(exp * exp, 1) * (factor * factor), mask=live)
     target_z = AT_COLUMN(level, target)
     if LEVELLED:
         target_z = _under_cap(target_z, full)
@@ -170,6 +160,29 @@ def fold_tile(
         else:
             rival = tl.max(tl.where(before, level, float("-inf")), 1)
         tl.store(tiles.rival + place, rival, mask=live)
+    total, moment, squares = 0.0, 0.0, 0.0
+    for part in tl.static_range(PARTS):
+        own = part_of(level, part, PARTS)
+        if LEVELLED:
+            # A number for every row, of whatever layout the rows have.
+            exp, exponent, factor, rest = exp_of_steps(own, least, 0.0 * least - full * LOG2_E)
+        else:
+            exp, exponent, factor, rest = exp_of_difference(own, peak)
+        if tiles.moment is not None:
+            # No capped id is banned, and no column of a whole tile is past the last id.
+            if not (LEVELLED and WHOLE):
+                exponent = tl.maximum(exponent, LOWEST_LOG_PROBABILITY)
+            moment += tl.sum(exp * exponent, 1)
+        total += tl.sum(exp, 1)
+        if tiles.sum_sq_exp is not None:
+            squares += tl.sum(exp * exp, 1)
+        if kept is not None:
+            STORE(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * factor[:, None])
+    tl.store(tiles.sum_exp + place, total * factor, mask=live)
+    if tiles.moment is not None:
+        tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
+    if tiles.sum_sq_exp is not None:
+        tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
 
 
 @triton.jit

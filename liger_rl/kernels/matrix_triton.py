@@ -1,0 +1,110 @@
+"""How products read and write their matrices: with the tensor memory accelerator, or with pointers.
+
+A kernel is given a TMA descriptor or rows, and does not know which: `load`, `store` and `product` take either. What
+lies past the last row or column is read as zeros with a descriptor. With pointers columns are zeros and rows are the
+last row again, which only reaches results that are masked.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes, a multiple of which every row takes
+
+
+class Rows(NamedTuple):
+    """A matrix with contiguous columns, for pointers. No tile of it has a column past the last."""
+
+    start: Tensor
+    stride: int  # between two rows, in groups of GROUP: the compiler then knows what it is a multiple of
+    rows: int
+
+
+class RaggedRows(NamedTuple):
+    """The same where the last tiles have such columns, which are masked GROUP at a time.
+
+    Not a column count that may be None: no function of Triton 3.6 tells a tuple with None from a descriptor.
+    """
+
+    start: Tensor
+    stride: int
+    rows: int
+    columns: int
+
+
+def matrix(values: Tensor, rows: int, columns: int, *, tma: bool) -> TensorDescriptor | Rows | RaggedRows:
+    """What a kernel that reads or writes tiles of (rows, columns) of `values` is given."""
+    if tma:
+        return TensorDescriptor.from_tensor(values, [rows, columns])
+    whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
+    return whole if width % columns == 0 else RaggedRows(*whole, width)
+
+
+@triton.jit
+def _row_starts(matrix, row, ROWS: tl.constexpr):
+    """-> (ROWS, 1) addresses of rows from `row` on."""
+    place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
+    return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
+
+
+@triton.jit
+def _inside(column, matrix):
+    """-> which columns the matrix has, as many alike as one instruction reads or writes."""
+    return column // GROUP < tl.cdiv(matrix.columns, GROUP)
+
+
+@triton.jit
+def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
+    """-> (ROWS, COLUMNS) columns from `first` on."""
+    column = first + tl.arange(0, COLUMNS)
+    if len(matrix) == 4:
+        return tl.load(starts + column[None, :], mask=_inside(column, matrix)[None, :], other=0.0)
+    else:
+        return tl.load(starts + column[None, :])
+
+
+@triton.jit
+def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """-> the tile (ROWS, COLUMNS) that starts there."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        return matrix.load([row, column])
+    else:
+        return _from_rows(_row_starts(matrix, row, ROWS), matrix, column, COLUMNS)
+
+
+@triton.jit
+def store(matrix, row, column, values):
+    """The part of a tile that the matrix has."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        matrix.store([row, column], values.to(matrix.dtype))
+    else:
+        rows = row + tl.arange(0, values.shape[0])
+        columns = column + tl.arange(0, values.shape[1])
+        inside = (rows < matrix.rows)[:, None]
+        if len(matrix) == 4:
+            inside &= _inside(columns, matrix)[None, :]
+        place = matrix.start + rows.to(tl.int64)[:, None] * matrix.stride * GROUP + columns[None, :]
+        tl.store(place, values.to(matrix.start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(
+    a, b, row, entry, size,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> a @ b.T in float32 of ROWS rows of a from `row` on and ENTRIES rows of b from `entry` on, `size` columns."""
+    total = tl.zeros((ROWS, ENTRIES), tl.float32)
+    if isinstance(a, tl.core.tensor_descriptor_base):
+        for step in range(tl.cdiv(size, STEP)):
+            left = a.load([row, step * STEP])
+            total = tl.dot(left, b.load([entry, step * STEP]).T, total)
+    else:
+        a_starts, b_starts = _row_starts(a, row, ROWS), _row_starts(b, entry, ENTRIES)
+        for step in range(tl.cdiv(size, STEP)):
+            left = _from_rows(a_starts, a, step * STEP, STEP)
+            total = tl.dot(left, _from_rows(b_starts, b, step * STEP, STEP).T, total)
+    return total
