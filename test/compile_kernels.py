@@ -1,17 +1,20 @@
 """Compile the Triton kernels for GPUs that need not be there: `python test/compile_kernels.py --all`, or with targets.
 
 Without --all, one variant of most kernels for each target but Hopper. What is compiled for a target is what
-`liger_rl.kernels.devices` lets its GPUs run, and has to fit their shared memory. The interpreter accepts what the
+`liger_rl.kernels.devices` lets its GPUs run. It has to fit their shared memory, and to spill few registers. The interpreter accepts what the
 compiler refuses (a variable that changes its type in a loop, say). So the functions that launch kernels are called as
 they are, on CPU tensors, with a driver that only knows its target and launches that compile and run nothing. What the
 kernels would have written stays as it was, which matters to none of these calls.
 """
 
 import itertools
+import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -47,6 +50,9 @@ from liger_rl.policy import fused_triton as policy_terms_triton
 from liger_rl.policy.loss import PolicyTerms
 
 CPU = torch.device("cpu")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# Bytes a thread, once a tile of 128 x 256 logits. The most is a fold with every statistic and a softcap.
+MOST_SPILLED = 1536
 TRANSFORMS = (LogitTransform(), LogitTransform(softcap=30.0, scale=0.5, temperature=0.7))
 N, H, V = 600, 64, 1000
 TILES = -(-V // BLOCK_VOCAB)
@@ -89,7 +95,7 @@ class NoDriver:
 
     def __init__(self) -> None:
         self.name = "sm90"
-        devices.gpu_of = lambda _device: TARGETS[self.name].gpu
+        devices.gpu_of = lambda _device: TARGETS[self.name].gpu  # which family a launch on CPU tensors takes
 
     def get_current_target(self) -> GPUTarget:
         return TARGETS[self.name].compiler
@@ -252,13 +258,24 @@ def check_fence(name: str, ptx: str) -> None:
         raise SystemExit(f"{name} lets other threads go on without a fence after its barriers are made")
 
 
+def spilled_bytes(kernel: object) -> int:
+    """Of registers, a thread: what the compiler of either vendor says of the machine code."""
+    if "amdgcn" in kernel.asm:
+        return 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])[1])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+
+
 class Compiler:
     """Takes the place of Triton's launches."""
 
     def __init__(self, everything: bool) -> None:
         self.everything, self.driver = everything, NoDriver()
         self.compiled: Counter[tuple[str, str]] = Counter()  # variants by target and kernel
-        self.too_large: set[str] = set()  # what asks for more shared memory than there is
+        self.too_large: set[str] = set()  # what asks for more shared memory than there is, or spills
         triton.runtime.driver.set_active(self.driver)
         self.run = JITFunction.run
         JITFunction.run = lambda kernel, *args, **options: self.launch(kernel, *args, **options)
@@ -278,24 +295,27 @@ class Compiler:
             self.too_large.add(
                 f"{name} asks for {shared} bytes of shared memory on {self.driver.name}, which has {most}"
             )
+        spilled = spilled_bytes(kernel)
+        if spilled > MOST_SPILLED:
+            self.too_large.add(f"{name} spills {spilled} bytes a thread on {self.driver.name}, {MOST_SPILLED} at most")
         return kernel
 
     def compile_for(self, name: str) -> None:
         self.driver.name, target = name, TARGETS[name]
         whole = self.everything or name == "sm90"
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if whole else OFF_AND_ON[::-1]
-        lacks = devices.gpu_lacks(target.gpu)
-        for part, case in itertools.product((*EVERYWHERE, *(() if lacks else WITH_EPILOGUE)), cases):
+        if devices.gpu_lacks(target.gpu) is not None:
+            raise SystemExit(f"the products of our own are kept from {name}")
+        for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)
+        if devices.family_of_gpu(target.gpu).tma:
+            self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)
         whole_rows(LogitTransform(temperature=ones(12)), entropy=False)
         if name == "sm90" and epilogue.gluon_is_known():
             self.compile_overlapped()
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))
-        if lacks is not None and "shared memory" in lacks:
-            self.check_refusal(name)
-
     def compile_overlapped(self) -> None:
         from liger_rl.kernels import hopper_gluon as overlapped
 
@@ -306,14 +326,12 @@ class Compiler:
             in_the_epilogue(*case)
         epilogue.gluon_for = known
 
-    def check_refusal(self, name: str) -> None:
-        """What is kept from this target for its shared memory alone does not fit."""
-        before = self.compiled.copy()
-        in_the_epilogue(*OFF_AND_ON[0])
-        if not self.too_large:
-            raise SystemExit(f"the product of our own fits {name}, and devices.gpu_lacks keeps it from there")
-        self.compiled = before
-        self.too_large.clear()
+    def compile_portable(self) -> None:
+        """What runs where TMA could, when it is forced."""
+        before, devices.FORCED = self.compiled.copy(), "portable"
+        for part in WITH_EPILOGUE:
+            part(*OFF_AND_ON[1])
+        self.compiled, devices.FORCED = before, None
 
 
 def main() -> None:

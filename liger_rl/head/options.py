@@ -36,8 +36,8 @@ class HeadOptions:
             backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
             to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
-            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs other than
-            NVIDIA's of compute capability 9.0 and 10.x, in float32 or mixed dtypes, with rows of the weight that do not
+            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
+            products of our own (see docs/design.md), in float32 or mixed dtypes, with rows of the weight that do not
             start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32

@@ -24,8 +24,8 @@ def for_device(device: torch.device) -> ModuleType:
 def epilogue_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
     """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None where it does not apply.
 
-    They fold a product, or make a gradient of it, in its own epilogue. They apply on NVIDIA GPUs with a tensor memory
-    accelerator and 227 KiB of shared memory per block (compute capability 9.0 and 10.x), to bfloat16 or float16
-    matrices of one dtype whose rows start at multiples of 16 bytes, from 512 tokens on.
+    They fold a product, or make a gradient of it, in its own epilogue. They apply on NVIDIA GPUs of compute capability
+    8.0 and higher and AMD's gfx942 and gfx950, to bfloat16 or float16 matrices of one dtype whose rows start at
+    multiples of 16 bytes, from 512 tokens on.
     """
     return import_module(f"{__name__}.epilogue") if devices.applies(hidden, weight) else None

@@ -27,8 +27,8 @@ BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of th
 ALIGNMENT_BYTES = 16
 
 
-FAMILIES = ("tma", "portable", "tiles")
-# For reports of bugs and for measurements: the family that runs whatever the GPU is.
+FORCIBLE = ("tma", "portable", "tiles")
+# For reports of bugs and for measurements: the family that runs, where this GPU can, in place of the fastest.
 FORCED = os.environ.get("LIGER_RL_KERNELS") or None
 
 
@@ -39,17 +39,23 @@ class Family(NamedTuple):
     step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
     stages: int  # steps that are loaded or on their way
     storing_stages: int  # where there is a tile in shared memory beside them
-    parts: int  # of a tile of logits: products without TMA's successors of Hopper leave it fewer registers
+    parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
+
+    @property
+    def name(self) -> str:
+        return "tma" if self.tma else "portable"
 
 
 TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
-# From the one that needs most shared memory.
+# From the one that needs most shared memory: Hopper's and Blackwell's, where TMA is not to be had; A100's; and of what
+# has half of that. Of code for 8.0 on an H200, two parts were the fastest of one, two and four.
 PORTABLE = (
-    Family(tma=False, step=64, stages=3, storing_stages=3, parts=4, shared_bytes=163 << 10),
-    Family(tma=False, step=32, stages=3, storing_stages=3, parts=4, shared_bytes=99 << 10),
+    Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
+    Family(tma=False, step=64, stages=4, storing_stages=3, parts=2, shared_bytes=163 << 10),
+    Family(tma=False, step=32, stages=4, storing_stages=3, parts=2, shared_bytes=99 << 10),
 )
-PORTABLE_AMD = Family(tma=False, step=64, stages=2, storing_stages=2, parts=4, shared_bytes=AMD_SHARED_BYTES)
+PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, shared_bytes=AMD_SHARED_BYTES)
 
 
 class Gpu(NamedTuple):
@@ -155,8 +161,8 @@ def gpu_lacks(gpu: Gpu) -> str | None:
     """
     if FORCED is None:
         return portable_lacks(gpu)
-    if FORCED not in FAMILIES:
-        raise ValueError(f"LIGER_RL_KERNELS must be one of {', '.join(FAMILIES)}; got {FORCED!r}")
+    if FORCED not in FORCIBLE:
+        raise ValueError(f"LIGER_RL_KERNELS must be one of {', '.join(FORCIBLE)}; got {FORCED!r}")
     if FORCED == "tiles":
         return "LIGER_RL_KERNELS not to be tiles"
     lacks = (tma_lacks if FORCED == "tma" else portable_lacks)(gpu)

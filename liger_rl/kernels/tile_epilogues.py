@@ -11,6 +11,7 @@ from liger_rl.kernels.softmax import (
     LOG2_E,
     LOWEST,
     LOWEST_LOG_PROBABILITY,
+    PORTABLE,
     cap_left,
     cooled,
     exp_of_difference,
@@ -23,7 +24,8 @@ from liger_rl.kernels.softmax import (
 )
 
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
-HALVINGS = tl.constexpr(3)  # of a tile's columns: in all of Triton's layouts of a product, 32 of 256 are on all threads
+# Of a tile's columns: in NVIDIA's layouts of a product 32 of 256 are on all threads, in AMD's they never are.
+HALVINGS = tl.constexpr(3)
 # Rows of hidden states that stay in the cache while all of the vocabulary goes by. On one H200, whose cache has 50 MB,
 # of 4, 8, 16 and 32 MB these had the fastest folds at H = 4096, and 8 and 16 MB at H = 2048: 2% less than 8 tiles of
 # 128 tokens whatever their size, as long as the clock is bound by power, which memory takes too.
@@ -102,7 +104,7 @@ def at_column(tile, column):
 
     Halves are chosen between as long as both are on the same threads.
     """
-    for _level in tl.static_range(HALVINGS):
+    for _level in tl.static_range(0 if PORTABLE else HALVINGS):
         left, right = halves(tile)
         tile = tl.where(((column & left.shape[1]) != 0)[:, None], right, left)
     place = tl.arange(0, tile.shape[1])

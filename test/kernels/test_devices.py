@@ -31,17 +31,16 @@ CUDA = torch.device("cuda", 0)
         (Gpu((9, 0), 227 << 10, amd=False, triton=(3, 4)), None),  # H100, H200
         (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 5)), None),  # B200
         (Gpu((10, 3), 227 << 10, amd=False, triton=(3, 10)), None),  # B300
-        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 4)), "Triton 3.5 or later"),
-        (
-            Gpu((12, 0), 99 << 10, amd=False, triton=(3, 6)),
-            "227 KiB of shared memory per block, got 99 KiB",
-        ),  # RTX 5090
-        (Gpu((12, 1), 99 << 10, amd=False, triton=(3, 6)), "227 KiB of shared memory"),  # DGX Spark
-        (Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6)), "compute capability 9.0 or higher, got 8.0"),  # A100
-        (Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6)), "compute capability 9.0"),
-        (Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),  # MI300
-        (Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),  # MI355
-        (Gpu((9, 4), 227 << 10, amd=True, triton=(3, 6)), "an NVIDIA GPU"),
+        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 4)), None),
+        (Gpu((12, 0), 99 << 10, amd=False, triton=(3, 6)), None),  # RTX 5090
+        (Gpu((12, 1), 99 << 10, amd=False, triton=(3, 6)), None),  # DGX Spark
+        (Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6)), None),  # A100
+        (Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6)), None),
+        (Gpu((8, 7), 64 << 10, amd=False, triton=(3, 6)), "99 KiB of shared memory per block, got 64 KiB"),
+        (Gpu((7, 5), 64 << 10, amd=False, triton=(3, 6)), "compute capability 8.0 or higher, got 7.5"),
+        (Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6)), None),  # MI300
+        (Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6)), None),  # MI355
+        (Gpu((11, 0), 64 << 10, amd=True, triton=(3, 6)), "gfx942 or gfx950 of AMD's GPUs, got gfx110"),
         (Gpu((9, 0), 227 << 10, amd=False, triton=None), "Triton"),
     ],
 )
@@ -70,7 +69,7 @@ class OnCuda:
 
 @pytest.mark.parametrize(
     ("gpu", "taken"),
-    [(HOPPER, True), (HOPPER._replace(shared_bytes=99 << 10), False), (HOPPER._replace(amd=True), False)],
+    [(HOPPER, True), (HOPPER._replace(shared_bytes=48 << 10), False), (HOPPER._replace(amd=True), False)],
 )
 def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")

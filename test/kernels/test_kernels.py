@@ -373,12 +373,11 @@ def test_which_gluon_is_known(version, known, monkeypatch):
 ])  # fmt: skip
 def test_where_halves_take_turns(interpreted, gpu, known, expected, monkeypatch):
     """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
-    from liger_rl.kernels import epilogue
-    from liger_rl.kernels.devices import HOPPER
+    from liger_rl.kernels import devices, epilogue
 
     if not epilogue.gluon_is_known():
         pytest.skip("this Triton's Gluon is not known")
-    monkeypatch.setattr(epilogue, "gpu_of", lambda device: HOPPER._replace(**gpu))
+    monkeypatch.setattr(devices, "_KNOWN", {0: devices.HOPPER._replace(**gpu)})
     monkeypatch.setattr(epilogue, "gluon_is_known", lambda: known)
     monkeypatch.setattr(epilogue.INTERPRETED, "value", interpreted)
     found = epilogue.gluon_for.__wrapped__(torch.device("cuda", 0))

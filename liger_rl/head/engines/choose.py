@@ -25,6 +25,7 @@ from liger_rl.kernels.devices import (
     aligned,
     call_lacks,
     compiles,
+    family_of,
     gpu_lacks,
     gpu_of,
 )
@@ -268,6 +269,8 @@ class LinearPlan:
     """Why this path, and on a GPU what the product's epilogue would need where it is not taken."""
     epilogue: bool
     """Whether the work is in the product's epilogue, with no float32 tile in memory."""
+    family: str | None
+    """How that product reads memory: "tma" or "portable" (with pointers). None without an epilogue."""
     tiles: Tiles
     """Upper bounds of a tile's sides; of one pass, its chunk. With `batch_invariant`, the forward has its own."""
     extra_bytes: int
@@ -285,7 +288,7 @@ class LinearPlan:
         least = f"max_extra_bytes may be {self.least_bytes} ({mebibytes(self.least_bytes)}) or more"
         if self.one_pass_bytes is not None:
             least += f", for one pass {self.one_pass_bytes} ({mebibytes(self.one_pass_bytes)})"
-        work = "work in the product's epilogue" if self.epilogue else "float32 tiles of logits"
+        work = f"work in the product's epilogue ({self.family})" if self.epilogue else "float32 tiles of logits"
         memory = f"extra memory up to {mebibytes(self.extra_bytes)}"
         return f"{self.path}: {self.reason}\n{work}, {kind} has up to {sides}\n{memory}\n{least}"
 
@@ -323,8 +326,9 @@ def plan_linear_logprobs(
     they get it, and the gradient is rounded after each of them; or up to four, where a budget has no room for the sum.
 
     The other engines run in the product's epilogue where it applies and fits the budget: an NVIDIA GPU of compute
-    capability 9.0 or 10.x, one 16-bit dtype, aligned rows, 512 tokens or more, no chunk named. Else there are float32
-    tiles, as wide as the budget or the default workspace allows, and on a GPU `reason` says what the epilogue needs.
+    capability 8.0 or higher or AMD's gfx942 or gfx950, one 16-bit dtype, aligned rows, 512 tokens or more, no chunk
+    named. Else there are float32 tiles, as wide as the budget or the default workspace allows, and on a GPU `reason`
+    says what the epilogue needs.
 
     A plan is for all `tokens`. A call with a budget too small for all of them in one pass counts those that are not
     masked, and "auto" takes one pass where there is room for these.
@@ -422,6 +426,7 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
         path="block-sparse" if blocks else "two passes",
         reason=reason + (f"; no epilogue, which needs {lacks}" if shape.cuda and not epilogue else ""),
         epilogue=epilogue,
+        family=family_of(shape.device).name if epilogue else None,
         tiles=backward if shape.options.batch_invariant else Tiles(*map(max, forward, backward)),
         extra_bytes=peak,
         least_bytes=least,
@@ -441,6 +446,7 @@ def _one_pass(shape: HeadShape, chunks: OnePassPlan, passes: str, least: int | N
         path="one pass",
         reason=reason + (f"; no epilogue, which needs {lacks}" if shape.cuda and lacks else ""),
         epilogue=lacks is None,
+        family=family_of(shape.device).name if lacks is None else None,
         tiles=Tiles(chunks.chunk_tokens, shape.vocab),
         extra_bytes=chunks.extra_bytes,
         least_bytes=of_one if passes == "one" else min(of_one, shape.least_bytes()),

@@ -1,0 +1,144 @@
+"""Products with their work in the epilogue, family by family: the same results however memory is read."""
+
+import pytest
+import torch
+
+import oracles
+from devices import NEEDS_GPU
+from liger_rl import LogitTransform, linear_logprobs
+from liger_rl.kernels import devices
+from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
+from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TokenGradients
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from liger_rl.kernels import blocks_triton, epilogue
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))
+ADA = Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6))
+MI300 = Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6))
+
+
+def use(family, monkeypatch):
+    monkeypatch.setattr(epilogue, "family_of", lambda device: family)
+    monkeypatch.setattr(epilogue, "gluon_for", lambda device: None)
+    monkeypatch.setattr(blocks_triton, "family_of", lambda device: family)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "forced", "family"),
+    [
+        (HOPPER, None, TMA),
+        (HOPPER, "portable", PORTABLE[0]),
+        (HOPPER._replace(capability=(10, 0), triton=(3, 4)), None, PORTABLE[0]),
+        (A100, None, PORTABLE[1]),
+        (ADA, None, PORTABLE[2]),
+        (ADA, "portable", PORTABLE[2]),
+        (MI300, None, PORTABLE_AMD),
+    ],
+)
+def test_which_family(gpu, forced, family, monkeypatch):
+    monkeypatch.setattr(devices, "FORCED", forced)
+    assert gpu_lacks(gpu) is None
+    assert family_of_gpu(gpu) == family
+    assert family.shared_bytes <= gpu.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "forced", "said"),
+    [
+        (A100, "tma", r"LIGER_RL_KERNELS=tma needs compute capability 9.0 or higher, got 8.0; this GPU is Gpu\("),
+        (MI300, "tma", "LIGER_RL_KERNELS=tma needs an NVIDIA GPU"),
+        (A100._replace(capability=(7, 5)), "portable", "needs compute capability 8.0 or higher, got 7.5"),
+        (HOPPER, "cuda", "LIGER_RL_KERNELS must be one of tma, portable, tiles; got 'cuda'"),
+    ],
+)
+def test_a_family_that_a_gpu_cannot_run(gpu, forced, said, monkeypatch):
+    monkeypatch.setattr(devices, "FORCED", forced)
+    with pytest.raises(ValueError, match=said):
+        gpu_lacks(gpu)
+
+
+def test_tiles_can_be_forced(monkeypatch):
+    monkeypatch.setattr(devices, "FORCED", "tiles")
+    assert gpu_lacks(HOPPER) == "LIGER_RL_KERNELS not to be tiles"
+
+
+def made(tokens, vocab, hidden_size, transform, entropy, bias):
+    """Everything that the kernels of a family leave of one call, in their order."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size).to(DEVICE, torch.float16)
+    weight = (torch.randn(vocab, hidden_size) / hidden_size**0.5).to(DEVICE, torch.float16)
+    biases = torch.randn(vocab).to(DEVICE, torch.float16) if bias else None
+    targets = torch.randint(vocab, (tokens,)).to(DEVICE)
+    inputs = hidden, weight, biases, targets
+    kept = Kept.empty(tokens, vocab, DEVICE, torch.float16, BLOCK_VOCAB)
+    statistics, bounds = epilogue.gemm_fold(*inputs, transform, entropy=entropy, bounded=True)
+    epilogue.gemm_fold(*inputs, transform, entropy=entropy, kept=kept)
+    g, e = torch.randn(2, tokens).to(DEVICE)
+    gradients = TokenGradients.of(statistics, g, e if entropy else None)
+    tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
+    rows, tiles = -(-tokens // 128), -(-vocab // 256)
+    keep = (torch.arange(rows)[:, None] + torch.arange(tiles)) % 3 != 1
+    counts = keep.sum(0)
+    counted = torch.cat([torch.tensor([tokens]), counts]).to(DEVICE)
+    keep = keep.to(DEVICE)
+    begun = blocks_triton.begin(*inputs, gradients, keep, counted, transform, 1 << 24, tiles)
+    left_out = torch.zeros(tokens, -(-tiles // 8) * 8, dtype=torch.float16, device=DEVICE)
+    shares, start = torch.zeros(vocab, device=DEVICE), torch.zeros(tokens, hidden_size, device=DEVICE)
+    plan = BlockPlan(keep, counted, counts, int(counts.sum()), tokens)
+    blocks = blocks_triton.grad_blocks(
+        begun, *inputs, gradients, plan, left_out, shares, start, transform, (True, bias)
+    )  # fmt: skip
+    values = (*statistics[:3], *bounds, kept.values, kept.peaks, tile, *blocks)
+    return inputs, statistics, [part for part in values if part is not None]
+
+
+@pytest.mark.parametrize("family", [*PORTABLE, PORTABLE_AMD])
+@pytest.mark.parametrize(
+    ("sizes", "transform", "entropy", "bias"),
+    [
+        ((150, 700, 72), LogitTransform(), True, True),  # neither rows nor columns fill their tiles
+        ((128, 512, 128), LogitTransform(temperature=0.7, softcap=5.0, scale=2.0), False, False),
+    ],
+)
+def test_families_agree(family, sizes, transform, entropy, bias, monkeypatch):
+    use(TMA, monkeypatch)
+    *_, expected = made(*sizes, transform, entropy, bias)
+    use(family, monkeypatch)
+    inputs, statistics, found = made(*sizes, transform, entropy, bias)
+    # The interpreter adds up a tile's columns in another order where parts follow one another.
+    same = family.parts == 1 and family.step == TMA.step
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.dtype == other.dtype
+        if same:
+            assert torch.equal(mine, other)
+        elif mine.dtype == torch.uint8:
+            assert (mine.int() - other.int()).abs().max() <= 1
+        else:
+            difference = (mine.double() - other.double()).norm()
+            assert difference <= 2e-3 * other.double().norm()
+    hidden, weight, biases, targets = inputs
+    doubles = hidden.double(), weight.double(), targets
+    logps, _ = oracles.logprobs(*doubles, bias=None if biases is None else biases.double(), **vars(transform))
+    torch.testing.assert_close(statistics.logps.double(), logps, rtol=0.0, atol=1e-5)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3])
+def test_the_choice_of_blocks_is_that_of_tma(tolerance, monkeypatch):
+    """Bit for bit, where a tile goes through the epilogue as a whole."""
+    hidden = (8 * torch.randn(3000, 512, device="cuda")).bfloat16()
+    weight = (torch.randn(40000, 512, device="cuda") / 22).bfloat16()
+    targets, upstream = (hidden @ weight.T).argmax(1), torch.randn(3000, device="cuda")
+
+    def step():
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logps = linear_logprobs(*leaves, targets, grad_tolerance=tolerance).logps
+        (logps * upstream).sum().backward()
+        return logps.detach(), *(leaf.grad for leaf in leaves)
+
+    expected = step()
+    use(PORTABLE[0], monkeypatch)
+    assert all(torch.equal(mine, other) for mine, other in zip(step(), expected, strict=True))
