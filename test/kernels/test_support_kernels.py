@@ -77,11 +77,17 @@ def test_logits_fold_and_gradients(transform, shape):
                     torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
         g, e = torch.randn(2, n, device=DEVICE)
         tokens = TokenGradients.of(theirs, g, e if entropy else None)
-        mine, truth = (
-            kernels.slot_gradients(z, slots, tokens, transform, temperatures) for kernels in (support_triton, support)
+        order = torch.randperm(z.numel(), device=DEVICE)
+        (mine, ordered), (truth, _) = (
+            kernels.slot_gradients(z, slots, tokens, transform, temperatures, order)
+            for kernels in (support_triton, support)
         )
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
         assert (mine[~there] == 0).all()
+        assert torch.equal(ordered, mine[order])
+        alone, nothing = support_triton.slot_gradients(z, slots, tokens, transform, temperatures)
+        assert torch.equal(alone, mine)
+        assert nothing is None
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS[1:])
@@ -99,7 +105,7 @@ def test_temperatures_of_tokens(transform):
     statistics, _ = support.statistics(z, slots, targets, entropy=True, extras=())
     g, e = torch.randn(2, n, device=DEVICE)
     tokens = TokenGradients.of(statistics, g, e)
-    found = support.slot_gradients(z, slots, tokens, transform, temperatures)
+    found, _ = support.slot_gradients(z, slots, tokens, transform, temperatures)
     total = 0.0
     for t in (slots.kinds == support.SEVERAL).nonzero().flatten().tolist():
         own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))
