@@ -205,6 +205,8 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     coefficients, _ = support_triton.slot_gradients(
         logits, slots, token_gradients(entropy), transform, temperatures, order
     )
+    support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
+    support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)

@@ -65,7 +65,13 @@ PARTIAL_BYTES = 32 << 20  # of the sums of pieces
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
+TILE_BLOCK = 1024
 LOWEST = torch.finfo(torch.float32).min
+
+
+def _cdiv(total: int, step: int) -> int:
+    """Triton's own takes microseconds of the host."""
+    return -(-total // step)
 
 
 @triton.jit
@@ -246,7 +252,7 @@ def make_slots(
     tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    programs = n + triton.cdiv(pairs, SLOT_PIECE)
+    programs = n + _cdiv(pairs, SLOT_PIECE)
     numbers = torch.empty(programs, COUNTED, dtype=torch.int8, device=device)
     with on(device):
         _slots_kernel[(programs,)](
@@ -350,7 +356,7 @@ def dots(
     columns = hidden.shape[1]
     rank = 1 if low_inputs is None else low_inputs.shape[1]
     with on(hidden.device):
-        _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
+        _dots_kernel[(n + _cdiv(positions, launch.piece),)](
             hidden,
             hidden.stride(0),
             weight,
@@ -379,8 +385,104 @@ def dots(
     return logits
 
 
+@triton.jit
+def _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries):
+    """-> token and entry in the tile of each slot, and whether it is there."""
+    entry = tl.load(slot_ids + slot, mask=slot < positions, other=-1).to(tl.int64) - first
+    inside = (entry >= 0) & (entry < entries) & (slot < positions)
+    # Most slots are in another tile, and nothing else of them is read.
+    token = tl.load(slot_tokens + slot, mask=inside, other=0).to(tl.int64) - start
+    return token, entry, inside & (token >= 0) & (token < tokens)
+
+
+@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
+def _take_kernel(
+    tile,  # (tokens, entries)
+    tile_stride,
+    slot_ids,
+    slot_tokens,
+    bias,
+    temperatures,
+    logits,
+    positions,
+    start,
+    first,
+    tokens,
+    entries,
+    steps,  # LogitSteps
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
+    x = tl.load(tile + token * tile_stride + entry, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + first + entry, mask=inside, other=0.0).to(tl.float32)
+    z, _square = transformed(x, steps)
+    if temperatures is not None:
+        z = z / tl.load(temperatures + start + token, mask=inside, other=1.0)
+    tl.store(logits + slot, z, mask=inside)
+
+
+def take_of_tile(
+    tile: Tensor,
+    slots: Slots,
+    corner: tuple[int, int],
+    bias: Tensor | None,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `support.take_of_tile`, reading the ids of all slots once."""
+    if out.numel() == 0:
+        return
+    with on(out.device):
+        _take_kernel[(_cdiv(out.numel(), TILE_BLOCK),)](
+            tile,
+            tile.stride(0),
+            slots.ids,
+            slots.tokens,
+            None if bias is None else bias.contiguous(),
+            temperatures,
+            out,
+            out.numel(),
+            *corner,
+            *tile.shape,
+            LogitSteps.of(transform),
+            BLOCK=TILE_BLOCK,
+        )
+
+
+@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
+def _put_kernel(
+    coefficients,
+    slot_ids,
+    slot_tokens,
+    out,  # (tokens, entries)
+    positions,
+    start,
+    first,
+    tokens,
+    entries,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
+    values = tl.load(coefficients + slot, mask=inside, other=0.0)
+    tl.store(out + token * entries + entry, values.to(out.dtype.element_ty), mask=inside)
+
+
+def put_in_tile(coefficients: Tensor, slots: Slots, corner: tuple[int, int], out: Tensor) -> None:
+    """As `support.put_in_tile`, reading the ids of all slots once."""
+    if coefficients.numel() == 0:
+        return
+    with on(out.device):
+        _put_kernel[(_cdiv(coefficients.numel(), TILE_BLOCK),)](
+            coefficients, slots.ids, slots.tokens, out, coefficients.numel(), *corner, *out.shape, BLOCK=TILE_BLOCK
+        )
+
+
 def _columns(columns: int, launch: Launch) -> int:
-    return min(launch.columns, max(16, triton.next_power_of_2(columns)))
+    return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
 
 
 @triton.jit(do_not_specialize=["rows", "first_id"])
@@ -611,7 +713,7 @@ def slot_gradients(
     out, ordered = torch.empty_like(z), None if order is None else torch.empty_like(z)
     if positions == 0:
         return out, ordered
-    blocks = triton.cdiv(positions, GRAD_BLOCK)
+    blocks = _cdiv(positions, GRAD_BLOCK)
     by_entropy = tokens.entropy is not None and tokens.grad_entropy is not None
     with on(z.device):
         _slot_gradients_kernel[(blocks if order is None else 2 * blocks,)](
@@ -747,10 +849,10 @@ def segment_sums(
     if segments.number == 0 or columns == 0:
         return
     piece = piece_of(positions, columns, launch)
-    pieces = triton.cdiv(positions, piece)
+    pieces = _cdiv(positions, piece)
     partial = coefficients  # which nothing reads where no segment is cut
     width = _columns(columns, launch)
-    slabs = triton.cdiv(columns, width)
+    slabs = _cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
         if not all_short:
@@ -766,7 +868,7 @@ def segment_sums(
                 COLUMNS=width,
                 num_warps=launch.warps,
             )
-        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
+        _sums_kernel[(_cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
             out,
@@ -785,6 +887,6 @@ def segment_sums(
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
     """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
     piece = launch.piece
-    while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+    while piece < positions and _cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
         piece *= 2
     return piece

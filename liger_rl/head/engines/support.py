@@ -29,7 +29,6 @@ from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import SEVERAL, Factors, Segments, Slots
 
@@ -144,39 +143,27 @@ def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
     n, vocab = hidden.shape[0], rows.weight.shape[0]
-    # A token of a slot takes two numbers of every tile, and a tile is read once.
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=4)
-    x = torch.zeros(slots.ids.numel(), dtype=torch.float32, device=hidden.device)
+    kernels, transform = kernels_for(hidden.device), options.transform.of_logits
+    z = torch.empty(slots.ids.numel(), dtype=torch.float32, device=hidden.device)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = rows.weight[first:last].to(options.compute_dtype)
         if low_rank is not None:
             weight_tile = low_rank.beside_tile(weight_tile, first)
         for start, stop in spans(n, tiles.tokens):
-            inside, place = _in_tile(slots, first, last, start, stop)
             logits = gemm.matmul(hidden[start:stop], weight_tile.T)
-            x = torch.where(inside, logits.flatten()[torch.where(inside, place, 0)], x)
+            kernels.take_of_tile(logits, slots, (start, first), rows.bias, transform, rows.temperatures, z)
             del logits
-    listed = torch.where(slots.ids < vocab, slots.ids, 0).long()
-    z = transformed(x, None if rows.bias is None else rows.bias[listed], options.transform.of_logits)
-    return z if rows.temperatures is None else z / rows.temperatures[slots.tokens.long()]
-
-
-def _in_tile(slots: Slots, first: int, last: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """-> (S,) bool, slots of entries [first, last) and tokens [start, stop), and their places in such a tile."""
-    entry, token = slots.ids - first, slots.tokens - start
-    inside = (entry >= 0) & (entry < last - first) & (token >= 0) & (token < stop - start)
-    return inside, token.long() * (last - first) + entry
+    return z
 
 
 def _gradients_of_tiles(
     head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, tokens: TokenGradients, needs: Needs
 ) -> Gradients:
     def tile(first: int, last: int, start: int, stop: int) -> Tensor:
-        inside, place = _in_tile(slots, first, last, start, stop)
-        size = (stop - start) * (last - first)
-        out = torch.zeros(size + 1, dtype=options.compute_dtype, device=coefficients.device)  # the last for all others
-        out[torch.where(inside, place, size)] = coefficients.to(out.dtype)
-        return out[:size].view(stop - start, last - first)
+        out = torch.zeros(stop - start, last - first, dtype=options.compute_dtype, device=coefficients.device)
+        kernels_for(out.device).put_in_tile(coefficients, slots, (start, first), out)
+        return out
 
     # No other token has a gradient, and what is not a number must not get into a sum.
     live = TokenSelection(head.targets.numel(), mask=slots.kinds == SEVERAL)
