@@ -86,7 +86,7 @@ def _grad(
     head, flat = _apart(arguments)
     found = iter(outputs)
     statistics = TokenStatistics(next(found), next(found), next(found) if flat.entropy else None)
-    slots = Slots(*(next(found) for _ in range(6)), head.weight.shape[0], 0)  # type: ignore[call-arg]
+    slots = Slots(*(next(found) for _ in range(6)), head.weight.shape[0], 0)  # type: ignore[call-arg, arg-type]
     saved, grads = engine.Saved(*found), (grad_logps, grad_entropy)
 
     def check() -> tuple[list[int], int]:
