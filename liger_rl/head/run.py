@@ -111,7 +111,9 @@ def _over_support(
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     sorts = torch.is_grad_enabled() and call.head_needs
     found = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
-    return LogProbs._make(None if part is None else part.view(shape) for part in (*found, listed.slots.missing))
+    # A copy, because the support may keep its slots and the caller may write to what it gets.
+    missing = listed.slots.missing.clone()
+    return LogProbs._make(None if part is None else part.view(shape) for part in (*found, missing))
 
 
 def _checked(

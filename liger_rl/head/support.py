@@ -21,6 +21,10 @@ class Support:
     in the order of its flattened tokens. An empty row stands for the whole vocabulary. Ids may be in any order, and one
     that is repeated counts once. The rows of tokens that do not count are not used, but their ids are checked.
 
+    What a call finds out from these tensors, the targets and the mask is kept here for the next call with the same
+    ones, unless it has over a million ids or fixed_shape. Writes by PyTorch's operators are noticed. After any other
+    write to the memory of these tensors, make a new Support.
+
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
         offsets: (N + 1,) int32 or int64, from 0 to P, never decreasing.
@@ -160,8 +164,11 @@ class Support:
         return self.offsets.numel() - 1
 
     def to(self, device: torch.device | str | int) -> "Support":
-        """The same on another device."""
-        return replace(self, token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+        """The same on another device; itself where it is there."""
+        token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
+        if token_ids is self.token_ids and offsets is self.offsets:
+            return self
+        return replace(self, token_ids=token_ids, offsets=offsets)
 
     def take(self, sequences: slice | Tensor, *, batch: int) -> "Support":
         """The rows of some of `batch` sequences of equal length, such as those of a micro-batch.

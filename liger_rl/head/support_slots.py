@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_rl.head.support import Support
 from liger_rl.kernels.support import LONG_ROWS, Segments, Slots
 
-MOST_KEPT = 1 << 20  # slots that a Support keeps, in up to 32 bytes each
+MOST_KEPT = 1 << 20  # slots that a Support keeps
 
 
 class ListedIds:

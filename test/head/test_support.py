@@ -476,9 +476,12 @@ def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
     assert made_by() == 1
     with torch.no_grad():
         assert made_by(entropy=True) == 0  # old log-probabilities, of which no gradient is wanted
+        call(case.x, mask=mask, support=support.to(targets.device)).missing_target.fill_(True)
+    assert not made
     leaves = case.x.leaves()
     found = call(leaves, mask=mask, support=support, entropy=True)
     assert not made
+    assert not found.missing_target.any()
     functional(found.logps, found.entropy).backward()
     assert torch.equal(leaves.weight.grad, expected.grads["weight"])
     assert made_by(targets=targets[:].view(4)) == 0  # another view of the same values

@@ -1,7 +1,9 @@
 """The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
 
-It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. Nothing here waits for the
-device, unless a row is empty, so a CUDA graph can capture it.
+It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
+longer than the device. So the host waits for the checks of the values only after it has launched the forward, and the
+sort that the backward needs. Wrong values do no harm until then. With fixed_shape nothing here waits for the device, so
+a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
