@@ -433,6 +433,7 @@ def take_of_tile(
     out: Tensor,
 ) -> None:
     """As `support.take_of_tile`, reading the ids of all slots once."""
+    assert tile.stride(1) == 1
     if out.numel() == 0:
         return
     with on(out.device):
