@@ -1,7 +1,7 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -67,6 +67,10 @@ class Support:
             raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
         if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self._raise_for_values(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what a call kept goes by addresses, which mean nothing to a copy."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":

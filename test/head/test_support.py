@@ -1,7 +1,10 @@
 """Log-probabilities over the ids that each token lists, beside full logits in float64 that are -1e30 elsewhere."""
 
+import copy
 import math
+import pickle
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -494,6 +497,9 @@ def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
         tensor[0] = 0
         assert made_by() == 1
     assert made_by() == 0
+    for other in (copy.deepcopy(support), pickle.loads(pickle.dumps(support))):
+        assert vars(other).keys() == {field.name for field in fields(Support)}
+        assert torch.equal(other.token_ids, support.token_ids)
     support.token_ids[1] = V
     for _ in range(2):  # what raises is never kept
         with pytest.raises(ValueError, match="token_ids must be token ids in"):
