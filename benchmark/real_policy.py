@@ -245,8 +245,10 @@ def draw(
     return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
 
 
-def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> dict[str, Any]:
-    """Train, sample, write `folder`; -> the content of its policy.json."""
+def trained_policy(
+    recipe: Recipe, seconds: float, device: str
+) -> tuple[LlamaForCausalLM, Tokenizer, Tensor, dict[str, Any]]:
+    """-> the model with a swapped head, its tokenizer, the (n,) ids that were held out, and numbers of its training."""
     torch.manual_seed(SEED)
     begun = time.monotonic()
     texts = sources(recipe.text_bytes)
@@ -260,8 +262,12 @@ def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> di
     with torch.device(device):
         model = swap_lm_head(LlamaForCausalLM(recipe.config(vocab)))
     trained = train(model, tokens, recipe, seconds, device)
-    model.eval()
+    return model.eval(), tokenizer, held_out, trained
 
+
+def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> dict[str, Any]:
+    """Train, sample, write `folder`; -> the content of its policy.json."""
+    model, _, held_out, trained = trained_policy(recipe, seconds, device)
     contexts = windows(held_out, recipe.sequences, recipe.length, torch.Generator().manual_seed(SEED)).to(device)
     with torch.no_grad():
         held_out_loss = fused_loss(model, contexts, device).item()

@@ -3,16 +3,23 @@
 Sets of ids per token as runs have them ("field": 46% of the tokens have one id, the mean is 8, the 99th percentile 82),
 and uniform ones of growing mean. Ways:
 
-liger_rl                 `linear_logprobs(..., support=)`
-liger_rl, in place       the same, the weight's gradient added to a float32 tensor
-liger_rl, CUDA graph     the same with fixed_shape, replayed: the time without the host
+liger_rl                 `linear_logprobs(..., support=)`, called from Python with a Support that no call has seen
+liger_rl, seen           the same with a Support that an earlier call has seen, as after old log-probabilities
+..., in place            the weight's gradient added to a float32 tensor
+liger_rl, CUDA graph     with fixed_shape, replayed: the time without the host
 whole vocabulary         `linear_logprobs` without a support, which is another distribution
+TRL                      its chunked operator of log-probabilities, over the whole vocabulary, too
 masked logits            the operations of prime-rl and slime: the whole product, a mask of the vocabulary, a softmax
 gathered logits          the operations of SkyRL: the whole product, the listed logits, `index_add_` of exponentials
+
+Errors are those against float64, each against its own distribution: of all tokens with few ids, else of SAMPLED ones.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +40,8 @@ SIZES = {  # N, H, V and the mean sizes of sets
     "cpu": ((64, 32, 500), (FIELD, 8)),  # to see that everything runs
 }
 ELEMENTS = 1 << 24  # of float64 rows at a time
+SAMPLED = 48  # tokens that are compared where all would take long
+TRL_CHUNK = 32768  # vocabulary entries, as its trainers pass it
 
 
 class Problem(NamedTuple):
@@ -79,15 +88,21 @@ def make_problem(shape: tuple[int, int, int], mean: int | str, device: str) -> P
     return Problem(hidden, weight, support, ids[offsets[:-1] + picked], normal(n) / n)
 
 
-Logps = Callable[[Tensor, Tensor, Problem], Tensor]
+Logps = Callable[..., Tensor]
 
 
-def _ours(hidden: Tensor, weight: Tensor, given: Problem, **options: Any) -> Tensor:
-    return linear_logprobs(hidden, weight, given.targets, support=given.support, **options).logps
+def _ours(hidden: Tensor, weight: Tensor, given: Problem, *, seen: bool = False, **options: Any) -> Tensor:
+    support = given.support if seen else replace(given.support)
+    return linear_logprobs(hidden, weight, given.targets, support=support, **options).logps
 
 
 def _whole(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
     return linear_logprobs(hidden, weight, given.targets).logps
+
+
+def _trl(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
+    function = import_module("trl.trainer.utils")._ChunkedLogProbFunction
+    return function.apply(hidden, weight, None, given.targets, 1.0, TRL_CHUNK, None, 1.0, ())[0]
 
 
 def _masked(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
@@ -107,65 +122,105 @@ def _gathered(hidden: Tensor, weight: Tensor, given: Problem) -> Tensor:
     return at_target - peaks - sums.log()
 
 
-WAYS: dict[str, Logps] = {
-    "liger_rl": _ours,
-    "whole vocabulary": _whole,
-    "masked logits": _masked,
-    "gathered logits": _gathered,
+class Way(NamedTuple):
+    logps: Logps
+    whole: bool = False  # over the whole vocabulary
+    in_place: bool = False
+    graph: bool = False  # on CUDA alone
+
+
+WAYS = {
+    "liger_rl": Way(_ours),
+    "liger_rl, in place": Way(_ours, in_place=True),
+    "liger_rl, seen": Way(partial(_ours, seen=True)),
+    "liger_rl, seen, in place": Way(partial(_ours, seen=True), in_place=True),
+    "liger_rl, CUDA graph": Way(partial(_ours, fixed_shape=True), graph=True),
+    "liger_rl, CUDA graph, in place": Way(partial(_ours, fixed_shape=True), in_place=True, graph=True),
+    "whole vocabulary": Way(_whole, whole=True),
+    "TRL": Way(_trl, whole=True),
+    "masked logits": Way(_masked),
+    "gathered logits": Way(_gathered),
 }
 
 
-def in_float64(given: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, and gradients of hidden and weight, from the listed rows alone."""
-    hidden, weight, tokens, ids = given.hidden, given.weight, given.tokens, given.support.token_ids
+class Truth(NamedTuple):
+    """In float64, of a loss of some tokens alone."""
+
+    rows: Tensor  # (n,) these tokens
+    logps: Tensor  # (n,)
+    grad_hidden: Tensor  # (n, H)
+    grad_weight: Tensor  # (V, H)
+
+
+def over_listed_ids(given: Problem, rows: Tensor) -> Truth:
+    """From the listed rows of the weight alone."""
+    place = torch.full(given.targets.shape, -1, device=rows.device).index_copy(
+        0, rows, torch.arange(rows.numel(), device=rows.device)
+    )
+    wanted = (place[given.tokens] >= 0).nonzero().squeeze(1)
+    tokens, ids = place[given.tokens[wanted]], given.support.token_ids[wanted]
+    hidden, weight, n = given.hidden[rows], given.weight, rows.numel()
     step = max(1, ELEMENTS // hidden.shape[1])
     parts = [slice(first, first + step) for first in range(0, ids.numel(), step)]
     z = torch.cat([(hidden[tokens[p]].double() * weight[ids[p]].double()).sum(1) for p in parts])
-    peak = torch.full(hidden.shape[:1], -torch.inf, dtype=torch.float64, device=z.device)
+    peak = torch.full((n,), -torch.inf, dtype=torch.float64, device=z.device)
     peak = peak.scatter_reduce(0, tokens, z, "amax")
     lse = peak + torch.zeros_like(peak).index_add_(0, tokens, (z - peak[tokens]).exp()).log()
-    own = ids == given.targets[tokens]
-    slopes = given.slopes[tokens].double() * (own.double() - (z - lse[tokens]).exp())
+    own = ids == given.targets[rows][tokens]
+    slopes = given.slopes[rows][tokens].double() * (own.double() - (z - lse[tokens]).exp())
     grads = [torch.zeros(part.shape, dtype=torch.float64, device=z.device) for part in (hidden, weight)]
     for p in parts:
         grads[0].index_add_(0, tokens[p], slopes[p, None] * weight[ids[p]].double())
         grads[1].index_add_(0, ids[p], slopes[p, None] * hidden[tokens[p]].double())
-    return z[own] - lse, *grads
+    return Truth(rows, z[own] - lse, *grads)
 
 
-def measure(name: str, given: Problem, truth: tuple[Tensor, Tensor, Tensor] | None, device: str) -> dict[str, Any]:
-    """Times, memory beside the gradients, and errors where there is a truth."""
-    leaves = given.leaves()
-    in_place, graph = name.endswith("in place"), name.endswith("CUDA graph")
-    logps_of, options = WAYS[name.split(",")[0]], {}
-    if in_place:
+def over_whole_vocabulary(given: Problem, rows: Tensor) -> Truth:
+    hidden, targets = given.hidden[rows].double(), given.targets[rows][:, None]
+    tiles = given.weight.split(max(1, ELEMENTS // hidden.shape[1]))
+    log_p = torch.cat([hidden @ tile.double().T for tile in tiles], dim=1).log_softmax(-1)
+    slopes = -log_p.exp()
+    slopes.scatter_add_(1, targets, torch.ones_like(targets, dtype=torch.float64))
+    slopes *= given.slopes[rows, None].double()
+    parts = list(zip(slopes.split(tiles[0].shape[0], dim=1), tiles, strict=True))
+    grad_hidden = torch.stack([slope @ tile.double() for slope, tile in parts]).sum(0)
+    return Truth(rows, log_p.gather(1, targets).squeeze(1), grad_hidden, slopes.T @ hidden)
+
+
+def measure(way: Way, given: Problem, truth: Truth, device: str) -> dict[str, Any]:
+    """Times, memory beside the gradients, and errors."""
+    leaves, options = given.leaves(), {}
+    if way.in_place:
         options["weight_grad"] = torch.zeros(given.weight.shape, device=given.weight.device)
-    if graph:
-        options["fixed_shape"] = True
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return logps_of(*leaves, given, **options)
+            return way.logps(*leaves, given, **({} if way.in_place else options))
 
-    def step() -> tuple[Tensor, ...]:
-        logps = logps_of(*leaves, given, **options)
-        wanted = leaves[:1] if in_place else leaves
-        return logps.detach(), *torch.autograd.grad((logps * given.slopes).sum(), wanted)
+    def step(slopes: Tensor = given.slopes) -> tuple[Tensor, ...]:
+        logps = way.logps(*leaves, given, **options)
+        wanted = leaves[:1] if way.in_place else leaves
+        return logps.detach(), *torch.autograd.grad((logps * slopes).sum(), wanted)
 
-    numbers: dict[str, Any] = {}
-    if truth is not None:
-        logps, *grads = step()
-        numbers["logp_max_error"] = (logps.double() - truth[0]).abs().max().item()
-        numbers["grad_hidden_error"] = relative(grads[0], truth[1])
-        numbers["grad_weight_error"] = relative(options["weight_grad"] if in_place else grads[1], truth[2])
-        del logps, grads
+    kept = torch.zeros_like(given.slopes).index_copy(0, truth.rows, given.slopes[truth.rows])
+    try:
+        logps, *grads = step(kept)
+    except ImportError as error:
+        return {"status": "unavailable", "reason": str(error)}
+    numbers = {
+        "compared_tokens": truth.rows.numel(),
+        "logp_max_error": (logps[truth.rows].double() - truth.logps).abs().max().item(),
+        "grad_hidden_error": relative(grads[0][truth.rows], truth.grad_hidden),
+        "grad_weight_error": relative(options["weight_grad"] if way.in_place else grads[1], truth.grad_weight),
+    }
+    del logps, grads
     with PeakMemory(device) as memory:
         held = step()
     numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
     del held
     for kind, run in (("forward", forward), ("step", step)):
-        numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if graph else run, device).median_ms
-    return numbers
+        numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if way.graph else run, device).median_ms
+    return {"status": "ok", "reason": None, **numbers}
 
 
 def _replayed(run: Callable[[], object]) -> Callable[[], object]:
@@ -182,13 +237,18 @@ def _replayed(run: Callable[[], object]) -> Callable[[], object]:
 
 def rows_of(mean: int | str, shape: tuple[int, int, int], device: str) -> list[dict[str, Any]]:
     given = make_problem(shape, mean, device)
-    pairs = given.support.token_ids.numel()
-    truth = in_float64(given) if pairs < 1 << 20 else None
-    graph = ["liger_rl, CUDA graph"] if device == "cuda" else []
-    rows = []
-    for name in ("liger_rl", "liger_rl, in place", *graph, "whole vocabulary", "masked logits", "gathered logits"):
-        found = measure(name, given, None if name == "whole vocabulary" else truth, device)
-        rows.append({"mean": mean, "pairs": pairs, "variant": name, "status": "ok", "reason": None, **found})
+    n, pairs = shape[0], given.support.token_ids.numel()
+    sampled = torch.arange(0, n, max(1, n // SAMPLED), device=device)[:SAMPLED]
+    compared = torch.arange(n, device=device) if pairs < 1 << 20 else sampled
+    rows, truth = [], over_listed_ids(given, compared)
+    # One truth at a time: its gradient of the weight is the largest tensor.
+    for whole in (False, True):
+        if whole:
+            del truth
+            truth = over_whole_vocabulary(given, sampled)
+        for name, way in WAYS.items():
+            if way.whole == whole and (device == "cuda" or not way.graph):
+                rows.append({"mean": mean, "pairs": pairs, "variant": name, **measure(way, given, truth, device)})
     return rows
 
 
@@ -215,16 +275,21 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Milliseconds of forward and backward: a row for each mean size, a column for each way."""
-    ways = list(dict.fromkeys(row["variant"] for row in results["rows"]))
-    columns: Columns = {name: number(name, ".1f") for name in ways}
+    """Milliseconds of forward and backward: a row for each way, a column for each mean size.
+
+    The first two columns are the forward alone and the error of log-probabilities, with sets as runs have them.
+    """
+
+    def title(row: dict[str, Any]) -> str:
+        return "as runs have them, 8" if row["mean"] == FIELD else str(row["mean"])
+
+    columns: Columns = {"forward": number("forward_ms", ".2f"), "logp error": number("logp_max_error", ".1e")}
+    columns |= {title(row): number(title(row), ".2f") for row in results["rows"]}
     lines: dict[str, dict[str, Any]] = {}
-    for row in results["rows"]:
-        name = "as runs have them, 8" if row["mean"] == FIELD else str(row["mean"])
-        line = lines.setdefault(name, {"status": "ok"})
-        line[row["variant"]] = row["step_ms"]
-    head = environment_line(results["environment"], ())
-    return f"{head}\n\n{markdown_table(columns, list(lines.items()))}\n"
+    for row in results["rows"]:  # those of FIELD come first
+        line = lines.setdefault(row["variant"], dict(row))
+        line[title(row)] = row.get("step_ms")
+    return f"{environment_line(results['environment'], ())}\n\n{markdown_table(columns, list(lines.items()))}\n"
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -237,6 +302,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(6, 4))
     for name in dict.fromkeys(row["variant"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["variant"] == name and row["mean"] != FIELD]
+        rows = [row for row in rows if row["status"] == "ok"]
         panel.plot([row["mean"] for row in rows], [row["step_ms"] for row in rows], marker="o", label=name)
     panel.set(xscale="log", yscale="log", xlabel="ids of a token, mean", ylabel="forward + backward, ms")
     n, hidden_size, vocab = results["shape"]

@@ -196,10 +196,11 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     extras, ids = EXTRAS if entropy else (), torch.int32 if entropy else torch.int64
-    targets, live = torch.zeros(N, dtype=torch.long), torch.ones(N, dtype=torch.bool) if entropy else None
+    targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
+    wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
     given = {"rows": V, "first": 0, "vocab": V, "keep_single": entropy}
-    slots = support_triton.make_slots(token_ids, offsets, targets, live, **given)
+    slots = support_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
     factors = support_triton.Factors(hidden, weight, *factors)
@@ -207,7 +208,12 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     logits = support_triton.dots(factors, slots, transform, temperatures)
     support_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     support_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    coefficients = support_triton.slot_gradients(logits, slots, token_gradients(entropy), transform, temperatures)
+    order = torch.arange(logits.numel()) if entropy else None
+    coefficients, _ = support_triton.slot_gradients(
+        logits, slots, token_gradients(entropy), transform, temperatures, order
+    )
+    support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
+    support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)

@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, readme, run, variants
+from benchmark import floor, gold, plot, readme, replay_mismatch, run, variants
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -304,6 +304,22 @@ def test_a_policy_learns_and_its_cases_are_its_own_tokens(tmp_path):
         surprise = -inputs.current_logps
         noise = surprise.std() / math.sqrt(surprise.numel())
         assert abs(surprise.mean() - sample["entropy"]) < 4 * noise
+
+
+def test_replay_leaves_no_mismatch_but_rounding():
+    real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
+    recipe = replace(real_policy.TOY, text_bytes=100 << 10, tokenizer_bytes=20 << 10)
+    plan = replace(replay_mismatch.TOY, seconds=0.5)
+    results = {"environment": ENVIRONMENT, "plan": asdict(plan), **replay_mismatch.measure(plan, recipe, "cpu")}
+    for name, history in results["runs"].items():
+        assert len(history) == plan.steps + 1, name
+        for step in history:
+            assert step["missing"] == 0.0
+            # Each set has a mass of at least top_p, and of little more where there are many likely ids.
+            assert 0.01 < step["full"]["kl"] <= -math.log(plan.top_p) + 1e-5
+            assert step["replayed"]["largest_gap"] < 1e-4
+    table = replay_mismatch.markdown(results)
+    assert table.count("| with replay, ") == table.count("| without replay, ") == 2
 
 
 @pytest.mark.parametrize("name", ["support", "divergence"])

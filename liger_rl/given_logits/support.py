@@ -10,7 +10,7 @@ from liger_rl.given_logits.rows import LogitRowsOptions, fold_rows, grad_rows
 from liger_rl.head.call import LogProbs
 from liger_rl.head.engines.support import kernels_for
 from liger_rl.head.support import Support, check_usable
-from liger_rl.head.tokens import check_temperatures, counted_tokens, improper_temperatures, live_tokens
+from liger_rl.head.tokens import check_temperatures, improper_temperatures, live_tokens
 from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import Slots
@@ -38,7 +38,7 @@ def support_logprobs(
     vocab = logits.shape[-1]
     ids = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     slots = kernels_for(logits.device).make_slots(
-        support.token_ids, support.offsets, ids.reshape(-1), counted_tokens(ids, mask).reshape(-1),
+        support.token_ids, support.offsets, ids.reshape(-1), None if mask is None else mask.reshape(-1),
         rows=vocab, first=0, vocab=vocab, keep_single=False,
     )  # fmt: skip
     empty = 0
@@ -101,7 +101,7 @@ class SupportRows(torch.autograd.Function):
         else:
             out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
         tokens = TokenGradients.of(TokenStatistics(*rest[6:9]), grad_logps.float(), grad_entropy)
-        coefficients = kernels_for(logits.device).slot_gradients(z, slots, tokens, *_transform(ctx.options))
+        coefficients, _ = kernels_for(logits.device).slot_gradients(z, slots, tokens, *_transform(ctx.options))
         # A slot of no logit adds 0 at its token's target. So every sum has one term that is not 0, in any order.
         token = _token(slots)
         target = targets.reshape(-1).clamp(0, slots.rows - 1)[token]

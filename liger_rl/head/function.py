@@ -20,7 +20,7 @@ Values = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 
 def engine_of(head: Head, options: EngineOptions) -> ModuleType:
     """The engine of a call: bounds are not free, and only a backward needs them."""
-    if head.slots is not None:
+    if head.listed is not None:
         return support
     tolerant = options.grad_tolerance != 0.0 and head.wants_gradient
     return block_sparse if tolerant and options.chunks_are_free and head.low_inputs is None else two_pass

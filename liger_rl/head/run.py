@@ -10,12 +10,14 @@ from liger_rl.head.call import HeadCall, LogProbs, shared_errors
 from liger_rl.head.dtensors import localized
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
-from liger_rl.head.engines.support import empty_rows, support_slots
+from liger_rl.head.engines.support import support_slots
 from liger_rl.head.function import linear_values
+from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support
 from liger_rl.head.support_operator import support_op
+from liger_rl.head.support_slots import ListedIds, kept
 from liger_rl.head.tokens import (
     LiveTokens,
     TokenSelection,
@@ -25,6 +27,7 @@ from liger_rl.head.tokens import (
     live_tokens,
 )
 from liger_rl.kernels import gemm
+from liger_rl.kernels.support import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
 def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: LiveTokens | None = None) -> LogProbs:
@@ -64,7 +67,7 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             live = counted.selection
         elif selected is not None:
             # As late as possible: from this sync on the device waits for the host to launch the product.
-            live = selected()[0].selection
+            live = selected().selection
         else:
             live = _masked(call, ids, vocab)
         head = _head(call, flat_targets, live, shard)
@@ -89,31 +92,58 @@ def _over_support(
         head = _head(call, flat, _masked(call, ids, vocab), shard)
         found = support_op(head, options, support, targets_name=call.targets_name)
         return LogProbs._make([None if part is None else part.view(shape) for part in found])
-    mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
-    slots, empty = support_slots(support, flat, mask, call.weight, options, shard), 0
-    if not options.fixed_shape:
-        _, numbers = _asked(call, ids, vocab, slots.numbers)()
-        empty = support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
+
+    def listed_ids() -> ListedIds:
+        flat_mask, wanted = (None if part is None else part.reshape(-1) for part in (call.mask, call.needed_mask))
+        slots = support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
+        return ListedIds(slots, None if options.fixed_shape else _checked(call, ids, vocab, support, slots.numbers))
+
+    if options.fixed_shape:
+        listed = listed_ids()
+    else:
+        temperature = call.options.transform.temperature
+        values = call.targets, call.mask, call.needed_mask, temperature if isinstance(temperature, Tensor) else None
+        place = None if shard is None else shard.place.vocab_start
+        rest = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
+        listed = kept(support, values, rest, listed_ids)
+    # The mask itself is for the products of low-rank terms alone.
+    mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    values = linear_values(
-        head._replace(slots=slots, full=empty_rows(slots, empty), sparse_grad=support.sparse_grad), options
-    )
-    return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
+    sorts = torch.is_grad_enabled() and call.head_needs
+    found = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
+    # A copy, because the support may keep its slots and the caller may write to what it gets.
+    missing = listed.slots.missing.clone()
+    return LogProbs._make(None if part is None else part.view(shape) for part in (*found, missing))
 
 
-def _asked(call: HeadCall, ids: Tensor, vocab: int, *numbers: Tensor) -> Callable[[], tuple[LiveTokens, list[int]]]:
-    """`live_tokens`, with other numbers, and the check of temperatures, in the same sync."""
+def _checked(
+    call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor
+) -> Callable[[], tuple[list[int], int]]:
+    """Ask the device for `Slots.numbers`; the check of a `ListedIds`."""
+    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
+    answer = HostAnswer(torch.cat([counts, *improper]) if improper else counts)
+
+    def check() -> tuple[list[int], int]:
+        numbers = answer.wait().tolist()
+        if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
+            _asked(call, ids, vocab)()  # which says what is wrong
+        return numbers, support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
+
+    return check
+
+
+def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
+    """`live_tokens`, and the check of temperatures in the same sync."""
     improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
     wait = live_tokens(
-        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=[*numbers, *improper],
-        targets_name=call.targets_name,
-    )  # fmt: skip
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=improper, targets_name=call.targets_name
+    )
 
-    def answer() -> tuple[LiveTokens, list[int]]:
+    def answer() -> LiveTokens:
         found = wait()
         if improper:
             check_temperatures(found.counts[-1])
-        return found, found.counts
+        return found
 
     return answer
 

@@ -1,7 +1,7 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +20,10 @@ class Support:
     Log-probabilities and entropies are those of the softmax over a token's ids alone. A (B, T) call has N = B T rows,
     in the order of its flattened tokens. An empty row stands for the whole vocabulary. Ids may be in any order, and one
     that is repeated counts once. The rows of tokens that do not count are not used, but their ids are checked.
+
+    What a call finds out from these tensors, the targets and the mask is kept here for the next call with the same
+    ones, unless it has over a million ids or fixed_shape. Writes by PyTorch's operators are noticed. After any other
+    write to the memory of these tensors, make a new Support.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
@@ -63,6 +67,10 @@ class Support:
             raise ValueError("offsets must be (N + 1,) with at least the 0 that it starts with, got (0,)")
         if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self._raise_for_values(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what a call kept goes by addresses, which mean nothing to a copy."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
@@ -160,8 +168,11 @@ class Support:
         return self.offsets.numel() - 1
 
     def to(self, device: torch.device | str | int) -> "Support":
-        """The same on another device."""
-        return replace(self, token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+        """The same on another device; itself where it is there."""
+        token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
+        if token_ids is self.token_ids and offsets is self.offsets:
+            return self
+        return replace(self, token_ids=token_ids, offsets=offsets)
 
     def take(self, sequences: slice | Tensor, *, batch: int) -> "Support":
         """The rows of some of `batch` sequences of equal length, such as those of a micro-batch.

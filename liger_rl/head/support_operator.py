@@ -25,10 +25,11 @@ from liger_rl.head.operator import (
 )
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.support import Support
+from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TokenStatistics
-from liger_rl.kernels.support import COUNTED
+from liger_rl.kernels.support import COUNTED, FULL_ROWS, Slots
 
 LISTED = "Tensor token_ids, Tensor offsets, str missing_target, bool may_be_empty"
 LISTED_COUNT = 4
@@ -53,15 +54,16 @@ def _fold(*arguments: Any) -> list[Tensor]:
     (head, flat), listed = _apart(arguments), _listed(arguments)
     options, vocab, name = flat.resolved(), head.weight.shape[0], flat.targets_name
     with gemm.without_autocast(head.hidden.device):
-        slots, empty = engine.support_slots(listed, head.targets, head.live.mask, head.weight, options), 0
-        if not options.fixed_shape:
-            asked = live_tokens(
-                head.targets, head.live.mask, vocab, "weight", counts=[slots.numbers], targets_name=name
-            )
-            empty = listed.check_values(asked().counts, vocab=vocab, targets_name=name)
-        head = head._replace(slots=slots, full=engine.empty_rows(slots, empty))
+        slots = engine.support_slots(listed, head.targets, head.live.mask, None, head.weight, options)
+
+        def check() -> tuple[list[int], int]:
+            wait = live_tokens(head.targets, head.live.mask, vocab, "weight", counts=[slots.numbers], targets_name=name)
+            numbers = wait().counts
+            return numbers, listed.check_values(numbers, vocab=vocab, targets_name=name)
+
+        head = head._replace(listed=ListedIds(slots, None if options.fixed_shape else check))
         statistics, saved = engine.forward(head, options)
-    return [part for part in (*statistics[:6], *saved) if part is not None]
+    return [part for part in (*statistics[:6], *slots[:6], *saved) if part is not None]
 
 
 def _fake_fold(*arguments: Any) -> list[Tensor]:
@@ -84,11 +86,14 @@ def _grad(
     head, flat = _apart(arguments)
     found = iter(outputs)
     statistics = TokenStatistics(next(found), next(found), next(found) if flat.entropy else None)
-    saved = engine.Saved(*found)
-    slots = saved.slots(head)
-    if arguments[-1]:  # may_be_empty
-        head = head._replace(full=engine.empty_rows(slots, int(slots.full.sum())))
-    grads = grad_logps, grad_entropy
+    slots = Slots(*(next(found) for _ in range(6)), head.weight.shape[0], 0)  # type: ignore[call-arg, arg-type]
+    saved, grads = engine.Saved(*found), (grad_logps, grad_entropy)
+
+    def check() -> tuple[list[int], int]:
+        numbers = slots.numbers.tolist()
+        return numbers, numbers[FULL_ROWS]
+
+    head = head._replace(listed=ListedIds(slots, check if arguments[-1] else None))  # may_be_empty
     gradients = token_gradients(engine, head, flat.resolved(), statistics, saved, grads, tuple(needs))
     return [part.contiguous() for part in gradients if part is not None]
 
@@ -124,8 +129,8 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
     def fold(head: Head, options: EngineOptions) -> tuple[TokenStatistics, tuple[Tensor, ...]]:
         found = iter(forward(*tensors_of(head), *rest))
         parts = [next(found) if wanted else None for wanted in _parts(flat)]
-        saved = engine.Saved(*found)
-        missing.append(saved.missing)
+        saved = tuple(found)
+        missing.append(saved[4])
         return TokenStatistics(*parts), saved  # type: ignore[arg-type]
 
     values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest)))

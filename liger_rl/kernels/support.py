@@ -22,9 +22,13 @@ from liger_rl.kernels.transform import LogitTransform
 # What a row is. IGNORED: its token does not count. FULL: it lists nothing, which stands for the whole vocabulary.
 # SINGLE: it has one id, so nothing is to be computed. SEVERAL: it has more.
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
-# What `Slots.numbers` counts, in this order.
-COUNTED = 6
-BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS = range(COUNTED)
+# What `Slots.numbers` counts, in this order. Of the rest of the call: targets of tokens that the mask has, outside the
+# vocabulary, and values of the mask that are neither 0 nor 1.
+COUNTED = 9
+(
+    BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
+) = range(COUNTED)  # fmt: skip
+LONG_ROW = 512  # a token with more slots is LONG_ROWS: its sums may be split
 GATHERED = 1 << 21  # numbers of gathered rows at a time: 8 MiB in float32
 
 
@@ -41,7 +45,7 @@ class Slots(NamedTuple):
     starts: Tensor  # (N + 1,) int64
     kinds: Tensor  # (N,) uint8, as listed above
     missing: Tensor  # (N,) bool: the token's row lists ids, but not its target
-    numbers: Tensor  # (6,) int64, in the order above: what is wrong, how many targets are missing and rows FULL
+    numbers: Tensor  # (COUNTED,) int64, in the order above
     rows: int  # V' of the weight
     first: int  # vocabulary id of the weight's first row
 
@@ -79,8 +83,9 @@ class Segments(NamedTuple):
 def make_slots(
     token_ids: Tensor,  # (P,) int32 or int64
     offsets: Tensor,  # (N + 1,) the same dtype
-    targets: Tensor,  # (N,) token ids of the whole vocabulary
-    live: Tensor | None,  # (N,) bool: tokens that count, None for all; a target outside [0, vocab) counts nowhere
+    targets: Tensor,  # (N,) token ids of the whole vocabulary; one outside [0, vocab) counts nowhere
+    mask: Tensor | None,  # (N,) bool or 0/1: tokens that count, None for all
+    wanted: Tensor | None = None,  # (N,) or (B,), as the mask: which of them are wanted
     *,
     rows: int,  # of the weight
     first: int,  # vocabulary id of its first row
@@ -100,9 +105,11 @@ def make_slots(
     tokens = torch.searchsorted(starts[1:].contiguous(), slots, right=True).clamp(max=n - 1).to(torch.int32)
     token = torch.searchsorted(raw[1:].contiguous(), positions, right=True).clamp(max=n - 1)
     targets, listed = targets.long(), token_ids.long()
-    counts = (targets >= 0) & (targets < vocab)
-    if live is not None:
-        counts = counts & (live != 0)
+    marked = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
+    counts = marked & (targets < vocab)
+    if wanted is not None:
+        counts = counts & (wanted.reshape(-1, 1) != 0).expand(-1, n // wanted.numel()).reshape(-1)
+    improper = torch.zeros_like(counts) if mask is None else (mask != 0) & (mask != 1)
     inside = (positions >= begin[token]) & (positions < end[token])
     known = inside & (listed >= 0) & (listed < vocab)
     hit = known & (listed == targets[token])
@@ -128,6 +135,7 @@ def make_slots(
     alone = (kinds == SINGLE) if keep_single else torch.zeros_like(missing)
     ids[starts[:-1]] = local(targets, (kinds == SEVERAL) | alone)
     numbers = [raw[:1] != 0, raw[1:] < raw[:-1], raw[-1:] != pairs, inside & ~known, missing, kinds == FULL]
+    numbers += [marked & (targets >= vocab), improper, end - begin + 1 > LONG_ROW]
     return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), rows, first)
 
 
@@ -171,6 +179,40 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
     if temperatures is not None:
         z = z / temperatures[token]
     return z
+
+
+def in_tile(slots: Slots, corner: tuple[int, int], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """-> index of the slots in a tile of logits whose first token and row of the weight are given, and their places."""
+    token, entry = slots.tokens.long() - corner[0], slots.ids.long() - corner[1]
+    inside = (token >= 0) & (token < shape[0]) & (entry >= 0) & (entry < shape[1]) & (slots.ids < slots.rows)
+    found = inside.nonzero().squeeze(1)
+    return found, token[found] * shape[1] + entry[found]
+
+
+def take_of_tile(
+    tile: Tensor,  # (n, v) float32 products
+    slots: Slots,
+    corner: tuple[int, int],  # first token and first row of the weight
+    bias: Tensor | None,  # (V',)
+    transform: LogitTransform,
+    temperatures: Tensor | None,  # (N,)
+    out: Tensor,  # (S,) float32: what `dots` returns, of the slots in this tile
+) -> None:
+    found, place = in_tile(slots, corner, tile.shape)
+    x = tile.flatten()[place].float()
+    z = transformed(x, None if bias is None else bias[slots.ids[found].long()], transform)
+    out[found] = z if temperatures is None else z / temperatures[slots.tokens[found].long()]
+
+
+def put_in_tile(
+    coefficients: Tensor,  # (S,) float32
+    slots: Slots,
+    corner: tuple[int, int],
+    out: Tensor,  # (n, v) of zeros, contiguous
+) -> None:
+    """out[token, row] = the coefficient of each slot in this tile."""
+    found, place = in_tile(slots, corner, out.shape)
+    out.view(-1)[place] = coefficients[found].to(out.dtype)
 
 
 def _parts(positions: int, columns: int) -> list[slice]:
@@ -237,9 +279,17 @@ def statistics(
 
 
 def slot_gradients(
-    z: Tensor, slots: Slots, tokens: TokenGradients, transform: LogitTransform, temperatures: Tensor | None
-) -> Tensor:
-    """-> dL/dx (S,) float32 of the logits before the transform; exactly 0 in slots without a row and of SINGLE rows."""
+    z: Tensor,
+    slots: Slots,
+    tokens: TokenGradients,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    order: Tensor | None = None,  # (S,) int64
+) -> tuple[Tensor, Tensor | None]:
+    """-> dL/dx (S,) float32 of the logits before the transform, and the same in another order of the slots, if given.
+
+    Exactly 0 in slots without a row and of SINGLE rows.
+    """
     token = slots.tokens.long()
     wanted = slots.ids < slots.rows
     wanted = wanted & (slots.kinds == SEVERAL)[token]
@@ -254,7 +304,8 @@ def slot_gradients(
         grad_z = grad_z - tokens.grad_entropy[token] * p * (log_p + tokens.entropy[token])
     if temperatures is not None:
         grad_z, z = grad_z / temperatures[token], z * temperatures[token]
-    return torch.where(wanted, times_derivative(grad_z, z, transform), 0.0)
+    grad = torch.where(wanted, times_derivative(grad_z, z, transform), 0.0)
+    return grad, None if order is None else grad[order]
 
 
 def segment_sums(
@@ -266,6 +317,7 @@ def segment_sums(
     *,
     by_id: bool,  # the segments are those of ids, most of them empty
     add: bool = False,
+    all_short: bool = False,  # none is longer than LONG_ROW; of tokens' segments alone
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 

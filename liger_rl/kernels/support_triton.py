@@ -20,12 +20,16 @@ from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.support import (
     BAD_ENDS,
     BAD_IDS,
+    BAD_MASKS,
     BAD_ORDERS,
     BAD_STARTS,
+    BAD_TARGETS,
     COUNTED,
     FULL,
     FULL_ROWS,
     IGNORED,
+    LONG_ROW,
+    LONG_ROWS,
     MISSING_TARGETS,
     SEVERAL,
     SINGLE,
@@ -52,7 +56,8 @@ class Launch(NamedTuple):
 # shapes up to 0.33 and 2.2; sums by token 0.13 and 0.53, others 0.14 to 0.21 and 0.53 to 0.70; sums by id 0.33 and
 # 0.71, others 0.35 to 0.47 and 0.72 to 0.94; added in place 0.31 and 0.97, others 0.32 to 0.49 and 1.0 to 1.4.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
-BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
+# Rows of tokens are seldom long, and then a launch for the rest of them is left out.
+BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
 # Of ids there are many, most of them in no row.
 BY_ID = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
@@ -60,12 +65,13 @@ PARTIAL_BYTES = 32 << 20  # of the sums of pieces
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-ROW_IGNORED, ROW_FULL, ROW_SINGLE, ROW_SEVERAL = (tl.constexpr(kind) for kind in (IGNORED, FULL, SINGLE, SEVERAL))
-START, ORDER, END, ID, MISSING, EMPTY = (
-    tl.constexpr(place) for place in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS)
-)
-NUMBERS = tl.constexpr(COUNTED)
+TILE_BLOCK = 1024
+LOWEST = torch.finfo(torch.float32).min
+
+
+def _cdiv(total: int, step: int) -> int:
+    """Triton's own takes microseconds of the host."""
+    return -(-total // step)
 
 
 @triton.jit
@@ -86,12 +92,13 @@ def _span(program, of_position, starts, count, piece):
     return segment, first, tl.where(own | known, last, first)
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "vocab", "first_id", "rows"])
+@triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
     targets,  # (tokens,)
-    live,
+    mask,  # (tokens,)
+    wanted_tokens,  # (tokens / each,)
     slot_ids,  # (pairs + tokens,)
     slot_tokens,
     starts,  # (tokens + 1,)
@@ -100,12 +107,29 @@ def _slots_kernel(
     numbers,  # (programs, NUMBERS)
     tokens,
     pairs,
+    each,
     vocab,
     first_id,
     rows,
+    long_row,
     KEEP_SINGLE: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
+    # Defaults, because each global name that a kernel reads is compared at each launch.
+    SINGLE: tl.constexpr = SINGLE,
+    SEVERAL: tl.constexpr = SEVERAL,
+    FULL: tl.constexpr = FULL,
+    IGNORED: tl.constexpr = IGNORED,
+    NUMBERS: tl.constexpr = COUNTED,
+    START: tl.constexpr = BAD_STARTS,
+    ORDER: tl.constexpr = BAD_ORDERS,
+    END: tl.constexpr = BAD_ENDS,
+    ID: tl.constexpr = BAD_IDS,
+    MISSING: tl.constexpr = MISSING_TARGETS,
+    EMPTY: tl.constexpr = FULL_ROWS,
+    TARGET: tl.constexpr = BAD_TARGETS,
+    MASK: tl.constexpr = BAD_MASKS,
+    LONG: tl.constexpr = LONG_ROWS,
 ):
     program = tl.program_id(0).to(tl.int64)
     own = program < tokens
@@ -127,10 +151,20 @@ def _slots_kernel(
     begin = tl.minimum(tl.maximum(raw_begin, 0), pairs)
     end = tl.minimum(tl.maximum(raw_end, begin), pairs)
     target = tl.load(targets + token).to(tl.int64)
-    counts = (target >= 0) & (target < vocab)
-    if live is not None:
-        counts = counts & (tl.load(live + token) != 0)
     numbers += program * NUMBERS
+    counts = target >= 0
+    improper = target != target
+    if mask is not None:
+        value = tl.load(mask + token)
+        counts = counts & (value != 0)
+        if mask.dtype.element_ty != tl.int1:
+            improper = (value != 0) & (value != 1)
+    tl.store(numbers + MASK, (own & improper).to(tl.int8))
+    tl.store(numbers + TARGET, (own & counts & (target >= vocab)).to(tl.int8))
+    tl.store(numbers + LONG, (own & (end - begin + 1 > long_row)).to(tl.int8))
+    counts = counts & (target < vocab)
+    if wanted_tokens is not None:
+        counts = counts & (tl.load(wanted_tokens + token // each) != 0)
     tl.store(numbers + START, ((program == 0) & (raw_begin != 0)).to(tl.int8))
     tl.store(numbers + ORDER, (own & (raw_end < raw_begin)).to(tl.int8))
     tl.store(numbers + END, ((program == tokens - 1) & (raw_end != pairs)).to(tl.int8))
@@ -144,11 +178,11 @@ def _slots_kernel(
             known = (listed >= 0) & (listed < vocab)
             hits = tl.maximum(hits, tl.max((known & (listed == target)).to(tl.int32)))
             others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
-        kind = tl.where(others > 0, ROW_SEVERAL, ROW_SINGLE)
-        kind = tl.where(counts, tl.where(end > begin, kind, ROW_FULL), ROW_IGNORED)
-        wanted = kind == ROW_SEVERAL
+        kind = tl.where(others > 0, SEVERAL, SINGLE)
+        kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
+        wanted = kind == SEVERAL
         if KEEP_SINGLE:
-            wanted = wanted | (kind == ROW_SINGLE)
+            wanted = wanted | (kind == SINGLE)
         row = target - first_id
         row = tl.where((row >= 0) & (row < rows), row, rows)
         slot = begin + token
@@ -200,7 +234,8 @@ def make_slots(
     token_ids: Tensor,
     offsets: Tensor,
     targets: Tensor,
-    live: Tensor | None,
+    mask: Tensor | None,
+    wanted: Tensor | None = None,
     *,
     rows: int,
     first: int,
@@ -213,17 +248,19 @@ def make_slots(
         return no_slots(pairs, rows, first, device)
     # Values that fit no CSR leave slots unwritten.
     ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
+    # Not views of one tensor: Triton compiles another kernel for addresses that are no multiples of 16 bytes.
     tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    programs = n + triton.cdiv(pairs, SLOT_PIECE)
+    programs = n + _cdiv(pairs, SLOT_PIECE)
     numbers = torch.empty(programs, COUNTED, dtype=torch.int8, device=device)
     with on(device):
         _slots_kernel[(programs,)](
             token_ids.contiguous(),
             offsets.contiguous(),
             targets.contiguous(),
-            None if live is None else live.contiguous(),
+            None if mask is None else mask.contiguous(),
+            None if wanted is None else wanted.contiguous(),
             ids,
             tokens,
             starts,
@@ -232,9 +269,11 @@ def make_slots(
             numbers,
             n,
             pairs,
+            1 if wanted is None else n // wanted.numel(),
             vocab,
             first,
             rows,
+            BY_TOKEN.piece,
             KEEP_SINGLE=keep_single,
             PIECE=SLOT_PIECE,
             BLOCK=SLOT_BLOCK,
@@ -317,7 +356,7 @@ def dots(
     columns = hidden.shape[1]
     rank = 1 if low_inputs is None else low_inputs.shape[1]
     with on(hidden.device):
-        _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
+        _dots_kernel[(n + _cdiv(positions, launch.piece),)](
             hidden,
             hidden.stride(0),
             weight,
@@ -346,8 +385,105 @@ def dots(
     return logits
 
 
+@triton.jit
+def _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries):
+    """-> token and entry in the tile of each slot, and whether it is there."""
+    entry = tl.load(slot_ids + slot, mask=slot < positions, other=-1).to(tl.int64) - first
+    inside = (entry >= 0) & (entry < entries) & (slot < positions)
+    # Most slots are in another tile, and nothing else of them is read.
+    token = tl.load(slot_tokens + slot, mask=inside, other=0).to(tl.int64) - start
+    return token, entry, inside & (token >= 0) & (token < tokens)
+
+
+@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
+def _take_kernel(
+    tile,  # (tokens, entries)
+    tile_stride,
+    slot_ids,
+    slot_tokens,
+    bias,
+    temperatures,
+    logits,
+    positions,
+    start,
+    first,
+    tokens,
+    entries,
+    steps,  # LogitSteps
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
+    x = tl.load(tile + token * tile_stride + entry, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + first + entry, mask=inside, other=0.0).to(tl.float32)
+    z, _square = transformed(x, steps)
+    if temperatures is not None:
+        z = z / tl.load(temperatures + start + token, mask=inside, other=1.0)
+    tl.store(logits + slot, z, mask=inside)
+
+
+def take_of_tile(
+    tile: Tensor,
+    slots: Slots,
+    corner: tuple[int, int],
+    bias: Tensor | None,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `support.take_of_tile`, reading the ids of all slots once."""
+    assert tile.stride(1) == 1
+    if out.numel() == 0:
+        return
+    with on(out.device):
+        _take_kernel[(_cdiv(out.numel(), TILE_BLOCK),)](
+            tile,
+            tile.stride(0),
+            slots.ids,
+            slots.tokens,
+            None if bias is None else bias.contiguous(),
+            temperatures,
+            out,
+            out.numel(),
+            *corner,
+            *tile.shape,
+            LogitSteps.of(transform),
+            BLOCK=TILE_BLOCK,
+        )
+
+
+@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
+def _put_kernel(
+    coefficients,
+    slot_ids,
+    slot_tokens,
+    out,  # (tokens, entries)
+    positions,
+    start,
+    first,
+    tokens,
+    entries,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
+    values = tl.load(coefficients + slot, mask=inside, other=0.0)
+    tl.store(out + token * entries + entry, values.to(out.dtype.element_ty), mask=inside)
+
+
+def put_in_tile(coefficients: Tensor, slots: Slots, corner: tuple[int, int], out: Tensor) -> None:
+    """As `support.put_in_tile`, reading the ids of all slots once."""
+    if coefficients.numel() == 0:
+        return
+    with on(out.device):
+        _put_kernel[(_cdiv(coefficients.numel(), TILE_BLOCK),)](
+            coefficients, slots.ids, slots.tokens, out, coefficients.numel(), *corner, *out.shape, BLOCK=TILE_BLOCK
+        )
+
+
 def _columns(columns: int, launch: Launch) -> int:
-    return min(launch.columns, max(16, triton.next_power_of_2(columns)))
+    return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
 
 
 @triton.jit(do_not_specialize=["rows", "first_id"])
@@ -370,6 +506,8 @@ def _fold_kernel(
     first_id,
     FINISH: tl.constexpr,
     BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr = SINGLE,
+    LOWEST: tl.constexpr = LOWEST,
 ):
     token = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + token)
@@ -409,12 +547,12 @@ def _fold_kernel(
         peak = new_peak
     # A single id leaves nothing to compute; on many shards, the one that has it says so.
     local = target - first_id
-    nothing = (kind == ROW_SINGLE) & (own > rows) & (local >= 0) & (local < rows)
+    nothing = (kind == SINGLE) & (own > rows) & (local >= 0) & (local < rows)
     peak = tl.where(nothing, 0.0, peak)
     total = tl.where(nothing, 1.0, total)
     total_sq = tl.where(nothing, 1.0, total_sq)
     if FINISH:
-        known = kind >= ROW_SINGLE
+        known = kind >= SINGLE
         total = tl.where(known, total, 1.0)
         log_sum = tl.log(total)
         # Around the peak, not around lse: see `Fold.finish`.
@@ -518,17 +656,25 @@ def _slot_gradients_kernel(
     entropies,
     grad_entropies,
     temperatures,
+    order,  # (positions,)
     out,  # (positions,)
+    ordered,  # (positions,) beside an order
     positions,
     rows,
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
+    SEVERAL: tl.constexpr = SEVERAL,
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
+    if order is not None:  # once in the order of slots, and once in that one
+        place = slot - tl.cdiv(positions, BLOCK).to(tl.int64) * BLOCK
+        again = (place >= 0) & (place < positions)
+        slot = tl.load(order + place, mask=again, other=slot)
+        inside = inside | again
     wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
     token = tl.load(slot_tokens + slot, mask=wanted, other=0).to(tl.int64)
-    wanted = wanted & (tl.load(kinds + token, mask=wanted, other=0) == ROW_SEVERAL)
+    wanted = wanted & (tl.load(kinds + token, mask=wanted, other=0) == SEVERAL)
     z = tl.load(logits + slot, mask=wanted, other=0.0)
     log_p = z - tl.load(lse_of + token, mask=wanted, other=0.0)
     p = tl.exp(log_p)
@@ -547,20 +693,31 @@ def _slot_gradients_kernel(
     if steps.cap is not None:
         square = tanh_square(z, steps)
     grad = times_derivative(grad, square, steps)
-    tl.store(out + slot, tl.where(wanted, grad, 0.0), mask=inside)
+    grad = tl.where(wanted, grad, 0.0)
+    if order is None:
+        tl.store(out + slot, grad, mask=inside)
+    else:
+        tl.store(out + slot, grad, mask=inside & (again == 0))
+        tl.store(ordered + place, grad, mask=again)
 
 
 def slot_gradients(
-    z: Tensor, slots: Slots, tokens: TokenGradients, transform: LogitTransform, temperatures: Tensor | None
-) -> Tensor:
-    """As `support.slot_gradients`."""
-    out = torch.empty_like(z)
+    z: Tensor,
+    slots: Slots,
+    tokens: TokenGradients,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `support.slot_gradients`, in one launch."""
     positions = z.numel()
+    out, ordered = torch.empty_like(z), None if order is None else torch.empty_like(z)
     if positions == 0:
-        return out
+        return out, ordered
+    blocks = _cdiv(positions, GRAD_BLOCK)
     by_entropy = tokens.entropy is not None and tokens.grad_entropy is not None
     with on(z.device):
-        _slot_gradients_kernel[(triton.cdiv(positions, GRAD_BLOCK),)](
+        _slot_gradients_kernel[(blocks if order is None else 2 * blocks,)](
             z,
             slots.ids,
             slots.tokens,
@@ -572,14 +729,16 @@ def slot_gradients(
             tokens.entropy.contiguous() if by_entropy and tokens.entropy is not None else None,
             tokens.grad_entropy.contiguous() if by_entropy and tokens.grad_entropy is not None else None,
             temperatures,
+            order,
             out,
+            ordered,
             positions,
             slots.rows,
             LogitSteps.of(transform),
             BLOCK=GRAD_BLOCK,
             num_warps=GRAD_WARPS,
         )
-    return out
+    return out, ordered
 
 
 @triton.jit
@@ -679,6 +838,7 @@ def segment_sums(
     *,
     by_id: bool,
     add: bool = False,
+    all_short: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -690,24 +850,26 @@ def segment_sums(
     if segments.number == 0 or columns == 0:
         return
     piece = piece_of(positions, columns, launch)
-    pieces = triton.cdiv(positions, piece)
-    partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
+    pieces = _cdiv(positions, piece)
+    partial = coefficients  # which nothing reads where no segment is cut
     width = _columns(columns, launch)
-    slabs = triton.cdiv(columns, width)
+    slabs = _cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
-        _pieces_kernel[(pieces, slabs)](
-            *common,
-            segments.of_position,
-            partial,
-            segments.number,
-            columns,
-            piece,
-            SLOTS=launch.slots,
-            COLUMNS=width,
-            num_warps=launch.warps,
-        )
-        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
+        if not all_short:
+            partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
+            _pieces_kernel[(pieces, slabs)](
+                *common,
+                segments.of_position,
+                partial,
+                segments.number,
+                columns,
+                piece,
+                SLOTS=launch.slots,
+                COLUMNS=width,
+                num_warps=launch.warps,
+            )
+        _sums_kernel[(_cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
             out,
@@ -726,6 +888,6 @@ def segment_sums(
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
     """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
     piece = launch.piece
-    while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+    while piece < positions and _cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
         piece *= 2
     return piece

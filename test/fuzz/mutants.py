@@ -47,7 +47,7 @@ MUTANTS = (
     ("sampler ratio not bounded below", "policy/corrections.py", "ratio.clamp(low, high)", "ratio.clamp(max=high)"),
     ("a repeated id counts twice", "kernels/support.py", "member = known & ~hit & ~repeated & ", "member = known & ~hit & "),
     ("the target's gradient is another id's", "kernels/support.py", "torch.where(own, tokens.at_target[token], -tokens.grad_logps[token] * p)", "-tokens.grad_logps[token] * p"),
-    ("tokens whose row is empty get nothing", "head/engines/support.py", "return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None", "return None"),
+    ("tokens whose row is empty get nothing", "head/support_slots.py", "return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None", "return None"),
     ("a target that its row does not list is left out", "kernels/support.py", "missing = counts & (end > begin) & (first_hit == pairs)", "missing = counts & (end > begin) & (first_hit == pairs); counts = counts & ~missing; kinds = torch.where(missing, IGNORED, kinds).to(torch.uint8)"),
     ("merged metrics lose a count", "policy/metrics.py", "else a.count + b.count", "else a.count"),
 )  # fmt: skip

@@ -1,7 +1,10 @@
 """Log-probabilities over the ids that each token lists, beside full logits in float64 that are -1e30 elsewhere."""
 
+import copy
 import math
+import pickle
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from devices import NEEDS_GPU, skip_without_interpreter
@@ -391,6 +395,120 @@ def test_reads_of_the_host(rows, fixed_shape, device):
         read, in_backward = reads_of(forward, device), reads_of(backward, device)
     assert len(read) == (not fixed_shape), read
     assert len(in_backward) == (0 in rows), in_backward
+
+
+class Work(TorchDispatchMode):
+    """What the host gives a device to do: operators of PyTorch, and launches of Triton's kernels."""
+
+    def __init__(self, monkeypatch) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.launches: list[str] = []
+        self.launching = False
+        for name, kernel in list(vars(support_triton).items()):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(support_triton, name, Launched(self, name, kernel))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.launching:
+            self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def since(self) -> tuple[list[str], list[str]]:
+        ops, launches, self.ops, self.launches = self.ops, self.launches, [], []
+        return ops, launches
+
+
+class Launched:
+    def __init__(self, work: Work, name: str, kernel) -> None:
+        self.work, self.name, self.kernel = work, name, kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **options) -> None:
+            self.work.launches.append(self.name)
+            self.work.launching = True
+            self.kernel[grid](*args, **options)
+            self.work.launching = False
+
+        return launch
+
+
+@ONLY_WITHOUT_GPU
+@pytest.mark.parametrize("in_place", [False, True], ids=["dense", "in place"])
+def test_what_the_host_has_to_do(in_place, monkeypatch):
+    """With few ids, launches and operators take longer than the device: none comes back unseen.
+
+    Bounds have room for what PyTorch's versions make of one operator.
+    """
+    monkeypatch.setattr(engine, "kernels_for", lambda device: support_triton)
+    case = case_of(rows_of([2, 9, 1, 4]), rules={"may_be_empty": False})
+    support, leaves, found = case.support, case.x.leaves(), []
+    given = {"weight_grad": torch.zeros(V, H)} if in_place else {}
+    slopes = torch.randn(4)
+    for launches, ops in (
+        (["_slots_kernel", "_dots_kernel", "_fold_kernel"], 26),
+        (["_dots_kernel", "_fold_kernel"], 12),
+    ):
+        with Work(monkeypatch) as work:
+            logps = call(leaves, support=support, **given).logps
+            seen = work.since()
+            assert seen[1] == launches
+            assert len(seen[0]) <= ops, seen[0]
+            wanted = [leaves.hidden] if in_place else [leaves.hidden, leaves.weight]
+            found.append([logps.detach(), *torch.autograd.grad(logps, wanted, slopes)])
+            seen = work.since()
+        assert seen[1] == ["_slot_gradients_kernel", "_sums_kernel", "_pieces_kernel", "_sums_kernel"]
+        assert len(seen[0]) <= 13, seen[0]
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
+    """For the same tokens, whatever wants a gradient; never what was made of other values."""
+    made, kernels = [], engine.kernels_for(place)
+    slots = kernels.make_slots
+    monkeypatch.setattr(kernels, "make_slots", lambda *given, **more: made.append(1) or slots(*given, **more))
+    case = case_of(rows_of([2, 9, 0, 4]), place)
+    support, targets, mask = case.support, case.x.targets, torch.ones(4, device=place)
+    expected = solve(case, extras=())
+
+    def made_by(**changed) -> int:
+        made.clear()
+        call(case.x._replace(targets=changed.pop("targets", targets)), **{"mask": mask, "support": support, **changed})
+        return len(made)
+
+    assert made_by() == 1
+    with torch.no_grad():
+        assert made_by(entropy=True) == 0  # old log-probabilities, of which no gradient is wanted
+        call(case.x, mask=mask, support=support.to(targets.device)).missing_target.fill_(True)
+    assert not made
+    leaves = case.x.leaves()
+    found = call(leaves, mask=mask, support=support, entropy=True)
+    assert not made
+    assert not found.missing_target.any()
+    functional(found.logps, found.entropy).backward()
+    assert torch.equal(leaves.weight.grad, expected.grads["weight"])
+    assert made_by(targets=targets[:].view(4)) == 0  # another view of the same values
+    assert made_by(targets=targets.clone()) == 1
+    assert made_by() == 1  # the last call's alone are kept
+    assert made_by(mask=mask.bool()) == 1
+    assert made_by(extras=["mean_logits"]) == 1
+    made_by()
+    for tensor in (support.token_ids, targets, mask):
+        tensor[0] = 0
+        assert made_by() == 1
+    assert made_by() == 0
+    for other in (copy.deepcopy(support), pickle.loads(pickle.dumps(support))):
+        assert vars(other).keys() == {field.name for field in fields(Support)}
+        assert torch.equal(other.token_ids, support.token_ids)
+    support.token_ids[1] = V
+    for _ in range(2):  # what raises is never kept
+        with pytest.raises(ValueError, match="token_ids must be token ids in"):
+            made_by()
+    with torch.inference_mode():
+        other = Support(support.token_ids.clamp(max=V - 1), support.offsets.clone())
+        assert [made_by(support=other) for _ in range(2)] == [1, 1]
+    never_empty = Support.from_vllm(rows_of([2, 2, 2, 2]), device=place, may_be_empty=False)
+    assert [made_by(support=never_empty, fixed_shape=True) for _ in range(2)] == [1, 1]
 
 
 def test_fixed_shape_changes_no_number(place):

@@ -1,5 +1,7 @@
 """Kernels of listed ids: Triton's beside those of plain PyTorch, which `test/head/test_support.py` holds to float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -19,14 +21,18 @@ def csr(sizes: list[int], dtype: torch.dtype, pool: int) -> tuple[torch.Tensor, 
     return ids.to(DEVICE), offsets.to(DEVICE)
 
 
-def slots_of(kernels, *, keep_single: bool = True, first: int = 0, rows: int = V, dtype=torch.int64) -> support.Slots:
+def slots_of(
+    kernels, *, keep_single: bool = True, first: int = 0, rows: int = V, dtype=torch.int64, mask=None, wanted=None
+) -> support.Slots:
     generator = torch.get_rng_state()
     torch.manual_seed(3)
     ids, offsets = csr([3, 0, 100, 1, 1, 33, 70, 2, 32], dtype, 60)
     targets = torch.tensor([4, 5, 6, int(ids[103]), 0, -100, int(ids[140]), 300, 8], device=DEVICE)
-    live = torch.tensor([True] * 8 + [False], device=DEVICE)
+    mask = torch.tensor([True] * 8 + [False] if mask is None else mask, device=DEVICE)
+    wanted = None if wanted is None else torch.tensor(wanted, device=DEVICE)
     torch.set_rng_state(generator)
-    return kernels.make_slots(ids, offsets, targets, live, rows=rows, first=first, vocab=V, keep_single=keep_single)
+    given = {"rows": rows, "first": first, "vocab": V, "keep_single": keep_single}
+    return kernels.make_slots(ids, offsets, targets, mask, wanted, **given)
 
 
 @pytest.mark.parametrize("keep_single", [False, True])
@@ -45,6 +51,30 @@ def test_slots(keep_single, first, rows, dtype):
             assert torch.equal(found, values), name
     kinds = [support.SEVERAL, support.FULL, support.SEVERAL, support.SINGLE]
     assert mine.kinds.tolist() == [*kinds, support.SEVERAL, 0, support.SEVERAL, 0, 0]
+
+
+@pytest.mark.parametrize("wanted", [None, [0.5, 0.0, math.nan], [1, 0, 1, 0, 1, 1, 1, 1, 1]])
+def test_which_tokens_count_and_what_is_wrong(wanted):
+    """A mask with other values than 0 and 1, targets outside the vocabulary, a column of sequences or of tokens."""
+    for mask in ([1.0] * 6 + [2.0, 1.0, 0.0], [0] * 8 + [3]):
+        mine, theirs = (slots_of(kernels, mask=mask, wanted=wanted) for kernels in (support_triton, support))
+        for name in ("ids", "kinds", "missing", "numbers"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        counts = torch.tensor(mask, dtype=torch.bool) & (torch.arange(9) != 5) & (torch.arange(9) != 7)
+        if wanted is not None:
+            counts &= torch.tensor(wanted).bool().repeat_interleave(9 // len(wanted))
+        assert torch.equal(mine.kinds.cpu() != support.IGNORED, counts)
+        assert mine.numbers[support.BAD_MASKS] == 1
+        assert mine.numbers[support.BAD_TARGETS] == bool(mask[7])  # wanted or not
+        assert mine.numbers[support.LONG_ROWS] == 0
+
+
+def test_long_rows_are_counted():
+    for kernels in (support_triton, support):
+        ids, offsets = csr([support.LONG_ROW - 1, support.LONG_ROW, 0], torch.int64, 5)
+        given = {"rows": V, "first": 0, "vocab": V, "keep_single": False}
+        slots = kernels.make_slots(ids, offsets, torch.zeros(3, dtype=torch.int64, device=DEVICE), None, **given)
+        assert slots.numbers[support.LONG_ROWS] == 1
 
 
 TRANSFORMS = [LogitTransform(temperature=0.6), LogitTransform(softcap=3.0, scale=1.4)]
@@ -77,11 +107,48 @@ def test_logits_fold_and_gradients(transform, shape):
                     torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
         g, e = torch.randn(2, n, device=DEVICE)
         tokens = TokenGradients.of(theirs, g, e if entropy else None)
-        mine, truth = (
-            kernels.slot_gradients(z, slots, tokens, transform, temperatures) for kernels in (support_triton, support)
+        order = torch.randperm(z.numel(), device=DEVICE)
+        (mine, ordered), (truth, _) = (
+            kernels.slot_gradients(z, slots, tokens, transform, temperatures, order)
+            for kernels in (support_triton, support)
         )
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
         assert (mine[~there] == 0).all()
+        assert torch.equal(ordered, mine[order])
+        alone, nothing = support_triton.slot_gradients(z, slots, tokens, transform, temperatures)
+        assert torch.equal(alone, mine)
+        assert nothing is None
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_logits_of_tiles(transform):
+    """Tiles of any place and size together are all slots; what is put into them is found again."""
+    slots = slots_of(support, first=20, rows=50)
+    n, wanted = slots.kinds.numel(), slots.ids < 50
+    hidden, weight, bias = (
+        torch.randn(n, H, device=DEVICE),
+        torch.randn(50, H, device=DEVICE),
+        torch.randn(50).to(DEVICE),
+    )
+    temperatures = None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE)
+    expected = support.dots(support.Factors(hidden, weight, bias), slots, transform, temperatures)
+    found = [torch.full_like(expected, 7.0) for _ in range(2)]
+    values = torch.randn_like(expected).bfloat16().float()
+    for start, first in ((0, 0), (0, 16), (0, 32), (5, 0), (5, 16), (5, 32)):
+        tile = hidden[start : start + 5] @ weight[first : first + 16 + 2 * (first == 32)].T
+        outs = [torch.zeros_like(tile, dtype=torch.bfloat16) for _ in range(2)]
+        for kernels, z, out in zip((support, support_triton), found, outs, strict=True):
+            kernels.take_of_tile(tile, slots, (start, first), bias, transform, temperatures, z)
+            kernels.put_in_tile(values, slots, (start, first), out)
+        assert torch.equal(*outs)
+        there = wanted & (slots.tokens >= start) & (slots.tokens < start + 5)
+        there = there & (slots.ids >= first) & (slots.ids < first + tile.shape[1])
+        assert outs[0].count_nonzero() == there.sum()
+        places = slots.tokens[there].long() - start, slots.ids[there].long() - first
+        assert torch.equal(outs[0][places], values[there].bfloat16())
+    for z in found:
+        torch.testing.assert_close(z[wanted], expected[wanted], rtol=1e-5, atol=1e-5)
+        assert (z[~wanted] == 7.0).all()
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS[1:])
@@ -99,7 +166,7 @@ def test_temperatures_of_tokens(transform):
     statistics, _ = support.statistics(z, slots, targets, entropy=True, extras=())
     g, e = torch.randn(2, n, device=DEVICE)
     tokens = TokenGradients.of(statistics, g, e)
-    found = support.slot_gradients(z, slots, tokens, transform, temperatures)
+    found, _ = support.slot_gradients(z, slots, tokens, transform, temperatures)
     total = 0.0
     for t in (slots.kinds == support.SEVERAL).nonzero().flatten().tolist():
         own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from liger_rl.distributed import VocabShard
 from liger_rl.head.options import EngineOptions, Gather
+from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
-from liger_rl.kernels.support import Slots
 from liger_rl.kernels.transform import LogitTransform
 
 
@@ -38,8 +38,8 @@ class Head(NamedTuple):
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     sparse_grad: bool = False  # of the weight, by the support engine
-    slots: Slots | None = None  # of the ids that tokens list, for the support engine; targets are ids of the vocabulary
-    full: Tensor | None = None  # beside slots, (n,): the tokens that count and whose row is empty; None for no token
+    listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
+    sorts: bool = False  # a backward will want the listed ids in order
 
     @property
     def vocab(self) -> int:

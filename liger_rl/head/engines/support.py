@@ -1,7 +1,9 @@
 """The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
 
-It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. Nothing here waits for the
-device, unless a row is empty, so a CUDA graph can capture it.
+It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
+longer than the device. So the host waits for the checks of the values only after it has launched the forward, and the
+sort that the backward needs. Wrong values do no harm until then. With fixed_shape nothing here waits for the device, so
+a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -24,11 +26,11 @@ from liger_rl.head.engines.tiles import plan_tiles, spans
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.support import Support
+from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import SEVERAL, Factors, Segments, Slots
 
@@ -39,18 +41,9 @@ DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no t
 
 
 class Saved(NamedTuple):
-    """What the backward needs of the forward, beside the statistics."""
+    """What the backward needs of the forward, beside the statistics and the slots."""
 
-    ids: Tensor  # the tensors of Slots
-    tokens: Tensor
-    starts: Tensor
-    kinds: Tensor
-    missing: Tensor
-    numbers: Tensor
     logits: Tensor  # (S,) float32, transformed
-
-    def slots(self, head: Head) -> Slots:
-        return Slots(*self[:6], *_rows(head.weight, head.shard))
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -66,7 +59,8 @@ def _rows(weight: Tensor, shard: VocabShard | None) -> tuple[int, int]:
 def support_slots(
     support: Support,
     targets: Tensor,  # (N,) ids of the whole vocabulary
-    live: Tensor | None,  # (N,) bool: the tokens that count; None for those of targets >= 0
+    mask: Tensor | None,  # (N,) bool or 0/1: the tokens that count; None for those of targets >= 0
+    wanted: Tensor | None,  # (N,) or (B,), as the mask: which of them are wanted
     weight: Tensor,  # (V', H): its rows are the shard's, where there is one
     options: EngineOptions,
     shard: VocabShard | None = None,
@@ -80,19 +74,14 @@ def support_slots(
     return kernels_for(targets.device).make_slots(
         support.token_ids,
         support.offsets,
-        targets.long(),
-        live,
+        targets,
+        mask,
+        wanted,
         rows=rows,
         first=first,
         vocab=rows if shard is None else shard.vocab,
         keep_single="mean_logits" in options.extras,
     )
-
-
-def empty_rows(slots: Slots, count: int) -> Tensor | None:
-    """Index of the tokens that count and whose row is empty, of which there are so many; None for none."""
-    # A sort, because `nonzero` would wait for a number that is known.
-    return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
@@ -101,27 +90,31 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
     A token with one id has log-probability 0 and entropy 0. So has one that does not count. Collectives, with a shard:
     one maximum and one sum, twice where a row is empty.
     """
-    statistics, saved = _over_ids(head, options)
-    if head.full is not None:
-        whole, _ = two_pass.forward(_over_whole_vocabulary(head), options)
+    listed = head.listed
+    assert listed is not None
+    statistics, saved = _over_ids(head, listed, options)
+    # The host gives the device all this to do before it waits, and the sort of a backward, too.
+    if head.sorts and (head.sparse_grad or not _is_dense(head, listed.slots)):
+        listed.by_id()
+    full = listed.full
+    if full is not None:
+        whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
         statistics = TokenStatistics._make(
-            None if part is None or there is None else part.index_copy(0, head.full, there)
+            None if part is None or there is None else part.index_copy(0, full, there)
             for part, there in zip(statistics, whole, strict=True)
         )
     return statistics, saved
 
 
-def _over_whole_vocabulary(head: Head) -> Head:
+def _over_whole_vocabulary(head: Head, full: Tensor) -> Head:
     """The tokens whose row is empty."""
     targets = head.targets if head.shard is None else head.shard.local(head.targets)
-    live = TokenSelection(targets.numel(), index=head.full)
-    return head._replace(targets=targets, live=live, slots=None, full=None)
+    return head._replace(targets=targets, live=TokenSelection(targets.numel(), index=full), listed=None)
 
 
-def _over_ids(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
+def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
     """Statistics over the tokens' own ids, 0 for a token whose row is empty."""
-    slots, targets, shard = head.slots, head.targets, head.shard
-    assert slots is not None
+    slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
     if _is_dense(head, slots):
         logits = _dots_of_tiles(head, slots, options)
@@ -137,7 +130,7 @@ def _over_ids(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Save
         # The sum that a whole vocabulary would have with the same mean, by which callers take the mean.
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
-    return statistics, Saved(*slots[:6], logits)
+    return statistics, Saved(logits)
 
 
 def _is_dense(head: Head, slots: Slots) -> bool:
@@ -152,39 +145,27 @@ def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
     n, vocab = hidden.shape[0], rows.weight.shape[0]
-    # A token of a slot takes two numbers of every tile, and a tile is read once.
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=4)
-    x = torch.zeros(slots.ids.numel(), dtype=torch.float32, device=hidden.device)
+    kernels, transform = kernels_for(hidden.device), options.transform.of_logits
+    z = torch.empty(slots.ids.numel(), dtype=torch.float32, device=hidden.device)
     for first, last in spans(vocab, tiles.vocab):
         weight_tile = rows.weight[first:last].to(options.compute_dtype)
         if low_rank is not None:
             weight_tile = low_rank.beside_tile(weight_tile, first)
         for start, stop in spans(n, tiles.tokens):
-            inside, place = _in_tile(slots, first, last, start, stop)
             logits = gemm.matmul(hidden[start:stop], weight_tile.T)
-            x = torch.where(inside, logits.flatten()[torch.where(inside, place, 0)], x)
+            kernels.take_of_tile(logits, slots, (start, first), rows.bias, transform, rows.temperatures, z)
             del logits
-    listed = torch.where(slots.ids < vocab, slots.ids, 0).long()
-    z = transformed(x, None if rows.bias is None else rows.bias[listed], options.transform.of_logits)
-    return z if rows.temperatures is None else z / rows.temperatures[slots.tokens.long()]
-
-
-def _in_tile(slots: Slots, first: int, last: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """-> (S,) bool, slots of entries [first, last) and tokens [start, stop), and their places in such a tile."""
-    entry, token = slots.ids - first, slots.tokens - start
-    inside = (entry >= 0) & (entry < last - first) & (token >= 0) & (token < stop - start)
-    return inside, token.long() * (last - first) + entry
+    return z
 
 
 def _gradients_of_tiles(
     head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, tokens: TokenGradients, needs: Needs
 ) -> Gradients:
     def tile(first: int, last: int, start: int, stop: int) -> Tensor:
-        inside, place = _in_tile(slots, first, last, start, stop)
-        size = (stop - start) * (last - first)
-        out = torch.zeros(size + 1, dtype=options.compute_dtype, device=coefficients.device)  # the last for all others
-        out[torch.where(inside, place, size)] = coefficients.to(out.dtype)
-        return out[:size].view(stop - start, last - first)
+        out = torch.zeros(stop - start, last - first, dtype=options.compute_dtype, device=coefficients.device)
+        kernels_for(out.device).put_in_tile(coefficients, slots, (start, first), out)
+        return out
 
     # No other token has a gradient, and what is not a number must not get into a sum.
     live = TokenSelection(head.targets.numel(), mask=slots.kinds == SEVERAL)
@@ -211,29 +192,38 @@ def backward(
     Without an empty row, the weight's touches the listed rows of `weight_grad` alone. With a shard, gradients of hidden
     and low_inputs are summed over the ranks, beneath the sums for the weight.
     """
-    found = _by_ids(head, options, saved, tokens, needs)
-    if head.full is None:
+    listed = head.listed
+    assert listed is not None
+    found, full = _by_ids(head, listed, options, saved, tokens, needs), listed.full
+    if full is None:
         return found
-    of_full = tokens.take(head.full)
-    whole = two_pass.backward(_over_whole_vocabulary(head), options, statistics, None, of_full, needs)
+    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens.take(full), needs)
     return Gradients._make(
         None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
     )
 
 
-def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradients, needs: Needs) -> Gradients:
+def _by_ids(
+    head: Head, listed: ListedIds, options: EngineOptions, saved: Saved, tokens: TokenGradients, needs: Needs
+) -> Gradients:
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
-    kernels, shard, slots = kernels_for(hidden.device), head.shard, saved.slots(head)
-    coefficients = kernels.slot_gradients(saved.logits, slots, tokens, options.transform.of_logits, head.temperatures)
-    if _is_dense(head, slots) and not head.sparse_grad:
+    kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
+    dense = _is_dense(head, slots) and not head.sparse_grad
+    by_id = listed.by_id() if not dense and (needs[1] or needs[2] or needs[4]) else None
+    coefficients, ordered = kernels.slot_gradients(
+        saved.logits, slots, tokens, options.transform.of_logits, head.temperatures, by_id.order if by_id else None
+    )
+    if dense:
         return _gradients_of_tiles(head, slots, coefficients, options, tokens, needs)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
             return None
         out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
-        kernels.segment_sums(slots.by_token, coefficients, slots.ids, table, out, by_id=False)
+        kernels.segment_sums(
+            slots.by_token, coefficients, slots.ids, table, out, by_id=False, all_short=listed.all_short
+        )
         return out
 
     grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
@@ -242,8 +232,8 @@ def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradi
         pending = shard.pending_sum(grad_hidden, grad_inputs)
         pending.start()
     grad_weight = grad_bias = grad_low = None
-    if needs[1] or needs[2] or needs[4]:
-        pairs = _sorted_pairs(slots, coefficients)
+    if by_id is not None:
+        pairs = by_id.segments, ordered, by_id.tokens
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, by_id=True, add=True)
         elif needs[1] and head.sparse_grad:
@@ -267,23 +257,9 @@ def _by_ids(head: Head, options: EngineOptions, saved: Saved, tokens: TokenGradi
     return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-class SortedPairs(NamedTuple):
-    """The slots of each row of the weight side by side, in a stable order."""
-
-    segments: Segments
-    coefficients: Tensor  # (S,) float32
-    tokens: Tensor  # (S,) int32
-
-
-def _sorted_pairs(slots: Slots, coefficients: Tensor) -> SortedPairs:
-    ids, order = torch.sort(slots.ids, stable=True)
-    rows = torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device)
-    return SortedPairs(Segments(torch.searchsorted(ids, rows), ids), coefficients[order], slots.tokens[order])
-
-
-def _sparse_sums(kernels: ModuleType, pairs: SortedPairs, hidden: Tensor, weight: Tensor) -> Tensor:
+def _sparse_sums(kernels: ModuleType, pairs: tuple[Segments, Tensor, Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the listed rows alone; waits for their number."""
-    starts, ids = pairs.segments
+    starts, ids = pairs[0]
     listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
     place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
     segments = Segments(torch.cat([starts[listed], starts[-1:]]), place)
