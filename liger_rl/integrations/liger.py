@@ -27,6 +27,8 @@ from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
 
+__all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "patched_liger", "unpatch_liger"]
+
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Options that change what is computed only where the loss has them -> the value that asks for nothing.
 SWITCHES = {"delta": None, "importance_sampling_level": "token"}
@@ -348,7 +350,8 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
     Raises:
         ImportError: liger-kernel is not installed, or not of a supported version, which is named.
         TypeError: modules is not a collection of names.
-        In each case nothing is changed.
+
+    In each case nothing is changed.
     """
     _PATCH.apply(modules)
 

@@ -37,6 +37,8 @@ from liger_rl.integrations.head import (
 from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
+
 IGNORE_INDEX = -100
 HEAD_OPTIONS = (
     "grad_tolerance",

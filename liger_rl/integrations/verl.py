@@ -18,6 +18,8 @@ from liger_rl.integrations.patching import GlobalPatch, check_version
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
+
 REDUCTIONS = ("none", "sum", "mean")
 
 
