@@ -22,12 +22,18 @@ def test_names_that_the_reference_lacks_are_named(site, tmp_path):
     import public_names
 
     (tmp_path / "liger_rl").mkdir()
-    (tmp_path / "liger_rl" / "__init__.py").write_text('__all__ = ["a", "b"]\ndef a(): "Says it."\ndef b(): ...\n')
+    listed = '"""Does it.\\n\\nArgs:\\n    x,\\xa0y: numbers.\\n"""'
+    lines = ['__all__ = ["a", "b", "c", "d"]', 'def a(): "Says it."', "def b(): ...", "def c(x, y):", f" {listed}"]
+    (tmp_path / "liger_rl" / "__init__.py").write_text("\n".join([*lines, "def d(x, z):", f" {listed}"]))
     (tmp_path / "liger_rl" / "trl.py").write_text("def patch(): ...\n")
     package = griffe.load("liger_rl", search_paths=[tmp_path], try_relative_path=False)
-    problems = public_names.missing(package, {"liger_rl", "liger_rl.trl"}, {"liger_rl.b"})
-    assert [problem.split(" ", 1)[0] for problem in problems] == ["liger_rl.a", "liger_rl.b", "liger_rl.trl"]
-    assert not public_names.missing(package, {"liger_rl"}, {"liger_rl.a", "liger_rl.b"})[1:]
+    problems = public_names.missing(package, {"liger_rl", "liger_rl.trl"}, {f"liger_rl.{name}" for name in "bcd"})
+    assert problems == [
+        "liger_rl.a is on no page of docs/api",
+        "liger_rl.b has no docstring",
+        "liger_rl.d differs from its docstring in y, z",
+        "liger_rl.trl has no __all__, and a page imports from it",
+    ]
 
 
 @pytest.mark.parametrize(
