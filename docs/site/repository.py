@@ -26,6 +26,7 @@ LINK = re.compile(
     r"|`[^`\n]+`",
     re.MULTILINE | re.DOTALL,
 )
+NUMBER = re.compile(r'<td (?=style="text-align: right;">[^<]{1,12}</td>)')
 INCLUDE = re.compile(r"<!-- README(?:: (.+?))? -->")
 AS_IT_IS, WITH_LINKS = (".md", ".png", ".svg"), (".md", ".ipynb")
 LANGUAGES = {".py": "python", ".json": "json", ".yml": "yaml", ".toml": "toml"}
@@ -48,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.parent is None:  # alone under its tab: no page to list beside it
+        page.meta["hide"] = ["navigation"]
     uri = page.file.src_uri
     places = [DOCS / uri, ROOT / uri, ROOT / uri.removesuffix(".md")]
     source = next(place for place in places if place.exists())
@@ -55,6 +58,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     text = relinked(markdown, source, uri, files)
     return INCLUDE.sub(lambda match: relinked(section(match[1]), README, uri, files), text)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return NUMBER.sub(r'<td class="number" ', html)
 
 
 def linked(target: str, page: Path) -> Path:
