@@ -2,9 +2,9 @@
 
 import copy
 import json
-import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,14 @@ def executed(monkeypatch):
     import nbformat
     from traitlets.config import Config
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     committed = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     fresh = copy.deepcopy(committed)
-    # Over sockets that are files: a port may be taken or forbidden.
+    # Over sockets that are files, with short paths: a port may be taken or forbidden.
     sockets = Config({"KernelManager": {"transport": "ipc"}})
     client = nbclient.NotebookClient(fresh, timeout=120, kernel_name="python3", coalesce_streams=True, config=sockets)
-    client.execute()
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", folder)
+        client.execute()
     return committed, fresh
 
 
