@@ -11,7 +11,7 @@ WORKERS ?= 2
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck docs clean
+.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck docs notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ typecheck: $(STAMP) ## Check the types of the package.
 
 docs: $(DOCS_STAMP) ## Build the site into build/site; a broken link or an undocumented public name fails.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebook: $(STAMP) ## Run the notebook again and keep its outputs.
+	$(BIN)/python test/quickstart.py
 
 clean: ## Remove the virtual environment and every cache.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,10 +1,8 @@
 """examples/: what runs in seconds."""
 
-import copy
 import json
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,26 +45,6 @@ def test_the_page_shows_what_the_record_says(example, tmp_path, capsys):
     assert record.with_suffix(".png").exists()
 
 
-@pytest.fixture
-def executed(monkeypatch):
-    """The notebook as it is committed, and as it comes out of a kernel here."""
-    for system in ("ipykernel", "matplotlib", "nbclient", "transformers"):
-        pytest.importorskip(system, reason="the notebook needs it")
-    import nbclient
-    import nbformat
-    from traitlets.config import Config
-
-    committed = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
-    fresh = copy.deepcopy(committed)
-    # Over sockets that are files, with short paths: a port may be taken or forbidden.
-    sockets = Config({"KernelManager": {"transport": "ipc"}})
-    client = nbclient.NotebookClient(fresh, timeout=120, kernel_name="python3", coalesce_streams=True, config=sockets)
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", folder)
-        client.execute()
-    return committed, fresh
-
-
 def printed(notebook) -> list[str]:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return [output.text for output in outputs if output.get("name") == "stdout"]
@@ -77,8 +55,12 @@ def shape(notebook) -> list[str]:
     return [re.sub(r"[-+.,\de]+", "#", word) for text in printed(notebook) for word in text.split()]
 
 
-def test_notebook(executed):
-    committed, fresh = executed
+def test_notebook():
+    for system in ("ipykernel", "matplotlib", "nbclient", "transformers"):
+        pytest.importorskip(system, reason="the notebook needs it")
+    import quickstart
+
+    committed, fresh = quickstart.committed(), quickstart.executed()
     exactness, memory, losses = ([line.split() for line in text.splitlines()] for text in printed(fresh)[1:])
     assert [float(line[-1]) < 1e-4 for line in exactness] == [True] * 3
     full, fused = ([float(cell) for cell in line if cell[0].isdigit()] for line in memory[1:])
@@ -86,7 +68,7 @@ def test_notebook(executed):
     assert fused[-1] < 1.5 * fused[0]
     assert [line[0] for line in losses[1:]] == ["grpo", "dapo", "gspo"]
     assert all(float(line[-1]) > 0 for line in losses[1:])
-    assert shape(committed) == shape(fresh), "run jupyter execute --inplace examples/quickstart.ipynb"
+    assert shape(committed) == shape(fresh), "run make notebook"
     pictures = [
         output.data["image/png"] for cell in committed.cells for output in cell.get("outputs", ()) if "data" in output
     ]
