@@ -4,13 +4,14 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
 # Of the order of `make test-random`; pytest prints it.
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck clean
+.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck docs notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -21,6 +22,10 @@ $(STAMP): requirements-dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DOCS_STAMP): requirements-docs.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
 demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train it with GRPO.
@@ -55,6 +60,12 @@ format: $(STAMP) ## Rewrite files in the project's style.
 
 typecheck: $(STAMP) ## Check the types of the package.
 	$(BIN)/mypy
+
+docs: $(DOCS_STAMP) ## Build the site into build/site; a broken link or an undocumented public name fails.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebook: $(STAMP) ## Run the notebook again and keep its outputs.
+	$(BIN)/python test/quickstart.py
 
 clean: ## Remove the virtual environment and every cache.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -90,8 +90,8 @@ def linear_divergence(
 
     Returns:
         Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not
-        asked for. With token_weights the loss alone is differentiable. A probability of 0 where the other
-        distribution's is not gives an infinite KL divergence.
+            asked for. With token_weights the loss alone is differentiable. A probability of 0 where the other
+            distribution's is not gives an infinite KL divergence.
 
     Raises:
         TypeError: an argument of a type or dtype that is not listed above, an unknown option, or one that

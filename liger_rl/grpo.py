@@ -157,7 +157,7 @@ class FusedLinearGRPOLoss(nn.Module):
 
         Returns:
             PolicyLoss: `.loss` () in float32 and `.metrics`, a dict of `Metric` by name (`kl_ref` when beta > 0,
-            `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
+                `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
 
         Raises:
             TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;

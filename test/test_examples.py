@@ -1,6 +1,7 @@
 """examples/: what runs in seconds."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -42,3 +43,34 @@ def test_the_page_shows_what_the_record_says(example, tmp_path, capsys):
     example("--draw", str(record))
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     assert record.with_suffix(".png").exists()
+
+
+def printed(notebook) -> list[str]:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return [output.text for output in outputs if output.get("name") == "stdout"]
+
+
+def shape(notebook) -> list[str]:
+    """What it prints, whatever the numbers."""
+    return [re.sub(r"[-+.,\de]+", "#", word) for text in printed(notebook) for word in text.split()]
+
+
+def test_notebook():
+    for system in ("ipykernel", "matplotlib", "nbclient", "transformers"):
+        pytest.importorskip(system, reason="the notebook needs it")
+    import quickstart
+
+    committed, fresh = quickstart.committed(), quickstart.executed()
+    exactness, memory, losses = ([line.split() for line in text.splitlines()] for text in printed(fresh)[1:])
+    assert [float(line[-1]) < 1e-4 for line in exactness] == [True] * 3
+    full, fused = ([float(cell) for cell in line if cell[0].isdigit()] for line in memory[1:])
+    assert full[-1] > 10 * full[0]
+    assert fused[-1] < 1.5 * fused[0]
+    assert [line[0] for line in losses[1:]] == ["grpo", "dapo", "gspo"]
+    assert all(float(line[-1]) > 0 for line in losses[1:])
+    assert shape(committed) == shape(fresh), "run make notebook"
+    pictures = [
+        output.data["image/png"] for cell in committed.cells for output in cell.get("outputs", ()) if "data" in output
+    ]
+    assert len(pictures) == 1
+    assert len(pictures[0]) < 80_000

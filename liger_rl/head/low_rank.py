@@ -22,7 +22,7 @@ class LowRank:
     """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
 
     Attributes:
-        a: (r, H) and b: (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
+        a, b: (r, H) and (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
             dtype is. Like the head's logits, the term stays float32 from its products' accumulators on. The product
             with `a` runs in the wider of the two dtypes, or in autocast's; the factors are rounded to the head's for
             the products of their gradients.

@@ -96,6 +96,7 @@ class Support:
                 or a list of rows, one per token, of ids or None for a row without ids; or a list of such objects.
             length: T of a (B, T) call, for a list of such objects alone: each is filled up with empty rows.
             device: where the support is needed.
+            rules: other fields of the support.
         """
         if _is_mask(mask):
             if length is not None:
@@ -137,7 +138,12 @@ class Support:
         share of what min_p leaves; without both the sets are the same.
 
         Args:
-            top_p: in (0, 1]. top_k: at least 1. min_p: in [0, 1]. temperature: above 0.
+            logits: float, of the last dimension V.
+            top_p: in (0, 1].
+            top_k: at least 1.
+            min_p: in [0, 1].
+            temperature: above 0.
+            rules: other fields of the support.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:

@@ -22,6 +22,8 @@ from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.fused import evaluate
 from liger_rl.policy.metrics import Metric
 
+__all__ = ["PolicyStep", "completion_logps", "policy_step"]
+
 POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
 PER_TOKEN = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
 # They would be computed a second time, or in another way than here.

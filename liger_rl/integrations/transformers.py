@@ -37,6 +37,8 @@ from liger_rl.integrations.head import (
 from liger_rl.integrations.peft import base_model
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
+
 IGNORE_INDEX = -100
 HEAD_OPTIONS = (
     "grad_tolerance",
@@ -89,8 +91,9 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
 
     The plain forward and `generate` are untouched, no parameter is copied or renamed and tied weights stay tied.
     LoRA adapters on the head (PEFT) become low-rank terms of its product and are never merged; which of them are
-    active is read at each call. Arguments of the fused call, beside the model's own:
+    active is read at each call.
 
+    Keyword args: Arguments of the fused call, beside the model's own:
         labels: (B, T) token ids as for the plain forward (they are shifted inside); -100 is not projected at all.
         shift_labels: (B, T) in place of labels: already shifted, position t predicts shift_labels[:, t].
         entropy: bool, also return entropies.

@@ -25,6 +25,8 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["patch_trl", "patched_trl", "unpatch_trl"]
+
 LOWEST, BELOW = (1, 15), (1, 17)
 OLDER = (
     ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
@@ -136,7 +138,8 @@ def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, c
         ImportError: TRL is not installed, or not of a supported version: 1.15, 1.16.
         RuntimeError: TRL does not have what its version says.
         TypeError, ValueError: an option that `linear_logprobs` does not take.
-        In each case nothing has been changed.
+
+    In each case nothing has been changed.
     """
     options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
     try:

@@ -18,6 +18,8 @@ from liger_rl.integrations.patching import GlobalPatch, check_version
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
+
 REDUCTIONS = ("none", "sum", "mean")
 
 
@@ -33,11 +35,11 @@ def linear_cross_entropy(
 
     In spite of its name it returns log-probabilities, not their negatives. Where verl's differ:
 
-        Any device, hidden size and strides. verl asks for CUDA, H a multiple of 128 and contiguous tensors.
-        A negative label masks its token: 0 in both outputs, and no gradient. verl returns uninitialised memory there.
-        Labels beyond the vocabulary raise. verl returns uninitialised memory.
-        Logits all under -87 are as exact as others. verl's underflow, because its running maximum starts at 0.
-        Two host syncs on CUDA (see `linear_logprobs`). verl has none.
+    - Any device, hidden size and strides. verl asks for CUDA, H a multiple of 128 and contiguous tensors.
+    - A negative label masks its token: 0 in both outputs, and no gradient. verl returns uninitialised memory there.
+    - Labels beyond the vocabulary raise. verl returns uninitialised memory.
+    - Logits all under -87 are as exact as others. verl's underflow, because its running maximum starts at 0.
+    - Two host syncs on CUDA (see `linear_logprobs`). verl has none.
 
     Args:
         hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].

@@ -59,19 +59,19 @@ def policy_metrics(
 ) -> dict[str, Metric]:
     """Metrics by name, at one of four levels.
 
-    none: nothing.
-    loss: `kl_ref`, mean KL to the reference in nats, when there is a penalty; `clip_low`, `clip_high`, `clip_ratio`,
-        the shares of tokens outside the bounds on the side where the plain clip cuts the gradient (under the lower one
-        with A < 0, over the upper one with A > 0, either), when the objective clips.
-    basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
-        `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
-        is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and
-        `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`. With R = exp(mean of log r over the
-        sequence), GSPO's ratio, `sequence_ratio_new_old` and `sequence_kl_new_old` = R - log R - 1, summed over
-        sequences and divided by num_sequences; `sequence_ratio_new_old_sum`, `sequence_ratio_new_old_squared_sum` and
-        `num_sequences`, over the sequences with a token that counts. Fast-LLM's GSPO reports these five, without the
-        prefix and the last as `num_segments`, and its GRPO the ones per token.
-    with_entropy: these and `entropy`, weighted as new_logprobs.
+    - none: nothing.
+    - loss: `kl_ref`, mean KL to the reference in nats, when there is a penalty; `clip_low`, `clip_high`, `clip_ratio`,
+      the shares of tokens outside the bounds on the side where the plain clip cuts the gradient (under the lower one
+      with A < 0, over the upper one with A > 0, either), when the objective clips.
+    - basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
+      `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
+      is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and
+      `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`. With R = exp(mean of log r over the
+      sequence), GSPO's ratio, `sequence_ratio_new_old` and `sequence_kl_new_old` = R - log R - 1, summed over
+      sequences and divided by num_sequences; `sequence_ratio_new_old_sum`, `sequence_ratio_new_old_squared_sum` and
+      `num_sequences`, over the sequences with a token that counts. Fast-LLM's GSPO reports these five, without the
+      prefix and the last as `num_segments`, and its GRPO the ones per token.
+    - with_entropy: these and `entropy`, weighted as new_logprobs.
     """
     if level == "none":
         return {}

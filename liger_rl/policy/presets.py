@@ -56,6 +56,7 @@ PRESETS: Mapping[str, Preset] = {
     "clip_cov": Preset(ClipCov, TokenMean),
     "kl_cov": Preset(KLCov, TokenMean),
 }
+"""The names that a loss_type may have; each has an objective's class, a reduction's class and defaults."""
 
 
 class LossParts(NamedTuple):

@@ -1,0 +1,38 @@
+"""griffe extension: docstrings of the package as the site shows them. Their text in the source stays as it is."""
+
+import re
+
+import griffe
+
+# griffe reads the second of `low, high: bounds` as a type, unless no space is before it.
+JOINT = ",\N{NO-BREAK SPACE}"
+SHARED = re.compile(r"^( *)((?:\*{0,2}\w+, )+\w+): ", re.MULTILINE)
+PAGE = re.compile(r"docs/(\w+\.md)")
+PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
+NAME = re.compile(r"(?<!`)`(\w+)`(?!`)")
+
+
+class Docstrings(griffe.Extension):
+    """Keeps names that share a description together, and links public names, pages and papers."""
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        if pkg.name == "liger_rl":
+            _rewrite(pkg, {str(name) for name in pkg.exports or ()})
+
+
+def _rewrite(owner: griffe.Object, public: set[str]) -> None:
+    for member in owner.members.values():
+        if member.is_alias:
+            continue
+        if member.docstring:
+            member.docstring.value = _as_shown(member.docstring.value, public - {member.name})
+        _rewrite(member, public)
+
+
+def _as_shown(text: str, public: set[str]) -> str:
+    def linked(match: re.Match) -> str:
+        return f"[{match[0]}][liger_rl.{match[1]}]" if match[1] in public else match[0]
+
+    text = SHARED.sub(lambda match: match[0].replace(", ", JOINT), text)
+    text = PAGE.sub(r"[\g<0>](../\1)", text)
+    return NAME.sub(linked, PAPER.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text))
