@@ -1,10 +1,10 @@
 """Compile the Triton kernels for GPUs that need not be there: `python test/compile_kernels.py --all`, or with targets.
 
 Without --all, one variant of most kernels for each target but Hopper. What is compiled for a target is what
-`liger_rl.kernels.devices` lets its GPUs run. It has to fit their shared memory, and to spill few registers. The interpreter accepts what the
-compiler refuses (a variable that changes its type in a loop, say). So the functions that launch kernels are called as
-they are, on CPU tensors, with a driver that only knows its target and launches that compile and run nothing. What the
-kernels would have written stays as it was, which matters to none of these calls.
+`liger_rl.kernels.devices` lets its GPUs run. It has to fit their shared memory, and to spill few registers. The
+interpreter accepts what the compiler refuses (a variable that changes its type in a loop, say). So the functions that
+launch kernels are called as they are, on CPU tensors, with a driver that only knows its target and launches that
+compile and run nothing. What the kernels would have written stays as it was, which matters to none of these calls.
 """
 
 import itertools
@@ -322,6 +322,7 @@ class Compiler:
             self.compile_overlapped()
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))
+
     def compile_overlapped(self) -> None:
         from liger_rl.kernels import hopper_gluon as overlapped
 

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
 GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes, a multiple of which every row takes
 
 

@@ -124,8 +124,9 @@ def fold_tile(
 ):  # fmt: skip
     """Write what the fold leaves of one tile of logits, of tokens from `first_token` on.
 
-    Exponentials are made of one part of the tile after the other, so that there are registers for them. The arguments are those of `epilogue._gemm_fold_kernel`. STORE and AT_COLUMN are `matrix_triton.store` and
-    `at_column`, or what does the same where layouts have to be named.
+    Exponentials are made of one part of the tile after the other, so that there are registers for them. The arguments
+    are those of `epilogue._gemm_fold_kernel`. STORE and AT_COLUMN are `matrix_triton.store` and `at_column`, or what
+    does the same where layouts have to be named.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     live = token < tokens
