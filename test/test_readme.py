@@ -42,7 +42,7 @@ def test_tables_of_numbers_are_those_of_the_results():
     tables = {
         "README.md": {"nvidia-h200"},
         "results.md": {"row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "cpu"},
-        "support.md": {"support-nvidia-h200"},
+        "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
         "distillation.md": {"divergence-nvidia-h200"},
     }
     found = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
