@@ -1,19 +1,18 @@
 """Megatron-Core's output layer, its own or one like it.
 
-It is its own where LIGER_RL_TEST_MEGATRON is a folder with `megatron` in it: an unpacked wheel of megatron-core, or a
-checkout of NVIDIA/Megatron-LM. No CUDA is needed.
+It is its own where there is a checkout or an unpacked wheel (see `checked_out`). No CUDA is needed.
 """
 
-import os
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
+import checked_out
 import torch
 import torch.distributed as dist
 from torch import nn
 
-SOURCE = os.environ.get("LIGER_RL_TEST_MEGATRON")
+SOURCE = checked_out.folder("Megatron-LM")
 
 
 class ColumnParallelLinear(nn.Module):
@@ -63,7 +62,7 @@ def load() -> None:
 
     torch.storage._load_from_bytes = load_from_bytes  # Megatron's is not there where answers of ranks are unpickled
     if not torch.cuda.is_available():
-        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.current_device, torch.cuda.current_stream = lambda: torch.device("cpu"), lambda: None
         rng.CudaRNGStatesTracker.fork = lambda *_: nullcontext()
     # It refuses sequence parallelism, whose gradients of norms Megatron adds up elsewhere.
     norms.WrappedTorchNorm.__new__ = lambda _, config, hidden_size, eps=1e-5, **__: nn.LayerNorm(hidden_size, eps)

@@ -1,8 +1,9 @@
 """Megatron-Core's output processor over ranks: against full logits, and in Megatron's own GPTModel.
 
-Where LIGER_RL_TEST_MEGATRON is set, the layer is Megatron's own and its model and its cross entropy are compared too.
+The layer is Megatron's own where it is there (see `checked_out`). Then its model and cross entropy are compared, too.
 """
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ import megatron_layers
 import pytest
 import torch
 import torch.distributed as dist
+from checked_out import needs
 
 import oracles
 from liger_rl import Support
@@ -17,9 +19,6 @@ from liger_rl.integrations.megatron import fused_loss, fused_output
 from ranks import message_of
 
 HIDDEN, VOCAB, LENGTH, BATCH = 12, 40, 8, 2
-NEEDS_MEGATRON = pytest.mark.skipif(
-    megatron_layers.SOURCE is None, reason="LIGER_RL_TEST_MEGATRON names no folder with megatron-core"
-)
 
 
 @dataclass(frozen=True)
@@ -234,8 +233,9 @@ def test_a_support_is_replayed(ranks):
 # --- Megatron's own ---------------------------------------------------------------------------------------------------
 
 
-def in_gpt_model(rank, sequence_parallel, tied, mup):
-    """Two tensor parallel ranks, twice: Megatron's losses and gradients, and the same with the processor."""
+@contextmanager
+def gpt_model(sequence_parallel, tied, mup):
+    """Of two tensor parallel ranks, twice."""
     megatron_layers.load()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -243,20 +243,20 @@ def in_gpt_model(rank, sequence_parallel, tied, mup):
     from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **({"use_mup": True, "mup_base_hidden_size": 8} if mup else {}),
+    )
+    torch.manual_seed(0)
     try:
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=16,
-            num_attention_heads=2,
-            use_cpu_initialization=True,
-            tensor_model_parallel_size=2,
-            sequence_parallel=sequence_parallel,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            **({"use_mup": True, "mup_base_hidden_size": 8} if mup else {}),
-        )
-        torch.manual_seed(0)
-        model = GPTModel(
+        yield GPTModel(
             config,
             get_gpt_layer_local_spec(),
             vocab_size=64,
@@ -264,21 +264,31 @@ def in_gpt_model(rank, sequence_parallel, tied, mup):
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
         )
-        torch.manual_seed(1 + rank.index // 2)  # data parallel ranks have other tokens
-        ids, upstream = torch.randint(64, (2, 12)), torch.rand(2, 12)
-        causal = torch.ones(1, 1, 12, 12).tril() < 0.5
-        results = []
-        for processor in (None, fused_loss):
-            model.zero_grad()
-            losses = model(ids, torch.arange(12).expand(2, -1), causal, labels=ids, output_processor=processor)
-            (losses * upstream).sum().backward()
-            results.append((losses.detach(), {name: p.grad for name, p in model.named_parameters()}))
-        return results
     finally:
         parallel_state.destroy_model_parallel()
 
 
-@NEEDS_MEGATRON
+def losses_of(rank, model, processor):
+    torch.manual_seed(1 + rank.index // 2)  # data parallel ranks have other tokens
+    ids, upstream = torch.randint(64, (2, 12)), torch.rand(2, 12)
+    causal = torch.ones(1, 1, 12, 12).tril() < 0.5
+    losses = model(ids, torch.arange(12).expand(2, -1), causal, labels=ids, output_processor=processor)
+    (losses * upstream).sum().backward()
+    return losses.detach()
+
+
+def in_gpt_model(rank, sequence_parallel, tied, mup):
+    """-> Megatron's losses and gradients, and the same with the processor."""
+    results = []
+    with gpt_model(sequence_parallel, tied, mup) as model:
+        for processor in (None, fused_loss):
+            model.zero_grad()
+            losses = losses_of(rank, model, processor)
+            results.append((losses, {name: p.grad for name, p in model.named_parameters()}))
+    return results
+
+
+@needs("Megatron-LM")
 @pytest.mark.parametrize(("sequence_parallel", "tied", "mup"), [(False, False, True), (True, True, False)])
 def test_in_megatrons_model(ranks, sequence_parallel, tied, mup):
     """Its own losses by its vocabulary-parallel cross entropy, and the gradient of every parameter."""
@@ -286,3 +296,35 @@ def test_in_megatrons_model(ranks, sequence_parallel, tied, mup):
         torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
         for name, grad in grads.items():
             torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def in_data_parallel(rank, tied):
+    """-> gradients that Megatron's data parallelism reduced, its own and with the head's in place in `main_grad`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    results = []
+    for processor in (None, fused_loss):
+        with gpt_model(False, tied, False) as model:
+            options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+            wrapped = DistributedDataParallel(config=model.config, ddp_config=options, module=model)
+            model.output_layer.gradient_accumulation_fusion = processor is not None
+            for _step in range(2):
+                wrapped.zero_grad_buffer()
+                for micro_batch in range(2):
+                    with wrapped.no_sync() if micro_batch == 0 else nullcontext():
+                        losses_of(rank, wrapped, processor)
+                wrapped.finish_grad_sync()
+            head = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+            assert head.grad is None
+            assert head.grad_added_to_main_grad == (processor is not None)
+            results.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+    return results
+
+
+@needs("Megatron-LM")
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_megatrons_data_parallelism(ranks, tied):
+    """Two steps of two micro-batches; the second step's gradients are reduced as soon as the hooks of weights run."""
+    for grads, found in ranks.run(in_data_parallel, tied, world=4):
+        for name, grad in grads.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
