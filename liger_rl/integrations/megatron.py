@@ -13,7 +13,7 @@ parallelism is read off the arguments of its product, which ours takes the place
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,44 +97,12 @@ def fused_output(
         raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
-    options = _checked_options(context)
-    transform = LogitTransform(temperature=options.pop("temperature", 1.0), scale=_scale_of(scale_logits))
+    asked = _Asked(labels, loss_mask, _scale_of(scale_logits), _checked_options(context))
     found: list[LogProbs] = []
 
-    def product(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: "dist.ProcessGroup",
-        gtp_remat_size: int = 1,
-        **_deferral: Any,
-    ) -> Tensor:
-        if gtp_remat_size > 1:
-            raise ValueError(f"gtp_remat_size of output_layer must be 1, got {gtp_remat_size}: its weight is sharded")
-        hidden = (gathered_rows(input, tp_group) if sequence_parallel else input).transpose(0, 1)
-        for name, given in (("labels", labels), ("loss_mask", loss_mask)):
-            if given is not None and given.shape != hidden.shape[:2]:
-                raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(given.shape)}")
-        main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
-        result = linear_logprobs(
-            hidden,
-            weight,
-            labels,
-            mask=None if loss_mask is None else loss_mask != 0,
-            bias=bias,
-            transform=transform,
-            weight_grad=main_grad if weight.requires_grad and torch.is_grad_enabled() else None,
-            vocab_parallel=_place(tp_group, weight, sum_hidden_grad=allreduce_dgrad),
-            **options,
-        )
-        if main_grad is not None and hasattr(weight, "grad_added_to_main_grad") and result.logps.requires_grad:
-            logps, entropy = _AddedToMainGrad.apply(weight, result.logps, result.entropy)
-            result = result._replace(logps=logps, entropy=entropy)
-        found.append(result)
-        return result.logps
+    def product(input: Tensor, weight: Tensor, **given: Any) -> Tensor:
+        found.append(_log_probs(input, weight, given, asked))
+        return found[0].logps
 
     with _in_place_of_product(output_layer, product):
         output, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
@@ -146,6 +114,51 @@ def fused_output(
 def fused_loss(**keywords: Any) -> Tensor:
     """`fused_output` for a caller of `GPTModel` that expects losses: -logps, (b, s), 0 at masked tokens."""
     return fused_output(**keywords).logps.neg()
+
+
+class _Asked(NamedTuple):
+    """Of a call, what is not the output layer's."""
+
+    labels: Tensor
+    loss_mask: Tensor | None
+    scale: float
+    options: dict[str, Any]
+
+
+def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _Asked) -> LogProbs:
+    """`given` are the arguments of ColumnParallelLinear's product."""
+    if given.get("gtp_remat_size", 1) > 1:
+        raise ValueError(f"gtp_remat_size of output_layer must be 1, got {given['gtp_remat_size']}")
+    group = given["tp_group"]
+    hidden = (gathered_rows(input, group) if given["sequence_parallel"] else input).transpose(0, 1)
+    for name, tensor in (("labels", asked.labels), ("loss_mask", asked.loss_mask)):
+        if tensor is not None and tensor.shape != hidden.shape[:2]:
+            raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
+    main_grad = None
+    if given["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is not None and main_grad.dtype != torch.float32:
+            raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
+    place = None
+    if dist.get_world_size(group) > 1:
+        start = dist.get_rank(group) * weight.shape[0]
+        place = VocabParallel(group, start, sum_hidden_grad=given["allreduce_dgrad"])
+    options = dict(asked.options)
+    result = linear_logprobs(
+        hidden,
+        weight,
+        asked.labels,
+        mask=None if asked.loss_mask is None else asked.loss_mask != 0,
+        bias=given["bias"],
+        transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=asked.scale),
+        weight_grad=main_grad,
+        vocab_parallel=place,
+        **options,
+    )
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return result
+    logps, entropy = _AddedToMainGrad.apply(weight, result.logps, result.entropy)
+    return result._replace(logps=logps, entropy=entropy)
 
 
 def _checked_options(context: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -184,12 +197,6 @@ def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
     if not torch.allclose(seen, scale * probe):
         raise ValueError(f"scale_logits must multiply by a number, it maps {probe.tolist()} to {seen.tolist()}")
     return scale
-
-
-def _place(group: "dist.ProcessGroup", weight: Tensor, *, sum_hidden_grad: bool) -> VocabParallel | None:
-    if dist.get_world_size(group) == 1:
-        return None
-    return VocabParallel(group, dist.get_rank(group) * weight.shape[0], sum_hidden_grad=sum_hidden_grad)
 
 
 @contextmanager

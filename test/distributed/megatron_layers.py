@@ -4,8 +4,9 @@ It is its own where there is a checkout or an unpacked wheel (see `checked_out`)
 """
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import checked_out
 import torch
@@ -45,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def load() -> None:
-    """`megatron.core` is there afterwards, and runs on CPU."""
+    """`megatron.core` is there afterwards."""
     if "megatron.core" in sys.modules:
         return
     if SOURCE is None:
@@ -57,15 +58,28 @@ def load() -> None:
         return
     sys.path.append(SOURCE)
     load_from_bytes = torch.storage._load_from_bytes
-    import megatron.core.tensor_parallel.random as rng
-    import megatron.core.transformer.torch_norm as norms
+    import megatron.core.tensor_parallel  # noqa: F401
 
     torch.storage._load_from_bytes = load_from_bytes  # Megatron's is not there where answers of ranks are unpickled
-    if not torch.cuda.is_available():
-        torch.cuda.current_device, torch.cuda.current_stream = lambda: torch.device("cpu"), lambda: None
-        rng.CudaRNGStatesTracker.fork = lambda *_: nullcontext()
-    # It refuses sequence parallelism, whose gradients of norms Megatron adds up elsewhere.
-    norms.WrappedTorchNorm.__new__ = lambda _, config, hidden_size, eps=1e-5, **__: nn.LayerNorm(hidden_size, eps)
+
+
+@contextmanager
+def on_cpu():
+    """Megatron asks for CUDA's device and stream wherever it is, and its norms refuse sequence parallelism, where their
+    gradients are added up elsewhere."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def norm(_, config, hidden_size, eps=1e-5, **__):
+        return nn.LayerNorm(hidden_size, eps)
+
+    with (
+        patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        patch.object(torch.cuda, "current_stream", lambda: None),
+        patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+        patch.object(WrappedTorchNorm, "__new__", norm),
+    ):
+        yield
 
 
 def output_layer(weight, group, *, sequence_parallel=False):
@@ -86,6 +100,43 @@ def output_layer(weight, group, *, sequence_parallel=False):
     layer = Real(
         size, rows * ranks, config=config, init_method=nn.init.normal_, bias=False, tp_group=group, gather_output=False
     )
+    layer.to(weight.device)
     with torch.no_grad():
         layer.weight.copy_(weight)
     return layer
+
+
+@contextmanager
+def gpt_model(sequence_parallel, tied, mup):
+    """Of two tensor parallel ranks, twice."""
+    load()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    with on_cpu():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=2,
+            sequence_parallel=sequence_parallel,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            **({"use_mup": True, "mup_base_hidden_size": 8} if mup else {}),
+        )
+        torch.manual_seed(0)
+        try:
+            yield GPTModel(
+                config,
+                get_gpt_layer_local_spec(),
+                vocab_size=64,
+                max_sequence_length=12,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="rope",
+            )
+        finally:
+            parallel_state.destroy_model_parallel()

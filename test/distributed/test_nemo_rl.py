@@ -1,11 +1,13 @@
 """NeMo-RL's function over ranks: against full logits, and against its own where it is there (see `checked_out`)."""
 
 import sys
+from contextlib import nullcontext
 
 import checked_out
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_layers import gpt_model
 
 import oracles
 from liger_rl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs, patched_nemo_rl
@@ -177,6 +179,42 @@ def test_context_parallel_ranks_as_its_function_for_logits(ranks, pad):
     """Values: its backward needs CUDA."""
     for theirs, mine in ranks.run(its_gathered_logits, pad, world=4):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def in_its_model(rank):
+    """-> log-probabilities and gradients of Megatron's model with NeMo-RL's forward, by its function and by ours."""
+    module, results = its_module(), []
+    with gpt_model(sequence_parallel=True, tied=True, mup=False) as model:
+        kind, forward = type(model), type(model).forward
+        module.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        try:
+            for context in (nullcontext, patched_nemo_rl):
+                model.zero_grad()
+                torch.manual_seed(1 + rank.index // 2)
+                ids, upstream = torch.randint(64, (2, 12)), torch.rand(2, 11)
+                with context():
+                    logps = model(
+                        ids,
+                        torch.arange(12).expand(2, -1),
+                        torch.ones(1, 1, 12, 12).tril() < 0.5,
+                        labels=ids,
+                        return_logprobs_for_linear_ce_fusion=True,
+                    )
+                (logps * upstream).sum().backward()
+                results.append((logps.detach(), {name: p.grad for name, p in model.named_parameters()}))
+        finally:
+            kind.forward = forward
+            del kind._linear_ce_fusion_forward_patched
+    return results
+
+
+@checked_out.needs("RL")
+@checked_out.needs("Megatron-LM")
+def test_in_its_forward_of_megatrons_model(ranks):
+    for (logps, grads), (found, found_grads) in ranks.run(in_its_model, world=4):
+        torch.testing.assert_close(found, logps, rtol=1e-5, atol=1e-5)
+        for name, grad in grads.items():
+            torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @checked_out.needs("RL")
