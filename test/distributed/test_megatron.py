@@ -187,7 +187,10 @@ def refusals(rank):
     found["forward"] = message_of(lambda: fused_output(**given))
     del layer.forward
     assert "_forward_impl" not in vars(layer)
+    calls = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(vars(layer)["_forward_impl"]))
     fused_output(**given)
+    assert len(calls) == 1  # what waits for gathered parameters
     return found
 
 
