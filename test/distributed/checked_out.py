@@ -1,9 +1,12 @@
-"""Other frameworks' own code, where LIGER_RL_CHECKOUTS is a folder that holds it, by the names of their repositories.
+"""Other frameworks' own code, for tests of ranks: installed, or from a folder that LIGER_RL_CHECKOUTS names.
 
-A checkout, or an unpacked wheel. CHECKED says what our integrations were read and tested with.
+The folder holds checkouts, or unpacked wheels, by the names of their repositories. CHECKED says what ours were read and
+tested with.
 """
 
+import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,21 @@ CHECKED = {
     "RL": "NVIDIA-NeMo/RL at 7ea279abfb",
     "SkyRL": "NovaSky-AI/SkyRL at a9564572eb (0.3.0)",
 }
+PACKAGES = {"Megatron-LM": "megatron", "RL": "nemo_rl", "SkyRL": "skyrl"}
 
 
+@cache  # asked for the first time before anything takes a package's place
 def folder(repository: str) -> str | None:
-    """Of the repository; None where there is none."""
+    """The one with the package in it; None where there is none."""
     path = Path(os.environ.get("LIGER_RL_CHECKOUTS", os.devnull), repository)
-    return str(path) if path.is_dir() else None
+    if path.is_dir():
+        return str(path)
+    spec = importlib.util.find_spec(PACKAGES[repository])
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return str(Path(places[0]).parent) if places else None
 
 
 def needs(repository: str) -> pytest.MarkDecorator:
     """A mark of tests."""
-    reason = f"LIGER_RL_CHECKOUTS has no {repository} ({CHECKED[repository]})"
+    reason = f"{PACKAGES[repository]} is neither installed nor in LIGER_RL_CHECKOUTS ({CHECKED[repository]})"
     return pytest.mark.skipif(folder(repository) is None, reason=reason)

@@ -170,7 +170,10 @@ get_free_port = lambda: 29512
 def test_its_own_test(tmp_path):
     """On CPU, with our function for its. Left out: ids beyond the vocabulary, which raise here; bfloat16 weights,
     where it expects logits rounded to bfloat16; CUDA and Liger's kernel."""
-    text = Path(checked_out.folder("SkyRL"), OWN_TEST).read_text(encoding="utf-8")
+    own = Path(checked_out.folder("SkyRL"), OWN_TEST)
+    if not own.is_file():
+        pytest.skip("an installed SkyRL has no tests")
+    text = own.read_text(encoding="utf-8")
     text, replaced = OWN_IMPORTS.subn("", text)
     assert replaced == 2
     text = text.replace('torch.device("cuda")', 'torch.device("cpu")').replace("\nH = ", f"{OURS}\nH = ")
