@@ -140,7 +140,7 @@ def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _
         if main_grad is not None and main_grad.dtype != torch.float32:
             raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
     place = None
-    if dist.get_world_size(group) > 1:
+    if group is not None and dist.get_world_size(group) > 1:
         start = dist.get_rank(group) * weight.shape[0]
         place = VocabParallel(group, start, sum_hidden_grad=given["allreduce_dgrad"])
     options = dict(asked.options)

@@ -13,8 +13,8 @@ import pytest
 
 CHECKED = {
     "Megatron-LM": "the wheels of megatron-core 0.18.2 and 0.19.2",
-    "RL": "NVIDIA-NeMo/RL at 7ea279abfb",
-    "SkyRL": "NovaSky-AI/SkyRL at a9564572eb (0.3.0)",
+    "RL": "NVIDIA-NeMo/RL at v0.7.0 and at 7ea279abfb",
+    "SkyRL": "NovaSky-AI/SkyRL at skyrl-v0.3.0 and at a9564572eb",
 }
 PACKAGES = {"Megatron-LM": "megatron", "RL": "nemo_rl", "SkyRL": "skyrl"}
 
