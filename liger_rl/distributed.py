@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # A row after the last of any shard. No kernel's last tile reaches so far.
@@ -168,6 +169,28 @@ class PendingSum:
             self.start()
         for work in self.works or ():
             work.wait()
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, group: "dist.ProcessGroup") -> Tensor:
+        ctx.group = group
+        gathered = values.new_empty(values.shape[0] * dist.get_world_size(group), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group)
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        part = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+def gathered_rows(values: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """(n, ...) of each rank -> (n x ranks, ...) in the ranks' order. A collective, and one in the backward, where the
+    ranks' gradients are added up and scattered."""
+    return _GatheredRows.apply(values, group)
 
 
 def sum_over(group: "dist.ProcessGroup") -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,244 @@
+"""Megatron-Core's output processor: per-token log-probabilities and entropies where `GPTModel` would make logits.
+
+    from liger_rl.integrations.megatron import fused_output
+
+    out = model(ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask,
+                output_processor=fused_output, output_processor_context={"entropy": True, "temperature": 0.8})
+    out.logps, out.entropy  # (b, s) each
+
+The output layer is called as ever, so its checks and hooks run, and what it would have done about tensor and sequence
+parallelism is read off the arguments of its product, which ours takes the place of for that call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_rl.distributed import VocabParallel, gathered_rows
+from liger_rl.integrations.patching import check_version
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import LogProbs, linear_logprobs
+
+# What `output_processor_context` may hold.
+OPTIONS = (
+    "temperature",
+    "entropy",
+    "support",
+    "grad_tolerance",
+    "compute_dtype",
+    "chunk_tokens",
+    "chunk_vocab",
+    "max_extra_bytes",
+    "fixed_shape",
+    "batch_invariant",
+)
+PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
+
+
+@dataclass(frozen=True)
+class FusedOutput:
+    """What `fused_output` returns. Not a NamedTuple, of which Megatron's Float16Module makes a plain tuple.
+
+    Attributes:
+        logps: (b, s) float32, log-probability in nats of labels[b, s], differentiable; 0 where the label is negative or
+            loss_mask is 0.
+        entropy: (b, s) float32 in nats, differentiable; None unless asked for.
+        missing_target: (b, s) bool, as in `LogProbs`; None without a support.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None = None
+    missing_target: Tensor | None = None
+
+
+def fused_output(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    loss_mask: Tensor | None = None,
+    inference_context: Any = None,
+    scale_logits: Callable[[Tensor], Tensor],
+    context: Mapping[str, Any] | None = None,
+    **_others: Any,
+) -> FusedOutput:
+    """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19, called by it with keywords.
+
+    Tensor parallel ranks hold the vocabulary in parts, as their `output_layer` says. With sequence parallelism the
+    hidden states are gathered, and their gradient is reduced and scattered. With context parallelism outputs are this
+    rank's tokens, as labels are. Tied embeddings and MuP's factor on logits are honoured. With
+    `gradient_accumulation_fusion` the weight's gradient is added to `weight.main_grad` in place.
+
+    Args:
+        hidden_states: (s, b, h); (s / tensor parallel ranks, b, h) with sequence parallelism.
+        output_layer: a ColumnParallelLinear of (v / tensor parallel ranks, h).
+        output_weight: the tied embedding's weight; None for the layer's own.
+        labels: (b, s) token ids, shifted by the caller, as for Megatron's loss. Negative ones are masked.
+        loss_mask: (b, s). Tokens at 0 are not projected. Other values are taken as 1: weigh the outputs with them.
+        inference_context: must be None.
+        scale_logits: the model's, which must multiply by a number.
+        context: `output_processor_context`: temperature (a number or (b, s)), entropy, a support of b s rows, and
+            grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant
+            as in `linear_logprobs`.
+
+    Raises:
+        ImportError: a version of Megatron-Core that is not supported.
+        TypeError, ValueError: before anything is computed, naming the argument: a layer or an option of it that is not
+            reproduced, such as FP8 or LoRA layers, deferred weight gradients and Megatron-FSDP's parameters.
+    """
+    _check_layer(output_layer, output_layer.weight if output_weight is None else output_weight)
+    if inference_context is not None:
+        raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
+    asked = _Asked(labels, loss_mask, _scale_of(scale_logits), _checked_options(context))
+    found: list[LogProbs] = []
+
+    def product(input: Tensor, weight: Tensor, **given: Any) -> Tensor:
+        found.append(_log_probs(input, weight, given, asked))
+        return found[0].logps
+
+    with _in_place_of_product(output_layer, product):
+        output, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    if len(found) != 1 or output is not found[0].logps:
+        raise ValueError("output_layer must have no hooks that change its output, which is not logits here")
+    return FusedOutput(found[0].logps, found[0].entropy, found[0].missing_target)
+
+
+def fused_loss(**keywords: Any) -> Tensor:
+    """`fused_output` for a caller of `GPTModel` that expects losses: -logps, (b, s), 0 at masked tokens."""
+    return fused_output(**keywords).logps.neg()
+
+
+class _Asked(NamedTuple):
+    """Of a call, what is not the output layer's."""
+
+    labels: Tensor
+    loss_mask: Tensor | None
+    scale: float
+    options: dict[str, Any]
+
+
+def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _Asked) -> LogProbs:
+    """`given` are the arguments of ColumnParallelLinear's product."""
+    if given.get("gtp_remat_size", 1) > 1:
+        raise ValueError(f"gtp_remat_size of output_layer must be 1, got {given['gtp_remat_size']}")
+    group = given["tp_group"]
+    hidden = (gathered_rows(input, group) if given["sequence_parallel"] else input).transpose(0, 1)
+    for name, tensor in (("labels", asked.labels), ("loss_mask", asked.loss_mask)):
+        if tensor is not None and tensor.shape != hidden.shape[:2]:
+            raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
+    main_grad = None
+    if given["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is not None and main_grad.dtype != torch.float32:
+            raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
+    place = None
+    if group is not None and dist.get_world_size(group) > 1:
+        start = dist.get_rank(group) * weight.shape[0]
+        place = VocabParallel(group, start, sum_hidden_grad=given["allreduce_dgrad"])
+    options = dict(asked.options)
+    result = linear_logprobs(
+        hidden,
+        weight,
+        asked.labels,
+        mask=None if asked.loss_mask is None else asked.loss_mask != 0,
+        bias=given["bias"],
+        transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=asked.scale),
+        weight_grad=main_grad,
+        vocab_parallel=place,
+        **options,
+    )
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return result
+    logps, entropy = _AddedToMainGrad.apply(weight, result.logps, result.entropy)
+    return result._replace(logps=logps, entropy=entropy)
+
+
+def _checked_options(context: Mapping[str, Any] | None) -> dict[str, Any]:
+    if context is not None and not isinstance(context, Mapping):
+        raise TypeError(f"output_processor_context must be a mapping or None, got {type(context).__name__}")
+    options = dict(context or {})
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"output_processor_context must hold {', '.join(OPTIONS)}; got {', '.join(map(str, unknown))}")
+    return options
+
+
+def _check_layer(layer: Any, weight: Tensor) -> None:
+    import megatron.core
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    check_version("megatron-core", getattr(megatron.core, "__version__", None), (0, 18), (0, 20))
+    methods = ("forward", "_forward_impl")
+    if not isinstance(layer, ColumnParallelLinear) or any(
+        getattr(type(layer), name) is not getattr(ColumnParallelLinear, name) or name in vars(layer) for name in methods
+    ):
+        raise TypeError(
+            f"output_layer must be a ColumnParallelLinear with its own forward, got {type(layer).__name__}, which may "
+            "compute something other than h @ W.T + b"
+        )
+    if layer.config.defer_embedding_wgrad_compute:
+        raise ValueError("defer_embedding_wgrad_compute must be False: there are no logits whose gradient could wait")
+    if hasattr(weight, "__fsdp_param__"):
+        raise ValueError("output_layer must not be sharded by Megatron-FSDP, which keeps its gradients elsewhere")
+
+
+def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
+    probe = torch.tensor(PROBE_LOGITS, device="cpu")
+    seen = scale_logits(probe.clone())
+    scale = seen[0].item()
+    if not torch.allclose(seen, scale * probe):
+        raise ValueError(f"scale_logits must multiply by a number, it maps {probe.tolist()} to {seen.tolist()}")
+    return scale
+
+
+@contextmanager
+def _in_place_of_product(layer: Any, product: Callable[..., Tensor]) -> Iterator[None]:
+    layer._forward_impl = product
+    try:
+        yield
+    finally:
+        del layer._forward_impl
+
+
+def checked_place(
+    group: "dist.ProcessGroup", weight: Tensor, vocab_start_index: int, vocab_end_index: int
+) -> VocabParallel | None:
+    """Of the rank that holds the rows of these token ids, whose caller adds up the gradient of hidden."""
+    if vocab_end_index - vocab_start_index != weight.shape[0]:
+        raise ValueError(
+            f"vocab_end_index must be vocab_start_index + {weight.shape[0]} from the weight's rows, "
+            f"got {vocab_start_index} and {vocab_end_index}"
+        )
+    if dist.get_world_size(group) == 1:
+        return None
+    return VocabParallel(group, vocab_start_index, sum_hidden_grad=False)
+
+
+class _AddedToMainGrad(torch.autograd.Function):
+    """Outputs as they are. In the backward the weight is marked and given a placeholder, as Megatron's product does.
+
+    The hooks of its data parallelism read the mark, throw the placeholder away, and run in the right thread thanks to
+    it: a parameter without a gradient is left to another thread, beside other hooks' collectives. They run once the
+    weight's gradient has been added, because the parameter waits for the head's node too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return tuple(None if output is None else output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        like = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return like(weight, requires_grad=False), *grads

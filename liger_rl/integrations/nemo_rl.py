@@ -1,0 +1,128 @@
+"""NeMo-RL's log-probabilities from hidden states, by its own signature, on this package's head.
+
+    from liger_rl.integrations.nemo_rl import patch_nemo_rl
+
+    patch_nemo_rl()  # before the model's first forward, in every worker process
+
+Arguments, outputs and gradients are those of NeMo-RL 0.7.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_rl.distributed import gathered_rows
+from liger_rl.integrations.megatron import checked_place
+from liger_rl.integrations.patching import GlobalPatch, check_parameters, check_version
+from liger_rl.logprobs import linear_logprobs
+
+NAME = "from_parallel_hidden_states_to_logprobs"
+PARAMETERS = (
+    "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
+    "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
+)  # fmt: skip
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`. Where NeMo-RL's differs:
+
+        A negative target masks its token: 0, and no gradient. NeMo-RL returns 0 and pushes all probabilities down.
+        Targets beyond the vocabulary raise. NeMo-RL treats them as negative ones.
+        Several context parallel ranks are taken, as in its `from_parallel_logits_to_logprobs`. NeMo-RL asserts one.
+        The gradient of the weight is summed in float32. NeMo-RL rounds the sum after each chunk.
+
+    Args:
+        tensor_parallel_hidden_states: (s, b, h) of the s / context parallel / tensor parallel positions of this rank.
+        output_weight_layer: (v / tensor parallel ranks, h).
+        runtime_gather_output: not used, as in NeMo-RL.
+        target: (b, S) ids of the whole sequence, not shifted. Position t predicts target[:, t + 1].
+        vocab_start_index, vocab_end_index: token ids of the weight's rows.
+        tp_group: the ranks that hold the vocabulary, and parts of the sequence in their order.
+        inference_only: no gradients.
+        cp_group: the ranks that hold the sequence in 2 x ranks chunks, rank r the chunks r and 2 x ranks - 1 - r.
+        chunk_size: not used: the tiles are chosen by what fits.
+
+    Returns:
+        (b, S - 1) float32 in nats, the same on every rank of both groups.
+
+    Raises:
+        TypeError, ValueError: before anything is computed, naming the argument.
+    """
+    weight, cp = output_weight_layer, 1 if cp_group is None else dist.get_world_size(cp_group)
+    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else nullcontext():
+        hidden = tensor_parallel_hidden_states
+        if place is not None:
+            hidden = gathered_rows(hidden, tp_group)
+        local = hidden.shape[0]
+        labels = _next_ids(target, local, cp)
+        if cp > 1:
+            rank = dist.get_rank(cp_group)
+            labels = labels.unflatten(1, (2 * cp, -1))[:, [rank, 2 * cp - 1 - rank]].flatten(1)
+        logps = linear_logprobs(hidden, weight, labels.T.contiguous(), vocab_parallel=place).logps
+        if cp_group is not None and cp > 1:
+            held = [chunk for rank in range(cp) for chunk in (rank, 2 * cp - 1 - rank)]
+            order = sorted(range(2 * cp), key=held.__getitem__)
+            logps = gathered_rows(logps, cp_group).unflatten(0, (2 * cp, -1))[order].flatten(0, 1)
+    return logps.T[:, : target.shape[1] - 1]
+
+
+def _next_ids(target: Tensor, local: int, cp: int) -> Tensor:
+    """(b, S) -> (b, local * cp): each position's next id, -100 where there is none."""
+    missing = local * cp - target.shape[1]
+    if missing < 0 or (cp > 1 and (missing >= local * (cp - 1) or local % 2)):
+        raise ValueError(
+            f"target must be the whole sequence of up to {local * cp} ids, from an even {local} positions of "
+            f"tensor_parallel_hidden_states on each of {cp} ranks of cp_group, got {tuple(target.shape)}"
+        )
+    return torch.nn.functional.pad(target[:, 1:], (0, missing + 1), value=-100)
+
+
+def _installed() -> object:
+    import nemo_rl
+
+    check_version("nemo-rl", getattr(nemo_rl, "__version__", None), (0, 6), (0, 8))
+    from nemo_rl.distributed import model_utils as home
+
+    found = getattr(home, NAME)
+    check_parameters(f"{home.__name__}.{NAME}", found, PARAMETERS)  # 0.6.0 has others, which 0.6 changed later
+    return found
+
+
+_PATCH = GlobalPatch(from_parallel_hidden_states_to_logprobs, _installed, modules=("nemo_rl",))
+
+
+def patch_nemo_rl() -> None:
+    """Put the function of this module in place of NeMo-RL's, in all of NeMo-RL's modules.
+
+    NeMo-RL uses it with `policy.megatron_cfg.use_fused_linear_logprobs: true`. Call it in every worker process.
+    Patching twice is harmless.
+
+    Raises:
+        ImportError: NeMo-RL is not installed, or not of a supported version, which is named; nothing is changed.
+        RuntimeError: its function takes other arguments; nothing is changed.
+    """
+    _PATCH.apply()
+
+
+def unpatch_nemo_rl() -> None:
+    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
+    _PATCH.undo()
+
+
+def patched_nemo_rl() -> AbstractContextManager[None]:
+    """`patch_nemo_rl` for the length of a `with` block."""
+    return _PATCH.within()

@@ -1,0 +1,322 @@
+"""SkyRL's log-probabilities on this package's head, for both of its training backends.
+
+    from liger_rl.integrations.skyrl import patch_skyrl
+
+    patch_skyrl("megatron")  # or "fsdp"; in every worker process
+
+Arguments, outputs and gradients are those of SkyRL 0.3.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_rl.integrations.megatron import checked_place
+from liger_rl.integrations.patching import (
+    GlobalPatch,
+    MethodPatch,
+    all_within,
+    apply_all,
+    check_parameters,
+    check_version,
+    undo_all,
+)
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import linear_logprobs
+
+MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
+SKYRL = ("skyrl",)
+
+# Of the call of SkyRL's that runs: it would divide the weight by it, a copy of the weight and of its gradient.
+_temperature: ContextVar[float] = ContextVar("temperature", default=1.0)
+
+
+def fused_lm_head_logprob_apply(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool,
+) -> Tensor:
+    """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends. Where SkyRL's differs:
+
+        A negative target masks its token: 0, and no gradient. SkyRL returns 0 and pushes all probabilities down.
+        Targets beyond the vocabulary raise. SkyRL treats them as negative ones.
+        Logits are never rounded, and gradients once.
+
+    Args:
+        backend: not used.
+        hidden: (B, S, H), brought to the weight's dtype.
+        weight: (V / ranks, H).
+        target: (B, S) ids, shifted by the caller: position t predicts target[:, t].
+        vocab_start_index, vocab_end_index: token ids of the weight's rows.
+        chunk_size: not used: the tiles are chosen by what fits.
+        tp_group: the ranks that hold the vocabulary. As in SkyRL the gradient of hidden is this rank's part.
+        inference_only: no gradients.
+
+    Returns:
+        (B, S) float32 in nats, the same on every rank of the group.
+
+    Raises:
+        TypeError, ValueError: before anything is computed, naming the argument.
+    """
+    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else nullcontext():
+        return linear_logprobs(
+            hidden.to(weight.dtype),
+            weight,
+            target,
+            transform=LogitTransform(temperature=_temperature.get()),
+            vocab_parallel=place,
+        ).logps
+
+
+def fused_vocab_parallel_entropy_from_hidden(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    tp_group: dist.ProcessGroup,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`: (B, S, H) -> (B, S) float32 in nats.
+
+    It is differentiable, which SkyRL's is not, with this rank's part of the gradient of hidden. `lm_head_weight` is
+    (V / ranks, H); `chunk_size` is not used.
+    """
+    rows = lm_head_weight.shape[0]
+    start = dist.get_rank(tp_group) * rows
+    entropy = linear_logprobs(
+        hidden.to(lm_head_weight.dtype),
+        lm_head_weight,
+        torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device),
+        transform=LogitTransform(temperature=temperature),
+        entropy=True,
+        vocab_parallel=checked_place(tp_group, lm_head_weight, start, start + rows),
+    ).entropy
+    assert entropy is not None
+    return entropy
+
+
+class _PerToken:
+    """What `HFModelWrapper.forward` takes for logits: it divides them, and asks for values of tokens."""
+
+    def __init__(self, logps: Tensor, entropy: Tensor | None) -> None:
+        self.logps, self.entropy = logps, entropy
+
+    def div_(self, temperature: float) -> "_PerToken":
+        """Nothing: the values are of that temperature."""
+        return self
+
+
+class _FusedModel:
+    """In place of a wrapper's model, in one forward: the same call, answered with values of tokens."""
+
+    def __init__(self, model: nn.Module, columns: slice, entropy: bool, temperature: float) -> None:
+        self.model, self.columns, self.entropy, self.temperature = model, columns, entropy, temperature
+        self.config = model.config
+
+    def __call__(self, ids: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None) -> Any:
+        targets = torch.full_like(ids, -100)
+        targets[:, self.columns] = ids.roll(-1, 1)[:, self.columns]
+        output = self.model(
+            ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            fused=True,
+            shift_labels=targets,
+            entropy=self.entropy,
+            temperature=self.temperature,
+        )
+        output["logits"] = _PerToken(output.per_token_logps, output.entropy)
+        return output
+
+
+class _FusedWrapper:
+    """In place of an HFModelWrapper's `self`, in one forward. Nothing that threads share changes."""
+
+    def __init__(self, wrapper: nn.Module, model: _FusedModel) -> None:
+        self.wrapper, self.model = wrapper, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapper, name)
+
+    @staticmethod
+    def chunked_entropy_from_logits_fn(
+        logits: _PerToken, *, requires_grad: bool, attention_mask: Tensor | None, chunk_size: int
+    ) -> Tensor:
+        assert logits.entropy is not None
+        entropy = logits.entropy if requires_grad else logits.entropy.detach()
+        return entropy if attention_mask is None else entropy * attention_mask
+
+
+def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    """SkyRL's, but for what has values of tokens already."""
+    if isinstance(logits, _PerToken):
+        return logits.logps
+    return _LOGPROBS.original(logits, labels, *arguments, **keywords)
+
+
+def forward(
+    self: Any,
+    sequences: Tensor,
+    num_actions: int | list[int],
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    return_output: bool = False,
+    compute_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    **images: Any,
+) -> Any:
+    """`HFModelWrapper.forward` without logits. Its model's head is swapped at the first call.
+
+    Without padding removed, positions whose log-probabilities the wrapper does not return are not projected: their
+    entropies in `output["entropy"]` are 0.
+
+    Raises:
+        ValueError: an option that is not reproduced, or a head (see `swap_lm_head`).
+    """
+    from liger_rl.integrations.transformers import swap_lm_head
+
+    if self.is_vlm or any(value is not None for value in images.values()):
+        raise ValueError("is_vlm must be False: the heads of models with images are not swapped")
+    if self.sequence_parallel_size > 1:
+        raise ValueError(
+            f"sequence_parallel_size must be 1, got {self.sequence_parallel_size}: a part's last token has its target "
+            "in another part"
+        )
+    actions = max(num_actions) if isinstance(num_actions, list) else num_actions
+    columns = slice(None) if self.remove_microbatch_padding else slice(-actions - 1, -1)
+    model = _FusedModel(swap_lm_head(self.model), columns, compute_entropy, temperature)
+    return _FORWARD.original(
+        _FusedWrapper(self, model),
+        sequences,
+        num_actions,
+        attention_mask,
+        temperature,
+        return_output,
+        compute_entropy,
+        entropy_requires_grad,
+    )
+
+
+def _in_skyrl(module: str, name: str, parameters: str) -> Callable[[], Any]:
+    """-> a finder of that name in SkyRL's module."""
+
+    def find() -> Any:
+        import skyrl
+
+        check_version("skyrl", getattr(skyrl, "__version__", None), (0, 3), (0, 4))
+        found: Any = getattr(importlib.import_module(module), name)
+        function: Any = vars(found)["forward"] if inspect.isclass(found) else found
+        check_parameters(f"{module}.{name}", function, tuple(parameters.split()))
+        return found
+
+    return find
+
+
+def _without_scaled_weight(name: str, group: str, more: str, last: str) -> GlobalPatch:
+    """Of a function of SkyRL's that would divide the weight by the temperature before it calls the one above."""
+
+    def function(*arguments: Any, **keywords: Any) -> Tensor:
+        bound = inspect.signature(patch.original).bind(*arguments, **keywords)
+        token = _temperature.set(bound.arguments.pop("temperature", 1.0))
+        try:
+            return patch.original(*bound.args, **bound.kwargs)
+        finally:
+            _temperature.reset(token)
+
+    parameters = (
+        f"hidden lm_head_weight target {more} vocab_start_index vocab_end_index {group} inference_only cp_group "
+        f"chunk_size {last} temperature fused_backend"
+    )
+    patch = GlobalPatch(function, _in_skyrl(MEGATRON_MODULE, name, parameters), SKYRL)
+    return patch
+
+
+_LOGPROBS = GlobalPatch(
+    logprobs_from_logits, _in_skyrl(FSDP_MODULE, "logprobs_from_logits", "logits labels inplace_backward"), SKYRL
+)
+_FORWARD = MethodPatch(
+    forward,
+    _in_skyrl(
+        FSDP_MODULE,
+        "HFModelWrapper",
+        "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
+        "pixel_values image_grid_thw mm_token_type_ids",
+    ),
+)
+_PATCHES: dict[str, tuple[GlobalPatch, ...]] = {
+    "megatron": (
+        GlobalPatch(
+            fused_lm_head_logprob_apply,
+            _in_skyrl(
+                MEGATRON_MODULE,
+                "_fused_lm_head_logprob_apply",
+                "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
+            ),
+            SKYRL,
+        ),
+        GlobalPatch(
+            fused_vocab_parallel_entropy_from_hidden,
+            _in_skyrl(
+                MEGATRON_MODULE,
+                "_fused_vocab_parallel_entropy_from_hidden",
+                "hidden lm_head_weight tp_group chunk_size temperature",
+            ),
+            SKYRL,
+        ),
+        _without_scaled_weight("from_parallel_hidden_to_logprobs", "tp_group", "", ""),
+        _without_scaled_weight(
+            "from_parallel_hidden_to_logprobs_packed_sequences",
+            "group",
+            "cu_seqlens_padded unpacked_seqlen",
+            "attention_mask sub_seq_lengths",
+        ),
+    ),
+    "fsdp": (_LOGPROBS, _FORWARD),
+}
+
+
+def patch_skyrl(backend: str) -> None:
+    """Put this package's head under SkyRL's training with that backend, SkyRL's word for it in `trainer.strategy`.
+
+    "megatron": in place of the fused head that SkyRL takes with `trainer.fused_lm_head_logprob=true`, whichever
+    `fused_lm_head_logprob_backend` is. "fsdp": in `HFModelWrapper.forward`, for every wrapper, made before or later;
+    its models' heads are swapped (see `swap_lm_head`), which needs no option of SkyRL. Call it in every worker process.
+    Patching twice is harmless.
+
+    Raises:
+        ImportError: SkyRL is not installed, or not of a supported version, which is named; nothing is changed.
+        RuntimeError: its functions take other arguments; nothing is changed.
+        ValueError: another backend.
+    """
+    apply_all(*_patches(backend))
+
+
+def unpatch_skyrl() -> None:
+    """Undo `patch_skyrl`; harmless where nothing is patched. Heads that were swapped stay so, which changes nothing
+    until they are asked."""
+    undo_all(*(patch for patches in _PATCHES.values() for patch in patches))
+
+
+def patched_skyrl(backend: str) -> AbstractContextManager[None]:
+    """`patch_skyrl` for the length of a `with` block."""
+    return all_within(*_patches(backend))
+
+
+def _patches(backend: str) -> tuple[GlobalPatch, ...]:
+    if backend not in _PATCHES:
+        raise ValueError(f"backend must be one of {list(_PATCHES)}, got {backend!r}")
+    return _PATCHES[backend]

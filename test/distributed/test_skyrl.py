@@ -1,0 +1,272 @@
+"""SkyRL's functions over ranks: against full logits, and against its own where it is there (see `checked_out`)."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import checked_out
+import pytest
+import skyrl_modules
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import oracles
+from liger_rl.integrations import skyrl as integration
+from liger_rl.integrations.skyrl import (
+    fused_lm_head_logprob_apply,
+    fused_vocab_parallel_entropy_from_hidden,
+    patch_skyrl,
+    patched_skyrl,
+    unpatch_skyrl,
+)
+from ranks import message_of
+
+HIDDEN, VOCAB, BATCH, LENGTH = 12, 40, 2, 8
+
+
+def problem():
+    torch.manual_seed(7)
+    hidden, weight = torch.randn(BATCH, LENGTH, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    return hidden, weight, torch.randint(VOCAB, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH)
+
+
+def of_rank(rank, weight):
+    """-> this rank's rows, and their token ids from and to."""
+    rows = VOCAB // rank.world
+    return weight.chunk(rank.world)[rank.index].clone(), rank.index * rows, (rank.index + 1) * rows
+
+
+def solve(rank, dtype, entropy):
+    """-> values, gradients of hidden (this rank's part) and weight. The weight is float32 whatever hidden is."""
+    hidden, weight, target, upstream = problem()
+    weight, start, end = of_rank(rank, weight)
+    leaves = hidden.to(dtype).requires_grad_(), weight.requires_grad_()
+    if entropy:
+        values = fused_vocab_parallel_entropy_from_hidden(*leaves, rank.group, 4, temperature=0.7)
+    else:
+        values = fused_lm_head_logprob_apply("torch", *leaves, target, start, end, 4, rank.group, False)
+    return values.detach(), *torch.autograd.grad((values * upstream).sum(), leaves)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "entropy"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)], ids=str)
+def test_equals_full_logits(ranks, world, dtype, entropy):
+    results = ranks.run(solve, dtype, bool(entropy), world=world)
+    hidden, weight, target, upstream = problem()
+    leaves = [tensor.double().requires_grad_() for tensor in (hidden.to(dtype), weight)]
+    values = oracles.logprobs(*leaves, target, temperature=0.7 if entropy else 1.0)[entropy]
+    grads = torch.autograd.grad((values * upstream).sum(), leaves)
+    for found, *_ in results:
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), values, rtol=1e-5, atol=1e-5)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(sum(result[1].double() for result in results), grads[0], **near)
+    torch.testing.assert_close(torch.cat([result[2] for result in results]).double(), grads[1], rtol=1e-4, atol=1e-5)
+
+
+def options(rank):
+    hidden, weight, target, _ = problem()
+    weight.requires_grad_()
+    call = ("triton", hidden, weight, target)
+    assert not fused_lm_head_logprob_apply(*call, 0, VOCAB, 4, rank.group, True).requires_grad
+    return [
+        message_of(lambda: fused_lm_head_logprob_apply(*call, 0, VOCAB + 1, 4, rank.group, False)),
+        message_of(lambda: fused_lm_head_logprob_apply(*call[:3], target + VOCAB, 0, VOCAB, 4, rank.group, False)),
+    ]
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    ((rows, targets),) = ranks.run(options, world=1)
+    assert rows.startswith("ValueError: vocab_end_index must be vocab_start_index + 40")
+    assert targets.startswith("ValueError: targets must be")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        patch_skyrl("jax")
+
+
+# --- SkyRL's own ------------------------------------------------------------------------------------------------------
+
+NEEDS_SKYRL = checked_out.needs("SkyRL")
+
+
+def its_calls(module, rank):
+    """-> by name, what its callers of the patched functions give: values and gradients."""
+    hidden, weight, target, upstream = problem()
+    rows, start, end = of_rank(rank, weight)
+    bounds = {"vocab_start_index": start, "vocab_end_index": end, "chunk_size": 3, "temperature": 0.7}
+
+    def solved(function, hidden, target, **given):
+        leaves = hidden.clone().requires_grad_(), rows
+        rows.requires_grad_()
+        values = function(*leaves, target, **bounds, **given)
+        assert values.requires_grad
+        return values.detach(), *torch.autograd.grad((values * upstream[:, : values.shape[1]]).sum(), leaves)
+
+    packed = hidden.flatten(0, 1)[None], target.flatten()[None], torch.tensor([0, 6, BATCH * LENGTH])
+    with torch.no_grad():
+        entropy = module._fused_vocab_parallel_entropy_from_hidden(hidden, rows, rank.group, 3, temperature=0.7)
+    return {
+        "plain": solved(module.from_parallel_hidden_to_logprobs, hidden, target, tp_group=rank.group),
+        "packed": solved(
+            module.from_parallel_hidden_to_logprobs_packed_sequences,
+            *packed[:2],
+            cu_seqlens_padded=packed[2],
+            unpacked_seqlen=LENGTH,
+            group=rank.group,
+        ),
+        "entropy": (entropy,),
+    }
+
+
+def beside_its_own(rank):
+    module, gathered = skyrl_modules.load(integration.MEGATRON_MODULE), []
+    before = {name: value for name, value in vars(module).items() if callable(value)}
+    theirs = its_calls(module, rank)
+    with patched_skyrl("megatron"), pytest.MonkeyPatch.context() as patch:
+        replaced = {name for name, value in before.items() if vars(module)[name] is not value}
+        gather = dist.all_gather_object
+        patch.setattr(dist, "all_gather_object", lambda *a, **kw: (gathered.append(1), gather(*a, **kw)))
+        mine = its_calls(module, rank)
+    assert {name: value for name, value in vars(module).items() if callable(value)} == before
+    return theirs, mine, replaced, len(gathered)
+
+
+@NEEDS_SKYRL
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equals_its_own(ranks, world):
+    """The calls of its Megatron workers. The weight is not copied for the temperature, so the ranks compare it once."""
+    for theirs, mine, replaced, compared in ranks.run(beside_its_own, world=world):
+        assert replaced == {
+            "_fused_lm_head_logprob_apply",
+            "_fused_vocab_parallel_entropy_from_hidden",
+            "from_parallel_hidden_to_logprobs",
+            "from_parallel_hidden_to_logprobs_packed_sequences",
+        }
+        assert compared == (world > 1)
+        for name, values in theirs.items():
+            for found, value in zip(mine[name], values, strict=True):
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+OWN_TEST = "tests/backends/skyrl_train/gpu/gpu_ci/megatron/test_fused_linear_logprob.py"
+OWN_IMPORTS = re.compile(r"from skyrl\.backends\S+ import \(.*?\)\n|from skyrl\.train\S+ import \w+\n", re.DOTALL)
+OURS = f"""
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import skyrl_modules
+from liger_rl.integrations import skyrl as integration
+ChunkedDistributedLogprob = skyrl_modules.load(integration.MEGATRON_MODULE).ChunkedDistributedLogprob
+FusedLinearChunkedDistributedLogprob = SimpleNamespace(
+    apply=lambda *arguments: integration.fused_lm_head_logprob_apply("torch", *arguments)
+)
+get_free_port = lambda: 29512
+"""
+
+
+@NEEDS_SKYRL
+def test_its_own_test(tmp_path):
+    """On CPU, with our function for its. Left out: ids beyond the vocabulary, which raise here; bfloat16 weights,
+    where it expects logits rounded to bfloat16; CUDA and Liger's kernel."""
+    own = Path(checked_out.folder("SkyRL"), OWN_TEST)
+    if not own.is_file():
+        pytest.skip("an installed SkyRL has no tests")
+    text = own.read_text(encoding="utf-8")
+    text, replaced = OWN_IMPORTS.subn("", text)
+    assert replaced == 2
+    text = text.replace('torch.device("cuda")', 'torch.device("cpu")').replace("\nH = ", f"{OURS}\nH = ")
+    (tmp_path / "test_its_own.py").write_text(text, encoding="utf-8")
+    left_out = "True or all_out or liger or logprob_tp or dtype0"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({left_out})", tmp_path]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*map(str, command)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert "11 passed" in done.stdout, done.stdout + done.stderr
+
+
+IDS = torch.arange(2 * 12).reshape(2, 12) * 5 % 50 + 2
+ATTENTION = torch.tensor([[0, 0] + [1] * 10, [1] * 11 + [0]])
+ACTIONS = 6
+
+
+def wrapped_forward(wrapper, upstream):
+    """-> log-probabilities and entropies of the actions, and gradients of both together."""
+    wrapper.zero_grad()
+    logps, output = wrapper(
+        IDS, ACTIONS, attention_mask=ATTENTION, temperature=0.8, return_output=True, compute_entropy=True
+    )
+    entropy = output["entropy"][:, -ACTIONS - 1 : -1]
+    real = ATTENTION[:, -ACTIONS - 1 : -1]
+    ((logps * upstream[0] + entropy * upstream[1]) * real).sum().backward()
+    return (logps * real).detach(), (entropy * real).detach(), {n: p.grad for n, p in wrapper.named_parameters()}
+
+
+def fsdp_wrapper(rank, remove_padding, sharded):
+    torch.manual_seed(3)
+    upstream = torch.randn(2, 2, ACTIONS)
+    plain = wrapped_forward(skyrl_modules.tiny_wrapper(remove_padding=remove_padding), upstream)
+    wrapper = skyrl_modules.tiny_wrapper(remove_padding=remove_padding)
+    if sharded:
+        for layer in wrapper.model.model.layers:
+            fully_shard(layer, mesh=rank.mesh("dp"))
+        fully_shard(wrapper.model, mesh=rank.mesh("dp"))
+    with patched_skyrl("fsdp"):
+        logps, entropy, grads = wrapped_forward(wrapper, upstream)
+        again = wrapper(IDS, ACTIONS, attention_mask=ATTENTION)
+        messages = {}
+        for name, value in (("sequence_parallel_size", 2), ("is_vlm", True)):
+            before = getattr(wrapper, name)
+            setattr(wrapper, name, value)
+            messages[name] = message_of(lambda: wrapper(IDS, ACTIONS, attention_mask=ATTENTION))
+            setattr(wrapper, name, before)
+    after = wrapper(IDS, ACTIONS, attention_mask=ATTENTION)
+    real = ATTENTION[:, -ACTIONS - 1 : -1]
+    torch.testing.assert_close(again * real, after * real, rtol=1e-5, atol=1e-5)
+    if sharded:
+        grads = {name: grad.full_tensor() for name, grad in grads.items()}
+    return plain, (logps, entropy, grads), messages
+
+
+@NEEDS_SKYRL
+@pytest.mark.parametrize(("remove_padding", "sharded"), [(False, False), (True, False), (False, True)])
+def test_its_wrapper_of_huggingface_models(ranks, remove_padding, sharded):
+    """Under `fully_shard`, too, whose ranks have the same batch here."""
+    pytest.importorskip("transformers", reason="the wrapper holds a model of transformers")
+    for plain, found, messages in ranks.run(fsdp_wrapper, remove_padding, sharded, world=2 if sharded else 1):
+        for mine, theirs in zip(found[:2], plain[:2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        for name, grad in plain[2].items():
+            torch.testing.assert_close(found[2][name], grad, rtol=1e-3, atol=1e-5, msg=name)
+        assert messages["sequence_parallel_size"].startswith("ValueError: sequence_parallel_size must be 1, got 2")
+        assert messages["is_vlm"].startswith("ValueError: is_vlm must be False")
+
+
+def versions(rank):
+    module = skyrl_modules.load(integration.MEGATRON_MODULE)
+    before, found = dict(vars(module)), []
+    with pytest.MonkeyPatch.context() as patch:
+        for version in ("0.2.0", "0.4.0", None):
+            patch.setattr(sys.modules["skyrl"], "__version__", version)
+            with pytest.raises(ImportError) as raised:
+                patch_skyrl("megatron")
+            found.append(str(raised.value))
+        patch.setattr(sys.modules["skyrl"], "__version__", "0.3.0")
+        patch.setattr(module, "from_parallel_hidden_to_logprobs", lambda hidden: None)
+        with pytest.raises(RuntimeError) as raised:
+            patch_skyrl("megatron")
+        found.append(str(raised.value))
+    assert dict(vars(module)) == before
+    unpatch_skyrl()
+    return found
+
+
+@NEEDS_SKYRL
+def test_other_versions_are_refused(ranks):
+    (found,) = ranks.run(versions, world=1)
+    for message in found[:3]:
+        assert re.fullmatch(r"skyrl >= 0\.3, < 0\.4 is supported, found .*; nothing was patched", message)
+    assert "from_parallel_hidden_to_logprobs must take (hidden, lm_head_weight, target," in found[3]
+    assert found[3].endswith("nothing was patched")
