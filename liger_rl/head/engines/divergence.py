@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.engines.one_pass import OnePassPlan, _Totals, free_tile_vocab
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
-from liger_rl.head.engines.two_pass import _WeightTotal
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
@@ -212,66 +212,27 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
 def _gradients(
     pair: Pair, options: PairOptions, student: _Side, teacher: _Side, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `two_pass.gradients`, from pairs of tiles; those of entries that are padding are 0."""
-    rows, dtype, vocab = student.rows, options.student.compute_dtype, pair.vocab
-    weight, bias, low_rank = rows.weight, rows.bias, student.low_rank
-    n, device = student.factor.shape[0], weight.device
-    hidden = student.factor[:, : rows.hidden.shape[1]]
-    low_inputs = None if low_rank is None else low_rank.inputs.to(dtype)
-    kernels = for_device(device)
-    bytes_per_gradient = dtype.itemsize if dtype != torch.float32 else 0
-    tiles = _tiles(pair, options, n, bytes_per_gradient=bytes_per_gradient)
-    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
-    grad_weight = _empty_like(weight, vocab) if needs[1] else None
-    grad_bias = _empty_like(bias, vocab) if bias is not None and needs[2] else None
-    grad_inputs = grad_low = None
-    if low_rank is not None:
-        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
-        grad_low = _empty_like(low_rank.weight, vocab) if needs[4] else None
+    """From pairs of tiles; those of entries that are padding are 0."""
+    rows, dtype = student.rows, options.student.compute_dtype
+    kernels = for_device(rows.weight.device)
+    tiles = _tiles(
+        pair, options, tokens.lse.numel(), bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0
+    )
+    factors: dict[int, list[Tensor]] = {}
 
-    def tile_gradient(part: slice, factor: Tensor, teacher_factor: Tensor, first: int) -> Tensor:
-        own, other = student.tile(part, factor, first), teacher.tile(part, teacher_factor, first)
+    def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
+        if first not in factors:  # of the tile before, which parts of the tokens share
+            factors.clear()
+            factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
+        part = slice(start, stop)
+        own, other = (
+            side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
+        )
         out = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
         kernels.grad_pair(own, other, rows.targets[part], first, options.measure, tokens.take(part), out)
         return out
 
-    token_spans = spans(n, tiles.tokens)
-    for first, last in spans(vocab, tiles.vocab):
-        weight_tile = student.weight_tile(first, last)
-        factor = student.factor_tile(weight_tile, first)
-        teacher_factor = teacher.factor_tile(teacher.weight_tile(first, last), first)
-        totals = [
-            _WeightTotal(grad, first, last, parts=len(token_spans), compute_dtype=dtype)
-            for grad in (grad_weight, grad_low)
-        ]
-        bias_total = None
-        if grad_bias is not None:
-            bias_total = torch.zeros(last - first, dtype=torch.float32, device=device)
-        for start, stop in token_spans:
-            part = slice(start, stop)
-            tile = tile_gradient(part, factor, teacher_factor, first)
-            if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[part], tile, weight_tile)
-            totals[0].add(tile, hidden[part])
-            if low_rank is not None and low_inputs is not None:
-                if grad_inputs is not None:
-                    gemm.accumulate(grad_inputs[part], tile, low_rank.weight[first:last].to(dtype))
-                totals[1].add(tile, low_inputs[part])
-            if bias_total is not None:
-                bias_total += gemm.column_sums(tile)
-            del tile  # or it would stay alive while the next pair is allocated
-        for total in totals:
-            total.store()
-        if grad_bias is not None and bias_total is not None:
-            grad_bias[first:last] = bias_total
-    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
-
-
-def _empty_like(values: Tensor, vocab: int) -> Tensor:
-    """For a gradient of the first `vocab` rows; the others get 0."""
-    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    out[vocab:] = 0
-    return out
+    return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
 
 
 def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:
