@@ -32,7 +32,18 @@ from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.divergence import MIXTURE, Measure, MixtureSums, PairFold, PairGradients, PairStatistics, Tile
+from liger_rl.kernels.divergence import (
+    MIXTURE,
+    TILE_VOCAB,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    PairStatistics,
+    Tile,
+    TileSums,
+)
+from liger_rl.kernels.divergence_tiles import TileBounds
 
 # Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
@@ -61,6 +72,7 @@ class PairValues(NamedTuple):
     statistics: PairStatistics
     # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
     value: Tensor
+    bounds: TileBounds | None = None  # where they were asked for and there can be some
 
 
 class _Side:
@@ -109,28 +121,44 @@ def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[_Sid
     return _Side(student, options.student), _Side(teacher, options.teacher)
 
 
-def forward(pair: Pair, options: PairOptions) -> PairValues:
-    """Statistics of every token that counts."""
+def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
+    """Statistics of every token that counts, and bounds where they are asked for.
+
+    There are none where a chunk is named, under the student's softcap, and beside a low-rank term.
+    """
     student, teacher = _sides(pair, options, pair.student.live)
     measure, targets = options.measure, student.rows.targets
     n, device = student.factor.shape[0], student.factor.device
     kernels = for_device(device)
     state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+    tile_sums = None
+    bounded = bounded and not options.student.names_chunk
+    if bounded and student.low_rank is None and options.student.transform.softcap is None:
+        tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
+
+    def sums_of(part: slice, first: int) -> TileSums | None:
+        return None if tile_sums is None else tile_sums.part(part, first)
+
+    def finished(values: PairValues) -> PairValues:
+        if tile_sums is None:
+            return values
+        lse, teacher_lse = values.statistics[:2]
+        return values._replace(bounds=TileBounds.of(tile_sums, measure, lse, teacher_lse, values.value))
 
     def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
-        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part))
+        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))
 
     if measure.kind != MIXTURE:
-        _sweep(pair, student, teacher, _tiles(pair, options, n), fold)
+        _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
         statistics = PairStatistics.of(state, measure)
         assert statistics.divergence is not None
-        return PairValues(statistics.divergence, statistics, statistics.divergence)
+        return finished(PairValues(statistics.divergence, statistics, statistics.divergence))
 
     sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
 
-    def mix(own: Tile, other: Tile, part: slice, _first: int) -> None:
+    def mix(own: Tile, other: Tile, part: slice, first: int) -> None:
         known = PairStatistics.of(state.take(part), measure)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
+        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first))
 
     def fold_and_mix(*given) -> None:
         fold(*given)
@@ -140,10 +168,10 @@ def forward(pair: Pair, options: PairOptions) -> PairValues:
     if tokens is not None:
         _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
     else:
-        tiles = _tiles(pair, options, n)
+        tiles = _tiles(pair, options, n, whole=tile_sums is not None)
         for step in (fold, mix):
             _sweep(pair, student, teacher, tiles, step)
-    return PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student)
+    return finished(PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student))
 
 
 def _mixed(measure: Measure, sums: MixtureSums) -> Tensor:
@@ -166,13 +194,23 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(pair: Pair, options: PairOptions, tokens: int, *, bytes_per_gradient: int = 0) -> Tiles:
+def _tiles(
+    pair: Pair,
+    options: PairOptions,
+    tokens: int,
+    *,
+    bytes_per_gradient: int = 0,
+    whole: bool = False,  # tiles of `TileSums`
+) -> Tiles:
     device = pair.student.hidden.device
     hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
-    return plan_tiles(
+    tiles = plan_tiles(
         tokens, pair.vocab, hidden_size, device, options.student,
         bytes_per_logit=_bytes_per_logit(device) + bytes_per_gradient,
     )  # fmt: skip
+    if not whole or tiles.vocab == pair.vocab:
+        return tiles
+    return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
 
 
 def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
@@ -186,7 +224,13 @@ def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
 
 def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
     """Gradients of the student; `tokens` are the numbers of those that count."""
-    live, tokens = _with_gradient(pair.student.live, tokens)
+    return dense_backward(pair, options, *_with_gradient(pair.student.live, tokens), needs)
+
+
+def dense_backward(
+    pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs
+) -> Gradients:
+    """Of the tokens in `live`, whose numbers `tokens` are."""
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
     found = _gradients(pair, options, *_sides(pair, options, live), tokens, needs)
     return found.of_all_tokens(live, pair.student)

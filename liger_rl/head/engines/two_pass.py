@@ -171,12 +171,12 @@ def gradients(
     in_place = rows.weight_grad is not None
     grad_weight = rows.weight_grad if needs[1] else None
     if needs[1] and not in_place:
-        grad_weight = _empty_like(weight, vocab)
-    grad_bias = _empty_like(bias, vocab) if bias is not None and needs[2] else None
+        grad_weight = unwritten(weight, vocab)
+    grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
     grad_inputs = grad_low = None
     if low_rank is not None:
         grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
-        grad_low = _empty_like(low_rank.weight, vocab) if needs[4] else None
+        grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
 
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
         if known is not None:
@@ -234,7 +234,7 @@ def gradients(
     return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-def _empty_like(values: Tensor, vocab: int) -> Tensor:
+def unwritten(values: Tensor, vocab: int) -> Tensor:
     """For a gradient of the first `vocab` rows; the others get 0."""
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     out[vocab:] = 0
