@@ -21,6 +21,7 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
+NO_SUMS = TileSums._make([None] * 7)
 FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
 
 
@@ -331,7 +332,7 @@ def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
 def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
     """Sums and the elements between two tokens of them, as kernels take them."""
     assert BLOCK == TILE_VOCAB
-    return (TileSums(*[None] * 7), 0) if sums is None else (sums, sums.x.stride(0))  # type: ignore[list-item]
+    return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
 
 
 def _block(columns: int) -> int:
