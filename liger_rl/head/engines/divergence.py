@@ -124,7 +124,8 @@ def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[_Sid
 def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
     """Statistics of every token that counts, and bounds where they are asked for.
 
-    There are none where a chunk is named, under the student's softcap, and beside a low-rank term.
+    There are none where a chunk is named, under the student's softcap, beside a low-rank term and of a sharded
+    vocabulary.
     """
     student, teacher = _sides(pair, options, pair.student.live)
     measure, targets = options.measure, student.rows.targets
@@ -132,8 +133,8 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     kernels = for_device(device)
     state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
     tile_sums = None
-    bounded = bounded and not options.student.names_chunk
-    if bounded and student.low_rank is None and options.student.transform.softcap is None:
+    bounded = bounded and not options.student.names_chunk and options.student.transform.softcap is None
+    if bounded and student.low_rank is None and student.rows.shard is None:
         tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
 
     def sums_of(part: slice, first: int) -> TileSums | None:

@@ -154,7 +154,7 @@ def gradients(
     """
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
-    n, vocab = hidden.shape[0], vocab or weight.shape[0]
+    n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
     factor = hidden  # what a tile of logits is recomputed from
     if low_rank is not None:
         low_inputs = low_rank.inputs.to(options.compute_dtype)
