@@ -3,9 +3,8 @@
 `kernels.divergence_tiles` says which parts are kept, and why the rest is within the tolerance. A tile is
 TILE_VOCAB entries. Of each, the tokens that keep it are gathered, and a few tiles at a time go through the batched
 products that the exact backward makes of all tokens: with s the kept share, s (S + T) to recompute both heads, and at
-most 2 s S. Tokens are chosen tile by tile, so their order does not matter. A small trained model (32000 entries, 1.6
-nats) and itself 240 steps earlier keep 4.5% of the parts at 1e-3. Tiles of 256 entries would keep 3.6%, of 4096 entries
-12.4%, and blocks of 128 tokens x 256 entries, in their best order, 4.4%.
+most 2 s S. Tokens are chosen tile by tile, so their order does not matter. docs/notes/kernels.md says what
+tiles of other widths, and blocks of tokens, would keep.
 
 What takes the place of the rest is one more row in each tile's product for the weight: the hidden states of the tokens
 that left the tile out, added up by what they left out, in the tile's shares. For the hidden states it is one product of
