@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from head_calls import Products
+from devices import skip_without_interpreter
+from head_calls import Products, run_triton
 from host_reads import host_reads
 from liger_rl import LogitTransform, LowRank, linear_divergence
 from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines import divergence_parts
-from liger_rl.kernels import divergence
+from liger_rl.kernels import divergence, divergence_tiles
 
 KINDS = {
     "forward": {"kind": "forward_kl"},
@@ -89,7 +90,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _sure(z: Tensor) -> Tensor:
-    z[torch.arange(TOKENS), torch.randint(VOCAB, (TOKENS,))] += 16 * torch.rand(TOKENS)
+    z[torch.arange(TOKENS), torch.randint(z.shape[1], (TOKENS,))] += 16 * torch.rand(TOKENS)
     return z
 
 
@@ -273,6 +274,25 @@ def test_no_token():
         pair(tokens=0).gradients(grad_tolerance=0.1),
     ):
         assert all((part == 0).all() for part in found)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd 0.5"])
+def test_in_triton(kind, monkeypatch, kept):
+    """In the interpreter, where tiles are as wide as the kernels' blocks."""
+    skip_without_interpreter()
+    for module in (divergence, engine, divergence_parts):
+        monkeypatch.setattr(module, "TILE_VOCAB", 1024)
+    monkeypatch.setattr(divergence_tiles, "SAMPLES", 8)
+    given = [values[:10] for values in near(2.0 * torch.randn(TOKENS, 2100))]
+    eye = torch.eye(10)
+    given = Pair(eye, given[0].T, torch.zeros(2100), eye, given[1].T, torch.randn(10))
+    plain = given.gradients(**KINDS[kind], grad_tolerance=0.2)
+    run_triton(monkeypatch)
+    found = given.gradients(**KINDS[kind], grad_tolerance=0.2)
+    assert torch.equal(*kept)
+    assert kept.share() < 0.5
+    for mine, other in zip(found, plain, strict=True):
+        assert distance(mine, other) < 1e-2
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
