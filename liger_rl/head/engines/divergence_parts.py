@@ -10,15 +10,14 @@ What takes the place of the rest is one more row in each tile's product for the 
 that left the tile out, added up by what they left out, in the tile's shares. For the hidden states it is one product of
 (n, tiles) with (tiles, H).
 
-Every sum has a fixed order, and no number is added to twice in one launch: the same bits on every run. One host sync,
-for the number of tokens of each tile.
+Every sum has a fixed order, so two runs give the same bits. One host sync, for the number of tokens of each tile.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 from liger_rl.head.engines import divergence as exact
 from liger_rl.head.engines.divergence import Pair, PairOptions
@@ -42,6 +41,20 @@ class _Shares(NamedTuple):
     entries: Tensor  # (tiles, TILE_VOCAB) float32, adding up to 1 over a tile; 0 past the last entry
     squares: Tensor  # (tiles,) float32, sums of their squares
     rows: Tensor | None  # (tiles, H) in the compute dtype, the weight's rows added up by them, where hidden needs it
+
+
+class _Chosen(NamedTuple):
+    """Which tokens keep a tile."""
+
+    keep: Tensor  # (n, tiles) bool
+    place: Tensor  # (n, tiles), of a kept token among those of its tile
+    order: Tensor  # (tiles, n) tokens, the kept ones first and in their order
+    counted: Tensor  # (tiles,), how many these are
+
+    @classmethod
+    def of(cls, keep: Tensor, counted: Tensor) -> "_Chosen":
+        order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        return cls(keep, keep.cumsum(0) - 1, order, counted)
 
 
 class _Group(NamedTuple):
@@ -73,10 +86,10 @@ def backward(
     wanted = tokens.grad != 0
     counted = keep.sum(0)
     numbers = HostAnswer(torch.cat([wanted.sum()[None], counted]))
+    # What the host has the device do while it waits.
+    chosen = _Chosen.of(keep, counted)
     sums = LogitSteps.of(options.student.transform).slope * tokens.grad[:, None] * bounds.total
     sums = torch.where(keep | ~wanted[:, None], 0.0, sums)
-    # What the host has the device do while it waits: the kept tokens of each tile first, in their order.
-    order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     count, *counts = numbers.wait().tolist()
     if sum(counts) > DENSE_SHARE * count * len(counts):
         live = pair.student.live
@@ -87,7 +100,7 @@ def backward(
     parts = _Parts(pair, options, tokens, needs)
     parts.add_left_out(sums, wanted, shares)
     for group in _groups(counts, pair, options):
-        parts.add(group, order[group.tiles], counted[group.tiles], shares)
+        parts.add(group, chosen, shares)
     found = Gradients(parts.grad_hidden, parts.grad_weight, parts.grad_bias)
     return found.of_all_tokens(pair.student.live, pair.student)
 
@@ -187,24 +200,25 @@ class _Parts:
         if self.grad_bias is not None:
             self.left_sums = gemm.column_sums(sums)
 
-    def add(self, group: _Group, order: Tensor, counted: Tensor, shares: _Shares) -> None:
-        """Tiles of which the first `counted` (tiles,) tokens of `order` (tiles, n) are kept."""
+    def add(self, group: _Group, chosen: _Chosen, shares: _Shares) -> None:
         tiles, most = len(group.counts), max(group.counts)
         weight = _tiles(self.pair.student.weight, group, self.dtype)
+        order = chosen.order[group.tiles]
         # The last row is what is left out.
         grad = torch.empty(tiles, most + 1, group.width, dtype=self.dtype, device=order.device)
         rows = torch.empty(tiles, most + 1, weight.shape[2], dtype=self.dtype, device=order.device)
         if most:
-            inside = torch.arange(most, device=order.device) < counted[:, None]
+            inside = torch.arange(most, device=order.device) < chosen.counted[group.tiles, None]
             # Past a tile's own tokens any kept one will do, of which nothing is added.
             picked = torch.where(inside, order[:, :most], order[group.counts.index(most), 0])
             rows[:, :most] = _rows(self.pair.student, picked)
             grad[:, :most] = self._gradient(group, picked, inside, rows[:, :most], weight)
             if self.grad_hidden is not None:
-                found = gemm.batched(grad[:, :most], weight)
-                for at, token, count in zip(found, picked, group.counts, strict=True):
-                    if count:
-                        self.grad_hidden.index_add_(0, token[:count], at[:count])  # each token once
+                # Each token adds up its rows in the order of the tiles. The last row of a tile stands for no row.
+                start = torch.arange(tiles, device=order.device) * (most + 1)
+                place = torch.where(chosen.keep[:, group.tiles], start + chosen.place[:, group.tiles], most)
+                found = gemm.batched(grad, weight).flatten(0, 1)
+                self.grad_hidden += embedding_bag(place, found, mode="sum", padding_idx=most)
         entries = shares.entries[group.tiles, : group.width]
         if self.grad_weight is not None and self.left_rows is not None:
             rows[:, most], grad[:, most] = self.left_rows[group.tiles], entries
