@@ -1,10 +1,10 @@
 """Two heads with a tolerance: the backward of the parts of the gradient that matter, a part being a token and a tile.
 
-`kernels.divergence_tiles` says which parts are kept, and why the rest is within the tolerance. A tile is
-TILE_VOCAB entries. Of each, the tokens that keep it are gathered, and a few tiles at a time go through the batched
-products that the exact backward makes of all tokens: with s the kept share, s (S + T) to recompute both heads, and at
-most 2 s S. Tokens are chosen tile by tile, so their order does not matter. docs/notes/kernels.md says what
-tiles of other widths, and blocks of tokens, would keep.
+`kernels.divergence_tiles` says which parts are kept, and why the rest is within the tolerance. A tile is TILE_VOCAB
+entries. Of each, the tokens that keep it are gathered, and a few tiles at a time go through the batched products that
+the exact backward makes of all tokens: with s the kept share, s (S + T) to recompute both heads, and at most 2 s S.
+Tokens are chosen tile by tile, so their order does not matter. docs/notes/kernels.md says what tiles of other widths,
+and blocks of tokens, would keep.
 
 What takes the place of the rest is one more row in each tile's product for the weight: the hidden states of the tokens
 that left the tile out, added up by what they left out, in the tile's shares. For the hidden states it is one product of
