@@ -74,7 +74,7 @@ def _trl() -> Way:
 
     def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight, teacher_hidden, teacher_weight = heads
-        beta = 0.0 if kind == "forward_kl" else 0.5
+        beta = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}[kind]
         given = (hidden, weight, None, teacher_hidden, teacher_weight, None, beta)
         found = ChunkedDivergenceFunction.apply(*given)[0]
         return found, (found * factors).sum()
@@ -101,6 +101,9 @@ def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, T
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
         value, slopes = (q * (log_q - log_p)).sum(-1), p - q
+    elif kind == "reverse_kl":
+        value = (p * (log_p - log_q)).sum(-1)
+        slopes = p * (log_p - log_q - value[:, None])
     else:
         log_m = ((p + q) / 2).log()
         own = (p * (log_p - log_m)).sum(-1)
@@ -111,20 +114,33 @@ def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, T
     return value, grad_hidden, slopes[:, :ENTRIES].T @ hidden[rows].double()
 
 
-def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str) -> dict[str, Any]:
+class Gold(NamedTuple):
+    """What `in_float64` says of some tokens."""
+
+    rows: Tensor
+    found: tuple[Tensor, Tensor, Tensor]
+
+
+def gold_of_some(heads: Heads, kind: str) -> Gold:
+    n = heads.hidden.shape[0]
+    rows = torch.arange(0, n, max(1, n // SAMPLED), device=heads.hidden.device)[:SAMPLED]
+    return Gold(rows, in_float64(Heads(*(part.detach() for part in heads)), kind, rows))
+
+
+def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str, gold: Gold | None = None) -> dict[str, Any]:
+    """Errors are those of a loss of the tokens of `gold`."""
     try:
         way = make()
     except ImportError as error:
         return {"status": "unavailable", "reason": str(error)}
     leaves = heads._replace(hidden=heads.hidden.requires_grad_(), weight=heads.weight.requires_grad_())
     n = heads.hidden.shape[0]
-    rows = torch.arange(0, n, max(1, n // SAMPLED), device=heads.hidden.device)[:SAMPLED]
+    rows, (value, grad_hidden, grad_weight) = gold or gold_of_some(heads, kind)
 
     def step(factors: Tensor) -> tuple[Tensor, ...]:
         found, loss = way(leaves, kind, factors)
         return found.detach(), *torch.autograd.grad(loss, leaves[:2])
 
-    value, grad_hidden, grad_weight = in_float64(Heads(*(part.detach() for part in heads)), kind, rows)
     sampled = torch.zeros(n, device=rows.device).index_fill(0, rows, 1.0)
     found = step(sampled)
     numbers: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmark import divergence, replay_mismatch, row_losses, support
+from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
@@ -12,6 +12,7 @@ PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("result
 OTHERS = {
     row_losses.PREFIX: row_losses.markdown,
     support.PREFIX: support.summary,
+    divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
 }

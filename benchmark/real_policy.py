@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -245,10 +245,15 @@ def draw(
     return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
 
 
-def trained_policy(
-    recipe: Recipe, seconds: float, device: str
-) -> tuple[LlamaForCausalLM, Tokenizer, Tensor, dict[str, Any]]:
-    """-> the model with a swapped head, its tokenizer, the (n,) ids that were held out, and numbers of its training."""
+class Untrained(NamedTuple):
+    model: LlamaForCausalLM
+    tokenizer: Tokenizer
+    held_out: Tensor  # (m,) int32
+    tokens: Tensor  # (n,) int32
+    contexts: Tensor  # (B, T) int64 of held-out tokens
+
+
+def prepare(recipe: Recipe, device: str) -> Untrained:
     torch.manual_seed(SEED)
     begun = time.monotonic()
     texts = sources(recipe.text_bytes)
@@ -261,18 +266,24 @@ def trained_policy(
 
     with torch.device(device):
         model = swap_lm_head(LlamaForCausalLM(recipe.config(vocab)))
-    trained = train(model, tokens, recipe, seconds, device)
-    return model.eval(), tokenizer, held_out, trained
+    contexts = windows(held_out, recipe.sequences, recipe.length, torch.Generator().manual_seed(SEED)).to(device)
+    return Untrained(model, tokenizer, held_out, tokens, contexts)
+
+
+def head_of(model: LlamaForCausalLM, contexts: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """(B T, H) float32 hidden states and a copy of the head's weight (V, H), in its dtype of products."""
+    model.eval()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return hidden_states(model, contexts, device), model.lm_head.weight.detach().to(dtype, copy=True)
 
 
 def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> dict[str, Any]:
     """Train, sample, write `folder`; -> the content of its policy.json."""
-    model, _, held_out, trained = trained_policy(recipe, seconds, device)
-    contexts = windows(held_out, recipe.sequences, recipe.length, torch.Generator().manual_seed(SEED)).to(device)
+    model, _, _, tokens, contexts = prepare(recipe, device)
+    trained = train(model, tokens, recipe, seconds, device)
+    hidden, weight = head_of(model, contexts, device)
     with torch.no_grad():
         held_out_loss = fused_loss(model, contexts, device).item()
-    hidden = hidden_states(model, contexts, device)
-    weight = model.lm_head.weight.detach().to(torch.bfloat16 if device == "cuda" else torch.float32)
     del model
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(weight, folder / "weight.pt")

@@ -184,9 +184,11 @@ def run(model: Any, tokenizer: Any, held_out: Tensor, plan: Plan, *, replays: bo
 
 def measure(plan: Plan, recipe: Any, device: str) -> dict[str, Any]:
     """`recipe` is the policy's, of `benchmark.real_policy`."""
-    from benchmark.real_policy import trained_policy
+    from benchmark.real_policy import prepare, train
 
-    model, tokenizer, held_out, trained = trained_policy(recipe, plan.seconds, device)
+    model, tokenizer, held_out, tokens, _ = prepare(recipe, device)
+    trained = train(model, tokens, recipe, plan.seconds, device)
+    model.eval()
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     runs = {}
     for name in RUNS:

@@ -84,9 +84,12 @@ def linear_divergence(
             sum(token_weights * divergence), `1 / mask.sum()` of a mean, say. Its gradients are then made in the
             forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. It takes a chunk
             of at most 1 GiB on CUDA, and 4 V H bytes if one chunk does not hold all tokens. Not with low_rank,
-            fixed_shape or chunk_vocab.
-        options: fields of `HeadOptions`: transform, entropy, compute_dtype, gather, chunk_tokens, chunk_vocab and
-            fixed_shape. `gather` is called for each of the two heads. A named chunk bounds both tiles of a pair.
+            fixed_shape, chunk_vocab or grad_tolerance.
+        options: fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
+            chunk_vocab and fixed_shape. With `grad_tolerance` parts of a token and a tile of vocabulary entries that
+            are negligible together leave the backward, on every device; the error of dL/dlogits is at most so much of
+            it in the Frobenius norm, and docs/distillation.md says where it is 0 all the same. `gather` is called for
+            each of the two heads. A named chunk bounds both tiles of a pair.
 
     Returns:
         Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not

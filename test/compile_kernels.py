@@ -33,7 +33,17 @@ from liger_rl.kernels import (
     softmax,
     support_triton,
 )
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, MixtureSums, PairFold, PairGradients, Tile
+from liger_rl.kernels.divergence import (
+    FORWARD,
+    MIXTURE,
+    REVERSE,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    Tile,
+    TileSums,
+)
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -225,10 +235,11 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     teacher, targets = Tile(ones(N, V), None, LogitTransform()), torch.zeros(N, dtype=torch.long)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
-        compiled.fold_pair(student, teacher, targets, 0, measure, state)
+        sums = TileSums.unwritten(N, V, CPU, measure) if entropy else None
+        compiled.fold_pair(student, teacher, targets, 0, measure, state, sums)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         compiled.grad_pair(student, teacher, targets, 0, measure, tokens, ones(N, V, dtype=torch.bfloat16))
-    compiled.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+    compiled.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

@@ -336,3 +336,24 @@ def test_other_heads_run_on_cpu(name, tmp_path):
         assert row["step_ms"] > 0
         assert row["grad_hidden_error"] < 6e-3
         assert row["grad_weight_error"] < 6e-3
+
+
+def test_a_trained_pair_of_heads(monkeypatch):
+    """Of a model and itself a step earlier; and what a tolerance keeps."""
+    real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
+    from benchmark import divergence_policy
+
+    recipe = replace(real_policy.TOY, text_bytes=100 << 10, tokenizer_bytes=20 << 10)
+    monkeypatch.setattr(real_policy, "TOY", recipe)
+    monkeypatch.setattr(divergence_policy, "KINDS", ("reverse_kl",))
+    monkeypatch.setattr(divergence_policy, "TEMPERATURES", (0.6,))
+    rows = list(divergence_policy.rows_of(divergence_policy.make_pair(1e-3, "cpu"), "cpu"))
+    assert [row["variant"] for row in rows] == [
+        "TRL",
+        *(f"liger_rl{name}" for name in ("", ", one pass", ", 1e-4", ", 1e-3")),
+    ]
+    ours = [row for row in rows if row["variant"].startswith("liger_rl")]
+    assert all(row["grad_hidden_error"] < 6e-3 and row["grad_weight_error"] < 2e-3 for row in ours)
+    assert all(row["divergence"] > 0 for row in ours)
+    assert [row["kept_share"] is None for row in ours] == [True, True, False, False]
+    assert "kept" in divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows})

@@ -18,6 +18,7 @@ from liger_rl.head.checks import (
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
+from liger_rl.head.engines import divergence_parts
 from liger_rl.head.engines.divergence import Pair, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
@@ -26,6 +27,7 @@ from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients
+from liger_rl.kernels.divergence_tiles import TileBounds
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
 
@@ -53,6 +55,7 @@ class DivergenceKeywords(TypedDict, total=False):
 
     transform: LogitTransform
     entropy: bool
+    grad_tolerance: float
     compute_dtype: torch.dtype | None
     gather: Gather | None
     chunk_tokens: int | None
@@ -63,7 +66,6 @@ class DivergenceKeywords(TypedDict, total=False):
 KNOWN = tuple(DivergenceKeywords.__annotations__)
 # What linear_logprobs takes and two heads do not, and why.
 WITHOUT = {
-    "grad_tolerance": "its bounds are of one head's probabilities; the gradient is exact",
     "batch_invariant": "no product of two heads is made up to a fixed shape",
     "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
     "extras": "they are not folded with two heads; ask linear_logprobs for them",
@@ -202,6 +204,11 @@ class DivergenceCall:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         if options.fixed_shape:
             raise ValueError("fixed_shape must be False with token_weights: one pass takes the tokens with a weight")
+        if options.grad_tolerance != 0.0:
+            raise ValueError(
+                "grad_tolerance must be 0.0 with token_weights: one pass makes the gradient before it is known which "
+                f"parts of it are negligible; got {options.grad_tolerance}"
+            )
         if options.chunk_vocab is not None:
             raise ValueError(
                 "chunk_vocab must be None with token_weights: a chunk of one pass holds the whole vocabulary, got "
@@ -257,7 +264,7 @@ def divergence_of(call: DivergenceCall) -> Divergence:
             found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
         else:
             with gemm.without_autocast(call.hidden.device):
-                divergence, statistics, _ = engine.forward(pair, options)
+                divergence, statistics, *_ = engine.forward(pair, options)
             found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
     return _spread(pair.student.live, call.hidden.shape[:-1], found)
 
@@ -286,7 +293,7 @@ def _in_one_pass(call: DivergenceCall, token_weights: Tensor, pair: Pair, option
     factors = live.gather(token_weights.float().reshape(-1))
     inputs = call.hidden, call.weight, call.bias
     needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
-    (divergence, statistics, _), gradients = _engine_in_one_pass(pair, options, factors, needs)
+    (divergence, statistics, *_), gradients = _engine_in_one_pass(pair, options, factors, needs)
     loss = (factors * divergence).sum()
     if gradients is not None:
         loss, _ = WithGradients.apply(loss, *inputs, gradients, None, None)
@@ -351,12 +358,13 @@ class LinearDivergence(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, options):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
-            divergence, statistics, value = engine.forward(pair, options)
+            bounded = options.student.grad_tolerance > 0
+            divergence, statistics, value, bounds = engine.forward(pair, options, bounded=bounded)
         teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
         ctx.save_for_backward(
             hidden, weight, bias, low_inputs, low_weight, pair.student.targets,
             teacher.hidden, teacher.weight, teacher.bias,
-            *known, statistics.logps, statistics.entropy,
+            *known, statistics.logps, statistics.entropy, *(bounds or ()),
         )  # fmt: skip
         ctx.live, ctx.vocab, ctx.options = pair.student.live, pair.vocab, options
         if statistics.teacher_logps is not None:
@@ -376,8 +384,10 @@ class LinearDivergence(torch.autograd.Function):
             weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
-                tokens = _token_gradients(saved[9:], grads)
-                found = engine.backward(pair, ctx.options, tokens, ctx.needs_input_grad[:5])
+                tokens, bounds = _token_gradients(saved[9:14], grads), saved[14:]
+                found = divergence_parts.backward(
+                    pair, ctx.options, TileBounds._make(bounds) if bounds else None, tokens, ctx.needs_input_grad[:5]
+                )
         return *found, None, None
 
 

@@ -9,17 +9,22 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
               with S = sum_v p_v (log p_v - log m_v)
 
 The first two come out of one fold. A mixture needs both normalisers at every entry, so it is a second step.
+
+For a backward that leaves out what is negligible, the same steps leave sums of each token over each tile of TILE_VOCAB
+entries, see `TileSums`.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_rl.kernels.eager import entropy_term, put_at_targets, times_derivative, transformed
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
+TILE_VOCAB = 1024  # entries of a tile of `TileSums`, a block of Triton's kernels
 
 
 class Measure(NamedTuple):
@@ -106,6 +111,47 @@ class MixtureSums(NamedTuple):
         return MixtureSums(self.student[rows], self.teacher[rows])
 
 
+class TileSums(NamedTuple):
+    """Sums of each token over each tile of TILE_VOCAB entries, (n, tiles) float32, written by the step that knows y.
+
+    Each measure has an x_v and a y_v, of which `divergence_tiles` makes the gradient's sum and its sum of squares:
+
+        forward   x = exp(z - peak), y = exp(t - teacher_peak)                      in `fold_pair`
+        reverse   x = exp(z - peak), y = x ((z - peak) - (t - teacher_peak))        in `fold_pair`
+        mixture   x = p, y = p (log p - log m)                                      in `mix_pair`
+    """
+
+    x: Tensor  # sum_v x_v
+    y: Tensor
+    xx: Tensor  # sum_v x_v^2
+    xy: Tensor
+    yy: Tensor
+    peak: Tensor | None  # running ones, of the tiles up to this one; None of a mixture
+    teacher_peak: Tensor | None
+
+    @classmethod
+    def unwritten(cls, n: int, vocab: int, device: torch.device, measure: Measure) -> "TileSums":
+        fields = 5 if measure.kind == MIXTURE else 7
+        parts = torch.empty(fields, n, -(-vocab // TILE_VOCAB), dtype=torch.float32, device=device).unbind()
+        return cls(*parts[:5], *(parts[5:] or (None, None)))
+
+    def part(self, tokens: slice, first: int) -> "TileSums":
+        """Views of some tokens from the tile on whose first entry is `first`."""
+        assert first % TILE_VOCAB == 0
+        at = first // TILE_VOCAB
+        return TileSums._make(None if part is None else part[tokens, at:] for part in self)
+
+    def write(self, x: Tensor, y: Tensor, peaks: tuple[Tensor, Tensor] | None = None) -> None:
+        """Of (n, v) numbers, into the first tiles."""
+        x, y = (pad(part, (0, -part.shape[1] % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB)) for part in (x, y))
+        for out, values in zip(self, (x, y, x * x, x * y, y * y), strict=False):
+            assert out is not None
+            out[:, : values.shape[1]] = values.sum(-1)
+        for out, peak in zip(self[5:], peaks or (), strict=False):
+            assert out is not None
+            out[:, : x.shape[1]] = peak[:, None]
+
+
 class PairGradients(NamedTuple):
     """What the gradient of a tile of the student's logits needs of each token, (n,) float32 each."""
 
@@ -132,6 +178,7 @@ def fold_pair(
     first: int,  # vocabulary id of the tiles' first column
     measure: Measure,
     state: PairFold,  # updated in place
+    sums: TileSums | None = None,  # from the tile on whose first column is `first`, written
 ) -> None:
     z, t = (transformed(*tile) for tile in (student, teacher))
     peak = torch.maximum(state.peak, z.amax(-1))
@@ -142,6 +189,9 @@ def fold_pair(
     exp, teacher_exp = a.exp(), b.exp()
     if state.moment is not None:
         state.moment.copy_(_around(state.moment, kept, lower, state.sum_exp) + _weighted(exp, a))
+    if sums is not None and measure.kind != MIXTURE:
+        y = teacher_exp if measure.kind == FORWARD else torch.where(exp > 0, exp * (a - b), 0.0)
+        sums.write(exp, y, (peak, teacher_peak))
     if state.gap is not None and measure.kind == FORWARD:
         before = _around(state.gap, teacher_kept, teacher_lower - lower, state.teacher_sum_exp)
         state.gap.copy_(before + _weighted(teacher_exp, b - a))
@@ -171,11 +221,20 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 
 
 def mix_pair(
-    student: Tile, teacher: Tile, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
+    student: Tile,
+    teacher: Tile,
+    measure: Measure,
+    lse: Tensor,
+    teacher_lse: Tensor,
+    sums: MixtureSums,  # updated in place
+    tiles: TileSums | None = None,  # as in `fold_pair`
 ) -> None:
     """A mixture's second step, with both normalisers known."""
     log_p, log_q = (transformed(*tile) - n[:, None] for tile, n in ((student, lse), (teacher, teacher_lse)))
     over_mixture, teacher_over_mixture = _over_mixture(log_q - log_p, measure.beta)
+    if tiles is not None:
+        p = log_p.exp()
+        tiles.write(p, torch.where(p > 0, p * over_mixture, 0.0))
     sums.student.add_(_weighted(log_p.exp(), over_mixture))
     sums.teacher.add_(_weighted(log_q.exp(), teacher_over_mixture))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.divergence import Measure, MixtureSums, PairFold, PairGradients, Tile
+from liger_rl.kernels.divergence import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     gradient,
@@ -21,6 +21,7 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
+NO_SUMS = TileSums._make([None] * 7)
 FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
 
 
@@ -61,9 +62,19 @@ def _over_mixture(gap, beta):
 
 
 @triton.jit
+def _store_sums(tiles, place, x, y):
+    """Of one block, a tile of its own."""
+    tl.store(tiles.x + place, tl.sum(x))
+    tl.store(tiles.y + place, tl.sum(y))
+    tl.store(tiles.xx + place, tl.sum(x * x))
+    tl.store(tiles.xy + place, tl.sum(x * y))
+    tl.store(tiles.yy + place, tl.sum(y * y))
+
+
+@triton.jit
 def _fold_block(
     logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside,
-    peak, total, teacher_peak, teacher_total, gap, moment, KIND: tl.constexpr, MOMENT: tl.constexpr,
+    peak, total, teacher_peak, teacher_total, gap, moment, tiles, place, KIND: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     """-> the running numbers of a `PairFold` but the targets with one block more."""
     z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
@@ -84,6 +95,10 @@ def _fold_block(
         gap = _gap_around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
     elif KIND == REVERSE:
         gap = _gap_around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
+    if tiles.x is not None:
+        tl.store(tiles.peak + place, new_peak)
+        tl.store(tiles.teacher_peak + place, new_teacher_peak)
+        _store_sums(tiles, place, exp, teacher_exp if KIND == FORWARD else tl.where(exp > 0.0, exp * (a - b), 0.0))
     total = total * kept + tl.sum(exp)
     teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
@@ -101,6 +116,8 @@ def _fold_pair_kernel(
     teacher_steps,
     targets,
     state,  # `PairFold`, updated
+    tiles,  # `TileSums`, a block of columns each, or one of Nones
+    tiles_stride,
     columns,
     first,
     KIND: tl.constexpr,
@@ -126,18 +143,19 @@ def _fold_pair_kernel(
         z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, target, hit)
         tl.store(state.target + token, z, mask=hit)
         tl.store(state.teacher_target + token, t, mask=hit)
+    place = token * tiles_stride
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, start + tl.arange(0, BLOCK), None,
-            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
     # What is left of the row apart, so that the loop needs no mask.
     for start in range(whole, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
             logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, column < columns,
-            peak, total, teacher_peak, teacher_total, gap, moment, KIND, MOMENT,
+            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
     tl.store(state.peak + token, peak)
     tl.store(state.sum_exp + token, total)
@@ -162,6 +180,8 @@ def _mix_pair_kernel(
     lse,
     teacher_lse,
     sums,  # `MixtureSums`, updated
+    tiles,  # as in `_fold_pair_kernel`
+    tiles_stride,
     columns,
     beta,
     BLOCK: tl.constexpr,
@@ -180,7 +200,10 @@ def _mix_pair_kernel(
         log_p = z - norm
         log_q = t - teacher_norm
         over, teacher_over = _over_mixture(log_q - log_p, beta)
-        student_sum += _weighted(tl.exp(log_p), over)
+        p = tl.exp(log_p)
+        if tiles.x is not None:
+            _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
+        student_sum += _weighted(p, over)
         teacher_sum += _weighted(tl.exp(log_q), teacher_over)
     tl.store(sums.student + token, student_sum)
     tl.store(sums.teacher + token, teacher_sum)
@@ -245,26 +268,41 @@ def _grad_pair_kernel(
     tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def fold_pair(student: Tile, teacher: Tile, targets: Tensor, first: int, measure: Measure, state: PairFold) -> None:
+def fold_pair(
+    student: Tile,
+    teacher: Tile,
+    targets: Tensor,
+    first: int,
+    measure: Measure,
+    state: PairFold,
+    sums: TileSums | None = None,
+) -> None:
     """As `divergence.fold_pair`; the last dimension of logits must be contiguous, here as in the others."""
     n, columns = student.logits.shape
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), targets.contiguous(), state, columns, first,
+                *_given(student), *_given(teacher), targets.contiguous(), state,
+                *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
 def mix_pair(
-    student: Tile, teacher: Tile, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums
+    student: Tile,
+    teacher: Tile,
+    measure: Measure,
+    lse: Tensor,
+    teacher_lse: Tensor,
+    sums: MixtureSums,
+    tiles: TileSums | None = None,
 ) -> None:
     """As `divergence.mix_pair`."""
     n, columns = student.logits.shape
     if n:
         with on(student.logits.device):
             _mix_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), lse, teacher_lse, sums, columns, measure.beta,
+                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
                 BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -289,6 +327,12 @@ def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
     assert tile.logits.stride(-1) == 1
     bias = None if tile.bias is None else tile.bias.contiguous()
     return tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform)
+
+
+def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
+    """Sums and the elements between two tokens of them, as kernels take them."""
+    assert BLOCK == TILE_VOCAB
+    return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
 
 
 def _block(columns: int) -> int:

@@ -374,7 +374,12 @@ BAD = [
     ({"beta": 0.3}, ValueError, 'beta is an option of kind="jsd" alone'),
     ({"vocab": 132}, ValueError, "vocab must be at most the 131"),
     ({"vocab": 0}, ValueError, "vocab must be at least 1"),
-    ({"grad_tolerance": 1e-3}, TypeError, "takes no grad_tolerance"),
+    ({"grad_tolerance": 1.0}, ValueError, "grad_tolerance must be in"),
+    (
+        {"token_weights": torch.zeros(3, 7), "grad_tolerance": 0.1},
+        ValueError,
+        "grad_tolerance must be 0.0 with token_w",
+    ),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
     ({"max_extra_bytes": 1 << 30}, TypeError, "takes no max_extra_bytes"),
     ({"vocab_parallel": object()}, TypeError, "takes no vocab_parallel"),

@@ -8,7 +8,20 @@ import torch
 
 from liger_rl import LogitTransform
 from liger_rl.kernels import divergence, divergence_triton
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, MixtureSums, PairFold, PairGradients, Tile
+from liger_rl.kernels.divergence import (
+    FORWARD,
+    MIXTURE,
+    REVERSE,
+    TILE_VOCAB,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    Tile,
+    TileSums,
+)
+from liger_rl.kernels.divergence_tiles import TileBounds
+from liger_rl.kernels.eager import transformed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MEASURES = [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.25)]
@@ -108,3 +121,45 @@ def test_nearly_equal_distributions(kernels, measure):
         truth = (beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
     torch.testing.assert_close(value.double(), truth, rtol=0.0, atol=3e-7)
     assert (truth > 1e-6).all()
+
+
+@pytest.mark.parametrize("kernels", [divergence_triton, divergence])
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("transforms", TRANSFORMS)
+def test_sums_and_bounds_of_tiles(kernels, measure, transforms):
+    """Against float64; the last token's heads are so near that what is known of their difference is a bound alone."""
+    first, vocab = 2 * TILE_VOCAB, 3 * TILE_VOCAB + 100
+    heads = [4 * torch.randn(N, vocab, device=DEVICE) for _ in transforms]
+    heads[1][4] = heads[0][4] + 1e-4 * torch.randn(vocab, device=DEVICE)
+    student, teacher = (Tile(x, None, transform) for x, transform in zip(heads, transforms, strict=True))
+    log_p, log_q = (
+        transformed(tile.logits, None, tile.transform).double().log_softmax(-1) for tile in (student, teacher)
+    )
+    state, tiles = (
+        PairFold.start(N, DEVICE, measure, entropy=False, targets=False),
+        TileSums.unwritten(N, vocab, DEVICE, measure),
+    )
+    tiles.x.fill_(torch.nan)
+    sums, targets = MixtureSums(*torch.zeros(2, N, device=DEVICE)), torch.zeros(N, device=DEVICE)
+    parts = [(at.start, split(student, at), split(teacher, at)) for at in (slice(0, first), slice(first, vocab))]
+    for start, own, other in parts:
+        kernels.fold_pair(own, other, targets, start, measure, state, tiles.part(slice(N), start))
+    found = divergence.PairStatistics.of(state, measure)
+    over, value = log_p - log_q, found.divergence
+    if measure.kind == MIXTURE:
+        for start, own, other in parts:
+            kernels.mix_pair(own, other, measure, *found[:2], sums, tiles.part(slice(N), start))
+        value, beta = sums.student, measure.beta
+        over = log_p - torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    p = log_p.exp()
+    grad = p - log_q.exp()
+    if measure.kind != FORWARD:
+        share = 1 - measure.beta if measure.kind == MIXTURE else 1.0
+        grad = share * p * (over - (p * over).sum(-1, keepdim=True))
+    grad = torch.nn.functional.pad(grad, (0, -vocab % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB))
+    bounds, norm = TileBounds.of(tiles, measure, *found[:2], value), grad.norm(dim=2)
+    assert (bounds.most >= norm).all()
+    assert (bounds.least <= norm.square().sum(1)).all()
+    assert (bounds.most[:4] <= 1.1 * norm[:4] + 1e-6).all()
+    assert (bounds.least[:4] >= 0.9 * norm[:4].square().sum(1)).all()
+    torch.testing.assert_close(bounds.total.double(), grad.sum(2), rtol=1e-4, atol=1e-5)

@@ -23,16 +23,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.engines.one_pass import OnePassPlan, _Totals, free_tile_vocab
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
-from liger_rl.head.engines.two_pass import _WeightTotal
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.devices import compiles
-from liger_rl.kernels.divergence import MIXTURE, Measure, MixtureSums, PairFold, PairGradients, PairStatistics, Tile
+from liger_rl.kernels.divergence import (
+    MIXTURE,
+    TILE_VOCAB,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    PairStatistics,
+    Tile,
+    TileSums,
+)
+from liger_rl.kernels.divergence_tiles import TileBounds
 
 # Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
@@ -61,6 +72,7 @@ class PairValues(NamedTuple):
     statistics: PairStatistics
     # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
     value: Tensor
+    bounds: TileBounds | None = None  # where they were asked for and there can be some
 
 
 class _Side:
@@ -109,28 +121,45 @@ def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[_Sid
     return _Side(student, options.student), _Side(teacher, options.teacher)
 
 
-def forward(pair: Pair, options: PairOptions) -> PairValues:
-    """Statistics of every token that counts."""
+def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
+    """Statistics of every token that counts, and bounds where they are asked for.
+
+    There are none where a chunk is named, under the student's softcap, beside a low-rank term and of a sharded
+    vocabulary.
+    """
     student, teacher = _sides(pair, options, pair.student.live)
     measure, targets = options.measure, student.rows.targets
     n, device = student.factor.shape[0], student.factor.device
     kernels = for_device(device)
     state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+    tile_sums = None
+    bounded = bounded and not options.student.names_chunk and options.student.transform.softcap is None
+    if bounded and student.low_rank is None and student.rows.shard is None:
+        tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
+
+    def sums_of(part: slice, first: int) -> TileSums | None:
+        return None if tile_sums is None else tile_sums.part(part, first)
+
+    def finished(values: PairValues) -> PairValues:
+        if tile_sums is None:
+            return values
+        lse, teacher_lse = values.statistics[:2]
+        return values._replace(bounds=TileBounds.of(tile_sums, measure, lse, teacher_lse, values.value))
 
     def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
-        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part))
+        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))
 
     if measure.kind != MIXTURE:
-        _sweep(pair, student, teacher, _tiles(pair, options, n), fold)
+        _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
         statistics = PairStatistics.of(state, measure)
         assert statistics.divergence is not None
-        return PairValues(statistics.divergence, statistics, statistics.divergence)
+        return finished(PairValues(statistics.divergence, statistics, statistics.divergence))
 
     sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
 
-    def mix(own: Tile, other: Tile, part: slice, _first: int) -> None:
+    def mix(own: Tile, other: Tile, part: slice, first: int) -> None:
         known = PairStatistics.of(state.take(part), measure)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
+        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first))
 
     def fold_and_mix(*given) -> None:
         fold(*given)
@@ -140,10 +169,10 @@ def forward(pair: Pair, options: PairOptions) -> PairValues:
     if tokens is not None:
         _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
     else:
-        tiles = _tiles(pair, options, n)
+        tiles = _tiles(pair, options, n, whole=tile_sums is not None)
         for step in (fold, mix):
             _sweep(pair, student, teacher, tiles, step)
-    return PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student)
+    return finished(PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student))
 
 
 def _mixed(measure: Measure, sums: MixtureSums) -> Tensor:
@@ -166,13 +195,23 @@ def _bytes_per_logit(device: torch.device) -> int:
     return 8 if compiles(device) else 48
 
 
-def _tiles(pair: Pair, options: PairOptions, tokens: int, *, bytes_per_gradient: int = 0) -> Tiles:
+def _tiles(
+    pair: Pair,
+    options: PairOptions,
+    tokens: int,
+    *,
+    bytes_per_gradient: int = 0,
+    whole: bool = False,  # tiles of `TileSums`
+) -> Tiles:
     device = pair.student.hidden.device
     hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
-    return plan_tiles(
+    tiles = plan_tiles(
         tokens, pair.vocab, hidden_size, device, options.student,
         bytes_per_logit=_bytes_per_logit(device) + bytes_per_gradient,
     )  # fmt: skip
+    if not whole or tiles.vocab == pair.vocab:
+        return tiles
+    return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
 
 
 def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
@@ -186,7 +225,13 @@ def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
 
 def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
     """Gradients of the student; `tokens` are the numbers of those that count."""
-    live, tokens = _with_gradient(pair.student.live, tokens)
+    return dense_backward(pair, options, *_with_gradient(pair.student.live, tokens), needs)
+
+
+def dense_backward(
+    pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs
+) -> Gradients:
+    """Of the tokens in `live`, whose numbers `tokens` are."""
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
     found = _gradients(pair, options, *_sides(pair, options, live), tokens, needs)
     return found.of_all_tokens(live, pair.student)
@@ -212,66 +257,27 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
 def _gradients(
     pair: Pair, options: PairOptions, student: _Side, teacher: _Side, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `two_pass.gradients`, from pairs of tiles; those of entries that are padding are 0."""
-    rows, dtype, vocab = student.rows, options.student.compute_dtype, pair.vocab
-    weight, bias, low_rank = rows.weight, rows.bias, student.low_rank
-    n, device = student.factor.shape[0], weight.device
-    hidden = student.factor[:, : rows.hidden.shape[1]]
-    low_inputs = None if low_rank is None else low_rank.inputs.to(dtype)
-    kernels = for_device(device)
-    bytes_per_gradient = dtype.itemsize if dtype != torch.float32 else 0
-    tiles = _tiles(pair, options, n, bytes_per_gradient=bytes_per_gradient)
-    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
-    grad_weight = _empty_like(weight, vocab) if needs[1] else None
-    grad_bias = _empty_like(bias, vocab) if bias is not None and needs[2] else None
-    grad_inputs = grad_low = None
-    if low_rank is not None:
-        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
-        grad_low = _empty_like(low_rank.weight, vocab) if needs[4] else None
+    """From pairs of tiles; those of entries that are padding are 0."""
+    rows, dtype = student.rows, options.student.compute_dtype
+    kernels = for_device(rows.weight.device)
+    tiles = _tiles(
+        pair, options, tokens.lse.numel(), bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0
+    )
+    factors: dict[int, list[Tensor]] = {}
 
-    def tile_gradient(part: slice, factor: Tensor, teacher_factor: Tensor, first: int) -> Tensor:
-        own, other = student.tile(part, factor, first), teacher.tile(part, teacher_factor, first)
+    def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
+        if first not in factors:  # of the tile before, which parts of the tokens share
+            factors.clear()
+            factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
+        part = slice(start, stop)
+        own, other = (
+            side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
+        )
         out = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
         kernels.grad_pair(own, other, rows.targets[part], first, options.measure, tokens.take(part), out)
         return out
 
-    token_spans = spans(n, tiles.tokens)
-    for first, last in spans(vocab, tiles.vocab):
-        weight_tile = student.weight_tile(first, last)
-        factor = student.factor_tile(weight_tile, first)
-        teacher_factor = teacher.factor_tile(teacher.weight_tile(first, last), first)
-        totals = [
-            _WeightTotal(grad, first, last, parts=len(token_spans), compute_dtype=dtype)
-            for grad in (grad_weight, grad_low)
-        ]
-        bias_total = None
-        if grad_bias is not None:
-            bias_total = torch.zeros(last - first, dtype=torch.float32, device=device)
-        for start, stop in token_spans:
-            part = slice(start, stop)
-            tile = tile_gradient(part, factor, teacher_factor, first)
-            if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[part], tile, weight_tile)
-            totals[0].add(tile, hidden[part])
-            if low_rank is not None and low_inputs is not None:
-                if grad_inputs is not None:
-                    gemm.accumulate(grad_inputs[part], tile, low_rank.weight[first:last].to(dtype))
-                totals[1].add(tile, low_inputs[part])
-            if bias_total is not None:
-                bias_total += gemm.column_sums(tile)
-            del tile  # or it would stay alive while the next pair is allocated
-        for total in totals:
-            total.store()
-        if grad_bias is not None and bias_total is not None:
-            grad_bias[first:last] = bias_total
-    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
-
-
-def _empty_like(values: Tensor, vocab: int) -> Tensor:
-    """For a gradient of the first `vocab` rows; the others get 0."""
-    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    out[vocab:] = 0
-    return out
+    return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
 
 
 def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_rl.head.engines.interface import Gradients, Head, Needs, with_gradient
-from liger_rl.head.engines.tiles import plan_tiles, spans
+from liger_rl.head.engines.tiles import Tiles, plan_tiles, spans
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
@@ -139,10 +139,12 @@ TileGradient = Callable[[int, int, int, int], Tensor]
 def gradients(
     rows: Head,
     options: EngineOptions,
-    tokens: TokenGradients,
+    tokens: TokenGradients | None,  # None beside `known`
     needs: Needs,
     *,
     known: TileGradient | None = None,  # in place of recomputed tiles
+    tiles: Tiles | None = None,
+    vocab: int | None = None,  # entries that count; the others get 0
 ) -> Gradients:
     """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
     weight.
@@ -152,31 +154,34 @@ def gradients(
     """
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
-    n, vocab = hidden.shape[0], weight.shape[0]
+    n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
     factor = hidden  # what a tile of logits is recomputed from
     if low_rank is not None:
-        factor, low_inputs = low_rank.beside_rows(hidden), low_rank.inputs.to(options.compute_dtype)
-        hidden = factor[:, : hidden.shape[1]]
+        low_inputs = low_rank.inputs.to(options.compute_dtype)
+        if known is None:
+            factor = low_rank.beside_rows(hidden)
+            hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
     free = options.chunks_are_free and rows.temperatures is None
     epilogue = epilogue_for(factor, weight) if free else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
-    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
+    tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     in_place = rows.weight_grad is not None
     grad_weight = rows.weight_grad if needs[1] else None
     if needs[1] and not in_place:
-        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    grad_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
+        grad_weight = unwritten(weight, vocab)
+    grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
     grad_inputs = grad_low = None
     if low_rank is not None:
         grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
-        grad_low = torch.empty_like(low_rank.weight) if needs[4] else None
+        grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
 
     def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
         if known is not None:
             return known(first, first + weight_tile.shape[0], start, stop)
+        assert tokens is not None
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
         if epilogue is not None:
@@ -201,7 +206,8 @@ def gradients(
         low_total = _WeightTotal(grad_low, first, last, parts=parts, compute_dtype=options.compute_dtype)
         if low_rank is not None:
             low_tile = low_rank.weight[first:last].to(options.compute_dtype)
-            factor_tile = low_rank.beside_tile(weight_tile, first)
+            if known is None:
+                factor_tile = low_rank.beside_tile(weight_tile, first)
         bias_total = None
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
@@ -226,6 +232,13 @@ def gradients(
     if pending is not None:
         pending.wait()
     return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
+
+
+def unwritten(values: Tensor, vocab: int) -> Tensor:
+    """For a gradient of the first `vocab` rows; the others get 0."""
+    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    out[vocab:] = 0
+    return out
 
 
 class _WeightTotal:

@@ -1,0 +1,133 @@
+"""Divergence of a trained model from what it was before, beside TRL's op: `python -m benchmark.divergence_policy`.
+
+What a tolerance saves depends on how sure a student is, and on where it differs from its teacher. The model of
+`benchmark.real_policy` is trained for `--minutes`. It is the teacher, and the student is itself after EARLIER of that
+time, both on held-out text and at each of TEMPERATURES, by which their hidden states are divided. Reading the text and
+learning the vocabulary take a minute more.
+"""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmark import real_policy
+from benchmark.divergence import COLUMNS, WAYS, Gold, Heads, Way, in_float64, measure
+from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.table import Columns, environment_line, markdown_table, number
+from liger_rl import linear_divergence
+from liger_rl.head.engines import divergence_parts
+
+PREFIX = "divergence-policy-"
+TEMPERATURES = (1.0, 0.6)
+EARLIER = 0.75
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+GOLD_TOKENS = 256  # whose logits are in float64 at a time
+
+
+def make_pair(minutes: float, device: str) -> Heads:
+    """With float32 hidden states."""
+    recipe = real_policy.FULL if device == "cuda" else real_policy.TOY
+    model, tokens, contexts = real_policy.prepare(recipe, device)
+    heads: list[Tensor] = []
+    for share in (EARLIER, 1.0 - EARLIER):
+        model.train()
+        real_policy.train(model, tokens, recipe, 60 * minutes * share, device)
+        heads += real_policy.head_of(model, contexts, device)
+    return Heads(*heads)
+
+
+def _tolerance(grad_tolerance: float) -> Way:
+    def way(heads: Heads, kind: str, factors: Tensor) -> tuple[Tensor, Tensor]:
+        found = linear_divergence(*heads, kind=kind, grad_tolerance=grad_tolerance).divergence
+        return found, (found * factors).sum()
+
+    return way
+
+
+def kept_share(way: Way, heads: Heads, kind: str) -> float | None:
+    """Of the parts of the gradient of a mean; None where nothing was chosen."""
+    found, choose = [], divergence_parts.choose
+
+    def recorded(*given: Any) -> Tensor:
+        found.append(choose(*given))
+        return found[-1]
+
+    divergence_parts.choose = recorded
+    try:
+        hidden = heads.hidden.detach().requires_grad_()
+        way(heads._replace(hidden=hidden), kind, torch.ones_like(hidden[:, 0], dtype=torch.float32))[1].backward()
+    finally:
+        divergence_parts.choose = choose
+    return found[0].double().mean().item() if found else None
+
+
+def gold_of_all(heads: Heads, kind: str) -> Gold:
+    """A tolerance finds what is negligible among all tokens, so the errors are of all."""
+    rows = torch.arange(heads.hidden.shape[0], device=heads.hidden.device)
+    parts = [in_float64(heads, kind, part) for part in rows.split(GOLD_TOKENS)]
+    values, grad_hidden, grad_weight = zip(*parts, strict=True)
+    return Gold(rows, (torch.cat(values), torch.cat(grad_hidden), torch.stack(grad_weight).sum(0)))
+
+
+def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
+    ways = WAYS | {f"liger_rl, {name}": partial(_tolerance, float(name)) for name in ("1e-4", "1e-3")}
+    dtype = pair.weight.dtype
+    for temperature in TEMPERATURES:
+        hidden, teacher_hidden = ((part / temperature).to(dtype) for part in (pair.hidden, pair.teacher_hidden))
+        heads = pair._replace(hidden=hidden, teacher_hidden=teacher_hidden)
+        with torch.no_grad():
+            values = linear_divergence(*heads, entropy=True)
+        assert values.entropy is not None
+        about = {
+            "tokens": hidden.shape[0],
+            "vocab": pair.weight.shape[0],
+            "hidden_size": hidden.shape[1],
+            "dtype": str(dtype).split(".")[1],
+            "temperature": temperature,
+            "entropy": values.entropy.mean().item(),
+            "divergence": values.divergence.mean().item(),
+        }
+        for kind in KINDS:
+            gold, floor = gold_of_all(heads, kind), None
+            for name, make in ways.items():
+                row = measure(make, heads, kind, device, gold)
+                if row["status"] == "ok":
+                    floor = floor or (row["step_ms"] if name == "TRL" else None)
+                    row["x_trl"] = floor and row["step_ms"] / floor
+                    row["kept_share"] = kept_share(make(), heads, kind)
+                yield {**about, "kind": kind, "variant": name, **row}
+
+
+WITH_KEPT: Columns = COLUMNS | {"kept": number("kept_share", ".1%")}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = []
+    for row in results["rows"]:
+        what = f"entropy {row['entropy']:.1f} nats, KL {row['divergence']:.2f}"
+        lines.append((f"{row['kind']}, {what}: {row['variant']}", row))
+    return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(WITH_KEPT, lines)}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.divergence_policy", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    arguments = parser.parse_args()
+    environment = describe("auto")
+    device = environment["device"]
+    rows = list(rows_of(make_pair(arguments.minutes, device), device))
+    results = {"environment": environment, "rows": rows}
+    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
+    write_results(target, results)
+    print(markdown(results))
+    print(f"written: {target}")
+
+
+if __name__ == "__main__":
+    main()
