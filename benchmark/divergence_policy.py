@@ -32,7 +32,7 @@ GOLD_TOKENS = 256  # whose logits are in float64 at a time
 def make_pair(minutes: float, device: str) -> Heads:
     """With float32 hidden states."""
     recipe = real_policy.FULL if device == "cuda" else real_policy.TOY
-    model, tokens, contexts = real_policy.prepare(recipe, device)
+    model, _, _, tokens, contexts = real_policy.prepare(recipe, device)
     heads: list[Tensor] = []
     for share in (EARLIER, 1.0 - EARLIER):
         model.train()
