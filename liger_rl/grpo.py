@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
+from liger_rl.head.divergence import BETA, DivergenceCall, check_not_compiling, measure_of
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.low_rank import LowRank
@@ -35,9 +36,19 @@ from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
+from liger_rl.reference_loss import ReferenceHead, check_exact_options, loss_with_reference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# What does not go with an exact KL, and why.
+NOT_EXACT = {
+    "support": "the KL is over the whole vocabulary",
+    "weight_grad": "the weight's gradient is returned to autograd",
+    "vocab_parallel": "both weights must be whole on every rank",
+    "ref_per_token_logps": "the reference's head gives them",
+}
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -71,7 +82,10 @@ class FusedLinearGRPOLoss(nn.Module):
             it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
+            kl_estimator="exact" and beta > 0 the call needs a `reference`. One pass then takes `token_local` parts
+            and a chunk of up to 1 GiB on CUDA, and "auto" takes it where no float32 sum of a 16-bit weight's gradient
+            is needed. Not with grad_tolerance, batch_invariant or max_extra_bytes.
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.
@@ -119,6 +133,8 @@ class FusedLinearGRPOLoss(nn.Module):
             fixed_shape=fixed_shape,
             batch_invariant=batch_invariant,
         )
+        if self.terms.kl.exact:
+            check_exact_options(self.options)
 
     def forward(
         self,
@@ -133,6 +149,7 @@ class FusedLinearGRPOLoss(nn.Module):
         support: Support | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
+        reference: ReferenceHead | None = None,
         **columns: "Unpack[BatchColumns]",
     ) -> PolicyLoss:
         """Policy loss of one batch.
@@ -152,6 +169,10 @@ class FusedLinearGRPOLoss(nn.Module):
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
             vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
                 the same on every rank of its group, and so is the loss.
+            reference: the reference policy's hidden states and head, for kl_estimator="exact" alone. Its
+                log-probabilities come out of the same products. Objectives and corrections see them as
+                `ref_per_token_logps`, which must not be given then. Not with support or weight_grad, nor under
+                torch.compile.
             columns: the other fields of `PolicyBatch`: old_per_token_logps, ref_per_token_logps,
                 sampling_per_token_logps, importance_ratio, segments, num_sequences and num_items_in_batch.
 
@@ -165,6 +186,15 @@ class FusedLinearGRPOLoss(nn.Module):
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
+        if self.terms.kl.exact:
+            beside = {"support": support, "weight_grad": weight_grad, "vocab_parallel": vocab_parallel}
+            tensors = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
+            return self._with_reference(reference, selected_token_ids, batch, tensors, beside)
+        if reference is not None:
+            raise ValueError(
+                'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
+                "ref_per_token_logps, such as `reference_logps` returns"
+            )
         others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *others):
             if self.options.fixed_shape and vocab_parallel is not None:
@@ -216,6 +246,51 @@ class FusedLinearGRPOLoss(nn.Module):
             count = counted_tokens(ids, call.mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
+
+    def _with_reference(
+        self,
+        reference: ReferenceHead | None,
+        ids: Tensor,
+        batch: PolicyBatch,
+        tensors: dict[str, Any],
+        beside: dict[str, Any],
+    ) -> PolicyLoss:
+        """With the exact KL. `tensors` are the policy's head, `beside` what must be None."""
+        check_not_compiling('A loss with kl_estimator="exact"')
+        if not isinstance(reference, ReferenceHead):
+            raise ValueError(
+                'reference must be a ReferenceHead with kl_estimator="exact", whose KL is of the whole distributions; '
+                f"got {type(reference).__name__}"
+            )
+        for name, given in (*beside.items(), ("ref_per_token_logps", batch.ref_per_token_logps)):
+            if given is not None:
+                raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
+        call = DivergenceCall(
+            **tensors,
+            teacher_hidden=reference.hidden,
+            teacher_weight=reference.weight,
+            teacher_bias=reference.bias,
+            teacher_transform=reference.transform or self.transform,
+            measure=measure_of("reverse_kl", BETA),
+            mask=batch.completion_mask,
+            targets=ids,
+            vocab=reference.vocab,
+            options=self.options,
+            teacher_name="reference.",
+            targets_name="selected_token_ids",
+        )
+        call.check_before_gather()
+        call.check()
+        given = self.terms.check(batch, ids.shape, ids.device)
+
+        def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
+            counted = counted_tokens(ids, batch.completion_mask)
+            if self.options.fixed_shape:
+                counted = counted & (ids < (reference.vocab or tensors["weight"].shape[0]))
+            known = replace(given, mask=counted, ref_per_token_logps=ref_per_token_logps)
+            return self.terms.prepared(known, torch.float32)
+
+        return loss_with_reference(call, self.terms, prepare, self.passes)
 
     def _one_pass(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
         """None for two passes, whatever tokens count."""

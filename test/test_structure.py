@@ -19,9 +19,20 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # Room -> what of the package it may import, as prefixes of module names. The one direction is integrations -> grpo,
 # from_logits -> logprobs, divergence, policy -> head, given_logits -> kernels.
 ALLOWED = {
-    "__init__": ["grpo", "from_logits", "logprobs", "divergence", "head", "policy", "distributed", "kernels.transform"],
+    "__init__": [
+        "grpo",
+        "reference_loss",
+        "from_logits",
+        "logprobs",
+        "divergence",
+        "head",
+        "policy",
+        "distributed",
+        "kernels.transform",
+    ],
     "integrations": [""],
-    "grpo": ["one_pass_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
+    "grpo": ["one_pass_loss", "reference_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
+    "reference_loss": ["one_pass_loss", "head", "policy", "kernels"],
     "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
     "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
     "logprobs": ["head", "given_logits", "distributed", "kernels"],

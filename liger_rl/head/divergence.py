@@ -18,14 +18,14 @@ from liger_rl.head.checks import (
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines.divergence import Pair, PairOptions, PairValues
-from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
+from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
+from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
 
@@ -73,11 +73,11 @@ WITHOUT = {
 }
 
 
-def check_not_compiling() -> None:
+def check_not_compiling(what: str = "linear_divergence") -> None:
     """Raise where the call would have to be a part of a graph; one that may be broken is broken around it."""
     if torch.compiler.is_compiling():
         raise ValueError(
-            "linear_divergence does not run under torch.compile, whose graphs do not hold its engine; call it outside "
+            f"{what} does not run under torch.compile, whose graphs do not hold its engine; call it outside "
             "the compiled function"
         )
 
@@ -131,18 +131,23 @@ class DivergenceCall:
     options: HeadOptions
     # The teacher's tensors may require a gradient, and get none all the same.
     teacher_may_require_grad: bool = False
+    # The caller's names, for messages.
+    teacher_name: str = "teacher_"
+    targets_name: str = "targets"
 
     def check_before_gather(self) -> None:
         """Raise for what can be seen of tensors that need not be whole."""
         check_transform(self.teacher_transform)
-        for name, transform in (("transform", self.options.transform), ("teacher_transform", self.teacher_transform)):
+        named = f"{self.teacher_name}transform", self.teacher_transform
+        for name, transform in (("transform", self.options.transform), named):
             if transform.per_token:
                 raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
-        teacher = {name: getattr(self, name) for name in ("teacher_hidden", "teacher_weight", "teacher_bias")}
+        parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
+        teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
         given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, **teacher}
-        given |= {"mask": self.mask, "targets": self.targets}
+        given |= {"mask": self.mask, self.targets_name: self.targets}
         given["token_weights"] = self.token_weights
         for name, tensor in given.items():
             if is_dtensor(tensor):
@@ -163,20 +168,20 @@ class DivergenceCall:
         """Raise for what does not fit together; -> dtypes of the student's and the teacher's products, and entries."""
         dtype = _check_head("", self.hidden, self.weight, self.bias, self.options)
         teacher_dtype = _check_head(
-            "teacher_", self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
+            self.teacher_name, self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
         )
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
-                f"teacher_hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
+                f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
                 f"{tuple(self.teacher_hidden.shape)}"
             )
-        check_device("teacher_hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_device(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
         check_low_rank(self.low_rank, self.hidden, self.weight)
         entries, teacher_entries = self.weight.shape[0], self.teacher_weight.shape[0]
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
-                f"teacher_weight must have the {entries} vocabulary entries of weight, got {teacher_entries}; where "
-                "both are padded, vocab= says how many count"
+                f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
+                f"{teacher_entries}; where both are padded, vocab= says how many count"
             )
         vocab = entries if self.vocab is None else self.vocab
         if vocab > min(entries, teacher_entries):
@@ -185,7 +190,8 @@ class DivergenceCall:
             )
         shape = self.hidden.shape[:-1]
         targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
-        check_tokens(targets if self.targets is None else self.targets, self.mask, shape, self.hidden, "hidden")
+        targets = targets if self.targets is None else self.targets
+        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights)
         return dtype, teacher_dtype, vocab
@@ -242,56 +248,70 @@ def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return hidden.dtype
 
 
-def divergence_of(call: DivergenceCall) -> Divergence:
-    """From a call to its results."""
+@contextmanager
+def paired(call: DivergenceCall) -> Iterator[tuple[Pair, PairOptions]]:
+    """The checked call as engines take it, and the context in which its heads are whole."""
     call.check_before_gather()
     with _whole(call.options.gather, call):
         dtype, teacher_dtype, vocab = call.check()
         own = resolved(call.options, dtype)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        options = PairOptions(own, other, call.measure, call.targets is not None)
-        pair = _pair(call, vocab)
-        if call.token_weights is not None:
-            return _in_one_pass(call, call.token_weights, pair, options)
-        if pair.student.wants_gradient:
-            found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
-        else:
-            with gemm.without_autocast(call.hidden.device):
-                divergence, statistics, _ = engine.forward(pair, options)
-            found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+        yield _pair(call, vocab), PairOptions(own, other, call.measure, call.targets is not None)
+
+
+def divergence_of(call: DivergenceCall) -> Divergence:
+    """From a call to its results."""
+    with paired(call) as (pair, options):
+        if call.token_weights is None:
+            return in_two_passes(call, pair, options)
+        factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
+        found, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+        live = pair.student.live
+        loss = (factors * live.gather(found.divergence.reshape(-1))).sum()
+        return found._replace(loss=with_gradients(call, loss, gradients))
+
+
+def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
+    if pair.student.wants_gradient:
+        found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
+    else:
+        with gemm.without_autocast(call.hidden.device):
+            found = _results(engine.forward(pair, options))
     return _spread(pair.student.live, call.hidden.shape[:-1], found)
 
 
-def _spread(
-    live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None], loss: Tensor | None = None
-) -> Divergence:
+def in_one_pass(
+    call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
+) -> tuple[Divergence, Gradients | None]:
+    """Results without a gradient, and the gradients for `with_gradients`, None where nothing wants one."""
+    inputs = call.hidden, call.weight, call.bias
+    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
+    gradients = None
+    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
+        if any(needs):
+            values, gradients = engine.one_pass(pair, options, gradients_of, needs)
+        else:
+            values = engine.forward(pair, options)
+    return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
+
+
+def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
+    """A loss () without a gradient -> itself with those that `in_one_pass` made."""
+    if gradients is None:
+        return loss
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
+
+
+def _results(values: PairValues) -> tuple[Tensor | None, ...]:
+    statistics = values.statistics
+    return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+
+
+def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
     """Of the tokens that count -> of all, 0 at the others."""
     divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
     assert divergence is not None
-    logps, entropy, teacher_logps = others
-    return Divergence(divergence, logps, entropy, teacher_logps, loss)
-
-
-@torch.no_grad()
-def _engine_in_one_pass(
-    pair: Pair, options: PairOptions, factors: Tensor, needs: Needs
-) -> tuple[PairValues, Gradients | None]:
-    with gemm.without_autocast(pair.student.hidden.device):
-        return engine.one_pass(pair, options, factors, needs) if any(needs) else (engine.forward(pair, options), None)
-
-
-def _in_one_pass(call: DivergenceCall, token_weights: Tensor, pair: Pair, options: PairOptions) -> Divergence:
-    """With the gradients of sum(token_weights * divergence) made in the forward."""
-    live = pair.student.live
-    factors = live.gather(token_weights.float().reshape(-1))
-    inputs = call.hidden, call.weight, call.bias
-    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
-    (divergence, statistics, _), gradients = _engine_in_one_pass(pair, options, factors, needs)
-    loss = (factors * divergence).sum()
-    if gradients is not None:
-        loss, _ = WithGradients.apply(loss, *inputs, gradients, None, None)
-    found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
-    return _spread(live, call.hidden.shape[:-1], found, loss)
+    return Divergence(divergence, *others)
 
 
 @contextmanager
@@ -323,7 +343,7 @@ def _pair(call: DivergenceCall, vocab: int) -> Pair:
     else:
         wanted = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
-        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted)().selection
+        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
     inputs = low_weight = None
     if call.low_rank:
         parts = [term.inputs(call.hidden, live) for term in call.low_rank]
@@ -386,17 +406,7 @@ def _token_gradients(
     grads: Sequence[Tensor | None],  # of divergence, logps, entropy
 ) -> PairGradients:
     lse, teacher_lse, value, logps, entropy = saved
-    grad, grad_logps, grad_entropy = (None if given is None else given.float() for given in grads[:3])
     assert lse is not None
     assert teacher_lse is not None
-    at_target = None if grad_logps is None or logps is None else -torch.expm1(logps) * grad_logps
-    return PairGradients(
-        lse,
-        teacher_lse,
-        torch.zeros_like(lse) if grad is None else grad,
-        value,
-        grad_logps,
-        at_target,
-        grad_entropy,
-        None if grad_entropy is None else entropy,
-    )
+    statistics = PairStatistics(lse, teacher_lse, entropy, logps, None, None)
+    return PairGradients.of(statistics, value, *grads[:3])

@@ -118,6 +118,24 @@ class PairGradients(NamedTuple):
     grad_entropy: Tensor | None  # dL/dentropy
     entropy: Tensor | None  # given together with it
 
+    @classmethod
+    def of(
+        cls,
+        known: PairStatistics,
+        value: Tensor | None,
+        grad: Tensor | None,
+        grad_logps: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> "PairGradients":
+        """Of dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None is 0."""
+        grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))
+        at_target = None
+        if grad_logps is not None and known.logps is not None:
+            at_target = -torch.expm1(known.logps) * grad_logps
+        grad = torch.zeros_like(known.lse) if grad is None else grad
+        entropy = None if grad_entropy is None else known.entropy
+        return cls(known.lse, known.teacher_lse, grad, value, grad_logps, at_target, grad_entropy, entropy)
+
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return PairGradients._make(None if part is None else part[rows] for part in self)
 

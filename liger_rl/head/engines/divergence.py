@@ -63,6 +63,11 @@ class PairValues(NamedTuple):
     value: Tensor
 
 
+# (places in the live tokens (m,), their divergence (m,), their other numbers) -> dL/d divergence (m,), and dL/dlogp and
+# dL/dentropy (m,) or None
+PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
+
+
 class _Side:
     """One head's gathered rows, from which its tiles are made."""
 
@@ -274,8 +279,10 @@ def _empty_like(values: Tensor, vocab: int) -> Tensor:
     return out
 
 
-def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:
-    """As `forward`, and the gradients of sum(factors (n,) * divergence) for hidden, weight and bias.
+def one_pass(
+    pair: Pair, options: PairOptions, gradients_of: PairGradientsOf, needs: Needs
+) -> tuple[PairValues, Gradients]:
+    """As `forward`, and the gradients for hidden, weight and bias of what the caller says chunk by chunk.
 
     The student's head has no low-rank term.
     """
@@ -285,7 +292,7 @@ def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) ->
     kernels = for_device(device)
     state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
     sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
-    chunks = spans(n, _one_pass_tokens(pair, options))
+    chunks = spans(n, one_pass_tokens(pair, options))
     sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
     totals = _Totals(
         pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
@@ -299,8 +306,9 @@ def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) ->
         known = PairStatistics.of(state.take(part), measure)
         if measure.kind == MIXTURE:
             kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
-        value = sums.student[part] if known.divergence is None else known.divergence
-        tokens = PairGradients(known.lse, known.teacher_lse, factors[part], value, None, None, None, None)
+        divergence = _mixed(measure, sums.take(part)) if known.divergence is None else known.divergence
+        value = sums.student[part] if known.divergence is None else divergence
+        tokens = PairGradients.of(known, value, *gradients_of(part, divergence, known))
         tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
         kernels.grad_pair(own, other, rows.targets[part], 0, measure, tokens, tile)
         del own, other  # or they would stay alive while the products, and the next pair, are allocated
@@ -330,7 +338,7 @@ def _add_products(totals: _Totals, student: _Side, tile: Tensor, part: slice, li
             for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
 
 
-def _one_pass_tokens(pair: Pair, options: PairOptions) -> int:
+def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     """Tokens of a chunk of one pass."""
     if options.student.chunk_tokens is not None:
         return options.student.chunk_tokens

@@ -1,0 +1,128 @@
+"""A policy loss with the exact KL to a reference policy: both heads' distributions, from one pass over their tiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.divergence import (
+    WITHOUT,
+    DivergenceCall,
+    in_one_pass,
+    in_two_passes,
+    paired,
+    with_gradients,
+)
+from liger_rl.head.engines.divergence import Pair, PairOptions, one_pass_tokens
+from liger_rl.head.options import HeadOptions
+from liger_rl.kernels.divergence import PairStatistics
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.one_pass_loss import gradients_by_autograd, parts_obstacle
+from liger_rl.policy.fused import evaluate
+from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceHead:
+    """A reference policy's last hidden states and lm_head, for `FusedLinearGRPOLoss` with kl_estimator="exact".
+
+    Attributes:
+        hidden: (B, T, H') or (N, H'), for the same tokens as the policy's; H' need not be H, and its dtype may be
+            another. No tensor here may require a gradient, which it would not get.
+        weight: (V', H'), in hidden's dtype or under autocast any. The policy's own, detached, where adapters off make
+            the reference.
+        bias: (V',).
+        transform: temperature, softcap and scale of its logits; None is the loss's own.
+        vocab: entries of the vocabulary that count, of both heads, where their weights are padded. Then V' need not be
+            V, and padding has no probability.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    transform: LogitTransform | None = None
+    vocab: int | None = None
+
+
+def check_exact_options(options: HeadOptions) -> None:
+    """Raise ValueError for an option of a loss that an exact KL does not go with."""
+    unset = {"grad_tolerance": 0.0, "batch_invariant": False, "max_extra_bytes": None}
+    for name, value in unset.items():
+        if getattr(options, name) != value:
+            raise ValueError(
+                f'{name} must be {value} with kl_estimator="exact": {WITHOUT[name]}; got {getattr(options, name)}'
+            )
+
+
+def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
+    """What one pass would need and does not have; None if nothing."""
+    options, made = call.options, [dtype]
+    made += [part.dtype for part in (call.hidden, call.weight) if part.requires_grad]
+    if terms.locality != "token":
+        return "an objective and corrections whose gradient of a token depends on that token alone"
+    if options.fixed_shape:
+        return "fixed_shape = False: the host has to know which rows make a chunk"
+    if options.chunk_vocab is not None:
+        return f"chunk_vocab = None: a chunk holds the whole vocabulary, got {options.chunk_vocab}"
+    if torch.float16 in made:
+        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
+    if call.low_rank:
+        return "a head without low_rank terms"
+    return parts_obstacle(terms)
+
+
+def loss_with_reference(
+    call: DivergenceCall,  # of the reverse divergence, with targets
+    terms: PolicyTerms,
+    prepare: Callable[[Tensor], PreparedLoss],  # reference's log-probabilities -> the loss
+    passes: str,
+) -> PolicyLoss:
+    with paired(call) as (pair, options):
+        lacks = one_pass_lacks(call, terms, options.student.compute_dtype)
+        if passes == "one" and lacks is not None:
+            raise ValueError(f'passes="one" needs {lacks}')
+        if passes == "two" or lacks is not None or (passes == "auto" and not _fits(pair, options)):
+            found = in_two_passes(call, pair, options)
+            assert found.logps is not None
+            assert found.teacher_logps is not None
+            return evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
+        chunks = _Chunks(prepare, pair, call)
+        found, made = in_one_pass(call, pair, options, chunks)
+    assert found.logps is not None
+    assert found.teacher_logps is not None
+    loss, metrics = evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
+    return PolicyLoss(with_gradients(call, loss.detach(), made), metrics)
+
+
+def _fits(pair: Pair, options: PairOptions) -> bool:
+    """Whether one pass takes no more memory than its chunk: no float32 sum of a 16-bit weight's gradient."""
+    weight, dtype = pair.student.weight, options.student.compute_dtype
+    if options.student.chunk_tokens is not None:
+        return False
+    if not weight.requires_grad or weight.dtype == torch.float32:
+        return True
+    return weight.dtype == dtype and pair.student.live.count <= one_pass_tokens(pair, options)
+
+
+class _Chunks:
+    """d loss / d (KL, log-probability, entropy) of a chunk's tokens: a loss that is the sum of its tokens' parts."""
+
+    def __init__(self, prepare: Callable[[Tensor], PreparedLoss], pair: Pair, call: DivergenceCall) -> None:
+        self.live = pair.student.live
+        self.shape = call.hidden.shape[:-1]
+        # Of no reference's log-probabilities: each chunk brings its own.
+        self.prepared = prepare(torch.zeros(self.shape, device=call.hidden.device))
+
+    def __call__(
+        self, chunk: slice, exact_kl: Tensor, known: PairStatistics
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        positions = chunk if self.live.index is None else self.live.index[chunk]
+        part = self.prepared.take(positions)
+        part = part._replace(batch=replace(part.batch, ref_per_token_logps=known.teacher_logps))
+        assert known.logps is not None
+        assert part.weights is not None
+        slopes = gradients_by_autograd(
+            lambda logps, entropy: part.evaluate(logps, entropy, exact_kl).loss, known.logps, known.entropy
+        )
+        return part.terms.kl.beta * part.weights, *slopes
