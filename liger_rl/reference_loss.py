@@ -11,10 +11,11 @@ from liger_rl.head.divergence import (
     DivergenceCall,
     in_one_pass,
     in_two_passes,
+    one_pass_is_free,
     paired,
     with_gradients,
 )
-from liger_rl.head.engines.divergence import Pair, PairOptions, one_pass_tokens
+from liger_rl.head.engines.divergence import Pair
 from liger_rl.head.options import HeadOptions
 from liger_rl.kernels.divergence import PairStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -82,7 +83,7 @@ def loss_with_reference(
         lacks = one_pass_lacks(call, terms, options.student.compute_dtype)
         if passes == "one" and lacks is not None:
             raise ValueError(f'passes="one" needs {lacks}')
-        if passes == "two" or lacks is not None or (passes == "auto" and not _fits(pair, options)):
+        if passes == "two" or lacks is not None or (passes == "auto" and not one_pass_is_free(call, pair, options)):
             found = in_two_passes(call, pair, options)
             assert found.logps is not None
             assert found.teacher_logps is not None
@@ -93,16 +94,6 @@ def loss_with_reference(
     assert found.teacher_logps is not None
     loss, metrics = evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
     return PolicyLoss(with_gradients(call, loss.detach(), made), metrics)
-
-
-def _fits(pair: Pair, options: PairOptions) -> bool:
-    """Whether one pass takes no more memory than its chunk: no float32 sum of a 16-bit weight's gradient."""
-    weight, dtype = pair.student.weight, options.student.compute_dtype
-    if options.student.chunk_tokens is not None:
-        return False
-    if not weight.requires_grad or weight.dtype == torch.float32:
-        return True
-    return weight.dtype == dtype and pair.student.live.count <= one_pass_tokens(pair, options)
 
 
 class _Chunks:

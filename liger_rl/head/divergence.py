@@ -295,6 +295,17 @@ def in_one_pass(
     return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
 
 
+def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
+    """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
+    weight's gradient."""
+    own, weight = options.student, pair.student.weight
+    if call.low_rank or own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+        return False
+    if not weight.requires_grad or weight.dtype == torch.float32:
+        return True
+    return weight.dtype == own.compute_dtype and pair.student.live.count <= engine.one_pass_tokens(pair, options)
+
+
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
     """A loss () without a gradient -> itself with those that `in_one_pass` made."""
     if gradients is None:
