@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.divergence import BETA, DivergenceCall, check_not_compiling, measure_of
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.low_rank import LowRank
@@ -40,15 +39,6 @@ from liger_rl.reference_loss import ReferenceHead, check_exact_options, loss_wit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-# What does not go with an exact KL, and why.
-NOT_EXACT = {
-    "support": "the KL is over the whole vocabulary",
-    "weight_grad": "the weight's gradient is returned to autograd",
-    "vocab_parallel": "both weights must be whole on every rank",
-    "ref_per_token_logps": "the reference's head gives them",
-}
 
 
 class FusedLinearGRPOLoss(nn.Module):
@@ -187,20 +177,21 @@ class FusedLinearGRPOLoss(nn.Module):
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
         if self.terms.kl.exact:
-            beside = {"support": support, "weight_grad": weight_grad, "vocab_parallel": vocab_parallel}
-            tensors = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
-            return self._with_reference(reference, selected_token_ids, batch, tensors, beside)
-        if reference is not None:
-            raise ValueError(
-                'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
-                "ref_per_token_logps, such as `reference_logps` returns"
-            )
+            own: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
+            own |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
+            beside = {"support": support, "weight_grad": weight_grad}
+            return loss_with_reference(reference, own, beside, batch, self.terms, self.options, self.passes)
         others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *others):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
                     "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+                )
+            if reference is not None:
+                raise ValueError(
+                    'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
+                    "ref_per_token_logps, such as `reference_logps` returns"
                 )
             call = HeadCall(
                 hidden=hidden,
@@ -246,51 +237,6 @@ class FusedLinearGRPOLoss(nn.Module):
             count = counted_tokens(ids, call.mask, call.needed_mask).sum()
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
-
-    def _with_reference(
-        self,
-        reference: ReferenceHead | None,
-        ids: Tensor,
-        batch: PolicyBatch,
-        tensors: dict[str, Any],
-        beside: dict[str, Any],
-    ) -> PolicyLoss:
-        """With the exact KL. `tensors` are the policy's head, `beside` what must be None."""
-        check_not_compiling('A loss with kl_estimator="exact"')
-        if not isinstance(reference, ReferenceHead):
-            raise ValueError(
-                'reference must be a ReferenceHead with kl_estimator="exact", whose KL is of the whole distributions; '
-                f"got {type(reference).__name__}"
-            )
-        for name, given in (*beside.items(), ("ref_per_token_logps", batch.ref_per_token_logps)):
-            if given is not None:
-                raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
-        call = DivergenceCall(
-            **tensors,
-            teacher_hidden=reference.hidden,
-            teacher_weight=reference.weight,
-            teacher_bias=reference.bias,
-            teacher_transform=reference.transform or self.transform,
-            measure=measure_of("reverse_kl", BETA),
-            mask=batch.completion_mask,
-            targets=ids,
-            vocab=reference.vocab,
-            options=self.options,
-            teacher_name="reference.",
-            targets_name="selected_token_ids",
-        )
-        call.check_before_gather()
-        call.check()
-        given = self.terms.check(batch, ids.shape, ids.device)
-
-        def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-            counted = counted_tokens(ids, batch.completion_mask)
-            if self.options.fixed_shape:
-                counted = counted & (ids < (reference.vocab or tensors["weight"].shape[0]))
-            known = replace(given, mask=counted, ref_per_token_logps=ref_per_token_logps)
-            return self.terms.prepared(known, torch.float32)
-
-        return loss_with_reference(call, self.terms, prepare, self.passes)
 
     def _one_pass(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
         """None for two passes, whatever tokens count."""

@@ -2,24 +2,32 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_rl.head.call import shared_errors
 from liger_rl.head.divergence import (
+    BETA,
     WITHOUT,
     DivergenceCall,
+    check_not_compiling,
     in_one_pass,
     in_two_passes,
+    measure_of,
     one_pass_is_free,
     paired,
     with_gradients,
 )
+from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.divergence import Pair
 from liger_rl.head.options import HeadOptions
+from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.divergence import PairStatistics
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.one_pass_loss import gradients_by_autograd, parts_obstacle
+from liger_rl.policy.batch import PolicyBatch
 from liger_rl.policy.fused import evaluate
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 
@@ -33,7 +41,7 @@ class ReferenceHead:
             another. No tensor here may require a gradient, which it would not get.
         weight: (V', H'), in hidden's dtype or under autocast any. The policy's own, detached, where adapters off make
             the reference.
-        bias: (V',).
+        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids.
         transform: temperature, softcap and scale of its logits; None is the loss's own.
         vocab: entries of the vocabulary that count, of both heads, where their weights are padded. Then V' need not be
             V, and padding has no probability.
@@ -44,6 +52,14 @@ class ReferenceHead:
     bias: Tensor | None = None
     transform: LogitTransform | None = None
     vocab: int | None = None
+
+
+# What does not go with an exact KL, and why.
+NOT_EXACT = {
+    "support": "the KL is over the whole vocabulary",
+    "weight_grad": "the weight's gradient is returned to autograd",
+    "ref_per_token_logps": "the reference's head gives them",
+}
 
 
 def check_exact_options(options: HeadOptions) -> None:
@@ -70,30 +86,74 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     if call.low_rank:
         return "a head without low_rank terms"
+    if call.vocab_parallel is not None:
+        return "a head that is no shard: no rank has the logits of the whole vocabulary"
     return parts_obstacle(terms)
 
 
 def loss_with_reference(
-    call: DivergenceCall,  # of the reverse divergence, with targets
+    reference: ReferenceHead | None,
+    own: dict[str, Any],  # fields of a `DivergenceCall`: the policy's head and its tokens
+    beside: dict[str, Any],  # arguments that must be None
+    batch: PolicyBatch,
     terms: PolicyTerms,
-    prepare: Callable[[Tensor], PreparedLoss],  # reference's log-probabilities -> the loss
+    options: HeadOptions,
     passes: str,
 ) -> PolicyLoss:
-    with paired(call) as (pair, options):
-        lacks = one_pass_lacks(call, terms, options.student.compute_dtype)
+    check_not_compiling('A loss with kl_estimator="exact"')
+    tensors = own["hidden"], own["targets"], own["mask"], *low_rank_tensors(own["low_rank"])
+    with shared_errors(own["vocab_parallel"], own["weight"], *tensors):
+        for name, value in (beside | {"ref_per_token_logps": batch.ref_per_token_logps}).items():
+            if value is not None:
+                raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
+        if options.fixed_shape and own["vocab_parallel"] is not None:
+            raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
+        given = _call(reference, own, options)
+        given.check_before_gather()
+        given.check()
+        columns = terms.check(batch, own["targets"].shape, own["targets"].device)
+
+    def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
+        ids = given.targets
+        assert ids is not None
+        counted = counted_tokens(ids, given.mask)
+        if options.fixed_shape:
+            counted = counted & (ids < (given.vocab or given.weight.shape[0]))
+        return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
+
+    with paired(given) as (call, pair, pair_options):
+        lacks = one_pass_lacks(call, terms, pair_options.student.compute_dtype)
         if passes == "one" and lacks is not None:
             raise ValueError(f'passes="one" needs {lacks}')
-        if passes == "two" or lacks is not None or (passes == "auto" and not one_pass_is_free(call, pair, options)):
-            found = in_two_passes(call, pair, options)
-            assert found.logps is not None
-            assert found.teacher_logps is not None
-            return evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
-        chunks = _Chunks(prepare, pair, call)
-        found, made = in_one_pass(call, pair, options, chunks)
+        made, one = None, passes == "one" or one_pass_is_free(call, pair, pair_options)
+        if one and lacks is None and passes != "two":
+            found, made = in_one_pass(call, pair, pair_options, _Chunks(prepare, pair, call))
+        else:
+            found = in_two_passes(call, pair, pair_options)
     assert found.logps is not None
     assert found.teacher_logps is not None
     loss, metrics = evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
-    return PolicyLoss(with_gradients(call, loss.detach(), made), metrics)
+    return PolicyLoss(with_gradients(call, loss, made), metrics)
+
+
+def _call(reference: ReferenceHead | None, own: dict[str, Any], options: HeadOptions) -> DivergenceCall:
+    if not isinstance(reference, ReferenceHead):
+        raise ValueError(
+            'reference must be a ReferenceHead with kl_estimator="exact", whose KL is of the whole distributions; '
+            f"got {type(reference).__name__}"
+        )
+    return DivergenceCall(
+        **own,
+        teacher_hidden=reference.hidden,
+        teacher_weight=reference.weight,
+        teacher_bias=reference.bias,
+        teacher_transform=options.transform if reference.transform is None else reference.transform,
+        measure=measure_of("reverse_kl", BETA),
+        vocab=reference.vocab,
+        options=options,
+        teacher_name="reference.",
+        targets_name="selected_token_ids",
+    )
 
 
 class _Chunks:

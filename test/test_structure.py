@@ -36,7 +36,7 @@ ALLOWED = {
     "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
     "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
     "logprobs": ["head", "given_logits", "distributed", "kernels"],
-    "divergence": ["head", "kernels.transform"],
+    "divergence": ["head", "distributed", "kernels.transform"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
     "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],

@@ -9,6 +9,8 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from liger_rl.distributed import VocabParallel, VocabShard
+from liger_rl.head.call import shared_errors
 from liger_rl.head.checks import (
     check_count,
     check_device,
@@ -16,7 +18,7 @@ from liger_rl.head.checks import (
     check_tokens,
     check_transform,
 )
-from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.head.dtensors import localized_pair, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, whole_head
@@ -67,7 +69,6 @@ WITHOUT = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
     "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
     "extras": "they are not folded with two heads; ask linear_logprobs for them",
-    "vocab_parallel": "both weights must be whole on every rank",
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
 }
@@ -128,12 +129,20 @@ class DivergenceCall:
     targets: Tensor | None = None  # (B, T) or (N,)
     vocab: int | None = None
     token_weights: Tensor | None = None  # (B, T) or (N,)
+    vocab_parallel: VocabParallel | None = None
     options: HeadOptions
     # The teacher's tensors may require a gradient, and get none all the same.
     teacher_may_require_grad: bool = False
     # The caller's names, for messages.
     teacher_name: str = "teacher_"
     targets_name: str = "targets"
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """Everything that may be a tensor, for those who ask what kind each is."""
+        teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
+        return (*own, *teacher, *low_rank_tensors(self.low_rank))
 
     def check_before_gather(self) -> None:
         """Raise for what can be seen of tensors that need not be whole."""
@@ -146,16 +155,6 @@ class DivergenceCall:
             check_count("vocab", self.vocab, least=1)
         parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
         teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
-        given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, **teacher}
-        given |= {"mask": self.mask, self.targets_name: self.targets}
-        given["token_weights"] = self.token_weights
-        for name, tensor in given.items():
-            if is_dtensor(tensor):
-                raise ValueError(
-                    f"{name} must be no DTensor: both heads must be whole on every rank; call full_tensor()"
-                )
-        if any(map(is_dtensor, low_rank_tensors(self.low_rank))):
-            raise ValueError("low_rank must hold no DTensor: both heads must be whole on every rank")
         if torch.is_grad_enabled() and not self.teacher_may_require_grad:
             for name, tensor in teacher.items():
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -164,8 +163,8 @@ class DivergenceCall:
                         "the teacher under torch.no_grad() with its parameters frozen"
                     )
 
-    def check(self) -> tuple[torch.dtype, torch.dtype, int]:
-        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products, and entries."""
+    def check(self) -> tuple[torch.dtype, torch.dtype]:
+        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
         dtype = _check_head("", self.hidden, self.weight, self.bias, self.options)
         teacher_dtype = _check_head(
             self.teacher_name, self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
@@ -177,7 +176,18 @@ class DivergenceCall:
             )
         check_device(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
         check_low_rank(self.low_rank, self.hidden, self.weight)
-        entries, teacher_entries = self.weight.shape[0], self.teacher_weight.shape[0]
+        if self.vocab_parallel is None:
+            self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
+        shape = self.hidden.shape[:-1]
+        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
+        targets = targets if self.targets is None else self.targets
+        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
+        if self.token_weights is not None:
+            self._check_token_weights(self.token_weights)
+        return dtype, teacher_dtype
+
+    def entries(self, entries: int, teacher_entries: int) -> int:
+        """How many of the vocabulary count, of so many in each weight; raises where that is not clear."""
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
                 f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
@@ -188,13 +198,30 @@ class DivergenceCall:
             raise ValueError(
                 f"vocab must be at most the {min(entries, teacher_entries)} rows of the smaller weight, got {vocab}"
             )
-        shape = self.hidden.shape[:-1]
-        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
-        targets = targets if self.targets is None else self.targets
-        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
-        if self.token_weights is not None:
-            self._check_token_weights(self.token_weights)
-        return dtype, teacher_dtype, vocab
+        return vocab
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
+        dtype, teacher_dtype = self.check()
+        options = self.options
+        targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
+        live = counted_tokens(targets, self.mask)
+        return {
+            "kind and beta": self.measure,
+            "transform": options.transform,
+            f"{self.teacher_name}transform": self.teacher_transform,
+            "entropy": options.entropy,
+            "fixed_shape": options.fixed_shape,
+            "vocab": self.vocab,
+            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
+            f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
+            "the dtypes of products": (dtype, teacher_dtype),
+            "bias": None if self.bias is None else self.bias.dtype,
+            "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "the number of tokens that count": int(live.sum()),
+            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "requires_grad of hidden": self.hidden.requires_grad,
+        }
 
     def _check_token_weights(self, given: Tensor) -> None:
         shape, options = self.hidden.shape[:-1], self.options
@@ -204,6 +231,10 @@ class DivergenceCall:
         check_device("token_weights", given, self.hidden, "hidden")
         if given.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
+        if self.vocab_parallel is not None:
+            raise ValueError(
+                "token_weights must be None with a sharded head: no rank has logits of the whole vocabulary"
+            )
         if self.low_rank:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         if options.fixed_shape:
@@ -249,19 +280,29 @@ def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
 
 
 @contextmanager
-def paired(call: DivergenceCall) -> Iterator[tuple[Pair, PairOptions]]:
-    """The checked call as engines take it, and the context in which its heads are whole."""
-    call.check_before_gather()
+def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
+    """The checked call on this rank and as engines take it, and the context in which its heads are whole."""
+    tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
+    with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
+        given.check_before_gather()
+        call = localized_pair(given)
     with _whole(call.options.gather, call):
-        dtype, teacher_dtype, vocab = call.check()
+        entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
+            # Its rows cover the vocabulary from the same ids on.
+            other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
+            entries, teacher_entries = shard.vocab, other_shard.vocab
+        dtype, teacher_dtype = call.check()
+        vocab = call.entries(entries, teacher_entries)
         own = resolved(call.options, dtype)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield _pair(call, vocab), PairOptions(own, other, call.measure, call.targets is not None)
+        yield call, _pair(call, vocab, shard), PairOptions(own, other, call.measure, call.targets is not None)
 
 
-def divergence_of(call: DivergenceCall) -> Divergence:
+def divergence_of(given: DivergenceCall) -> Divergence:
     """From a call to its results."""
-    with paired(call) as (pair, options):
+    with paired(given) as (call, pair, options):
         if call.token_weights is None:
             return in_two_passes(call, pair, options)
         factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
@@ -299,7 +340,9 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> 
     """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
     weight's gradient."""
     own, weight = options.student, pair.student.weight
-    if call.low_rank or own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+    if call.low_rank or pair.student.shard is not None:
+        return False
+    if own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
@@ -340,8 +383,8 @@ class _Weights(NamedTuple):
     teacher_bias: Tensor | None
 
 
-def _pair(call: DivergenceCall, vocab: int) -> Pair:
-    """Of flat tensors."""
+def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
+    """Of flat tensors and this rank's part of the vocabulary."""
     hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
     ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
     if call.targets is not None:
@@ -363,11 +406,14 @@ def _pair(call: DivergenceCall, vocab: int) -> Pair:
             inputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             factors = [term.b for term in call.low_rank]
             low_weight = factors[0] if len(factors) == 1 else torch.cat(factors, dim=1)
-    targets = ids.view(-1)
-    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live)
+    targets, here = ids.view(-1), vocab
+    if shard is not None:
+        targets = shard.local(targets)
+        here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
+    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live, shard=shard)
     teacher_hidden = call.teacher_hidden.reshape(-1, call.teacher_hidden.shape[-1]).detach()
     teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
-    return Pair(student, teacher, vocab)
+    return Pair(student, teacher, here)
 
 
 class LinearDivergence(torch.autograd.Function):
@@ -389,7 +435,7 @@ class LinearDivergence(torch.autograd.Function):
             teacher.hidden, teacher.weight, teacher.bias,
             *known, statistics.logps, statistics.entropy,
         )  # fmt: skip
-        ctx.live, ctx.vocab, ctx.options = pair.student.live, pair.vocab, options
+        ctx.live, ctx.vocab, ctx.options, ctx.shard = pair.student.live, pair.vocab, options, pair.student.shard
         if statistics.teacher_logps is not None:
             ctx.mark_non_differentiable(statistics.teacher_logps)
         copies = [None if part is None else part.clone() for part in (divergence, statistics.logps, statistics.entropy)]
@@ -399,7 +445,7 @@ class LinearDivergence(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, saved, *grads):
         hidden, weight, bias, low_inputs, low_weight, targets, *of_teacher = saved[:9]
-        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live)
+        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
         teacher_hidden, teacher_weight, teacher_bias = of_teacher
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
         found = Gradients()

@@ -132,7 +132,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
             targets_name="true_labels",
         )
         on_soft, on_hard = soft_weight / count, -hard_weight / count
-        with paired(call) as (pair, options):
+        with paired(call) as (call, pair, options):
             if one_pass_is_free(call, pair, options):
                 found, made = in_one_pass(
                     call, pair, options,

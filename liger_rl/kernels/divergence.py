@@ -11,6 +11,7 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
 The first two come out of one fold. A mixture needs both normalisers at every entry, so it is a second step.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,25 @@ class PairFold(NamedTuple):
     def take(self, rows: slice) -> "PairFold":
         """Views, so that what a kernel writes to them is written here."""
         return PairFold._make(None if values is None else values[rows] for values in self)
+
+    def over_ranks(
+        self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
+    ) -> "PairFold":
+        """As `Fold.over_ranks`: of a vocabulary whose parts are on several ranks, by one maximum and one sum."""
+        peak, teacher_peak = maximum(torch.stack([self.peak, self.teacher_peak]))
+        lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
+        kept, teacher_kept = lower.exp(), teacher_lower.exp()
+        parts = self._asdict() | {"peak": None, "teacher_peak": None}
+        parts |= {"sum_exp": kept * self.sum_exp, "teacher_sum_exp": teacher_kept * self.teacher_sum_exp}
+        if self.moment is not None:
+            parts["moment"] = _around(self.moment, kept, lower, self.sum_exp)
+        if self.gap is not None and measure.kind == FORWARD:
+            parts["gap"] = _around(self.gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
+        elif self.gap is not None:
+            parts["gap"] = _around(self.gap, kept, lower - teacher_lower, self.sum_exp)
+        given = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(given.values())))
+        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(given, sums, strict=True)))
 
 
 class PairStatistics(NamedTuple):

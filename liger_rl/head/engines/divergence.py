@@ -10,7 +10,8 @@ sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, 
 whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of both weights per
 `_whole_rows` tokens. By an H200's bandwidth and speed, that read takes as long as the products of 150 tokens, so 75
 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain for where under
-MIN_WHOLE_ROWS fit, where a chunk is named, and where a weight is converted tile by tile.
+MIN_WHOLE_ROWS fit, where a chunk is named, where a weight is converted tile by tile, and where the vocabulary is
+sharded: no collective stands inside a loop.
 
 Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
 and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
@@ -125,8 +126,14 @@ def forward(pair: Pair, options: PairOptions) -> PairValues:
     def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
         kernels.fold_pair(own, other, targets[part], first, measure, state.take(part))
 
+    shard = pair.student.shard
+
+    def over_ranks(state: PairFold) -> PairFold:
+        return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
+
     if measure.kind != MIXTURE:
         _sweep(pair, student, teacher, _tiles(pair, options, n), fold)
+        state = over_ranks(state)
         statistics = PairStatistics.of(state, measure)
         assert statistics.divergence is not None
         return PairValues(statistics.divergence, statistics, statistics.divergence)
@@ -141,13 +148,16 @@ def forward(pair: Pair, options: PairOptions) -> PairValues:
         fold(*given)
         mix(*given)
 
-    tokens = _whole_rows(pair, student, teacher)
+    tokens = _whole_rows(pair, student, teacher) if shard is None else None
     if tokens is not None:
         _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
     else:
         tiles = _tiles(pair, options, n)
-        for step in (fold, mix):
-            _sweep(pair, student, teacher, tiles, step)
+        _sweep(pair, student, teacher, tiles, fold)
+        state = over_ranks(state)
+        _sweep(pair, student, teacher, tiles, mix)
+        if shard is not None:
+            sums = MixtureSums(*shard.total(torch.stack(sums)))
     return PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student)
 
 
@@ -269,6 +279,8 @@ def _gradients(
             total.store()
         if grad_bias is not None and bias_total is not None:
             grad_bias[first:last] = bias_total
+    if rows.shard is not None:
+        rows.shard.pending_sum(grad_hidden, grad_inputs).wait()
     return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
 
 
