@@ -89,7 +89,8 @@ def linear_divergence(
             fixed_shape or chunk_vocab.
         vocab_parallel: where both weights are this rank's rows of sharded heads, as in `linear_logprobs`: bias,
             teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
-            none; then the teacher's weight is one over the same ranks, or this rank's rows. Not with token_weights.
+            none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
+            first call with a weight, so both should be the same objects from call to call. Not with token_weights.
         options: fields of `HeadOptions`: transform, entropy, compute_dtype, gather, chunk_tokens, chunk_vocab and
             fixed_shape. `gather` is called for each of the two heads. A named chunk bounds both tiles of a pair.
 

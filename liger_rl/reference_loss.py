@@ -20,7 +20,7 @@ from liger_rl.head.divergence import (
     paired,
     with_gradients,
 )
-from liger_rl.head.dtensors import low_rank_tensors
+from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines.divergence import Pair
 from liger_rl.head.options import HeadOptions
 from liger_rl.head.tokens import counted_tokens
@@ -41,7 +41,8 @@ class ReferenceHead:
             another. No tensor here may require a gradient, which it would not get.
         weight: (V', H'), in hidden's dtype or under autocast any. The policy's own, detached, where adapters off make
             the reference.
-        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids.
+        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids; the weight
+            should be the same object from call to call, because ranks compare notes at the first call with one.
         transform: temperature, softcap and scale of its logits; None is the loss's own.
         vocab: entries of the vocabulary that count, of both heads, where their weights are padded. Then V' need not be
             V, and padding has no probability.
@@ -86,8 +87,8 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     if call.low_rank:
         return "a head without low_rank terms"
-    if call.vocab_parallel is not None:
-        return "a head that is no shard: no rank has the logits of the whole vocabulary"
+    if call.vocab_parallel is not None or any(map(is_dtensor, call.tensors)):
+        return "tensors that are whole on this rank, got a shard or a DTensor"
     return parts_obstacle(terms)
 
 
@@ -110,23 +111,21 @@ def loss_with_reference(
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
         given = _call(reference, own, options)
         given.check_before_gather()
-        given.check()
+        lacks = one_pass_lacks(given, terms, given.check()[0])
+        if passes == "one" and lacks is not None:
+            raise ValueError(f'passes="one" needs {lacks}')
         columns = terms.check(batch, own["targets"].shape, own["targets"].device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        ids = given.targets
-        assert ids is not None
+        ids = own["targets"].long()  # a narrow dtype would wrap the vocabulary's size
         counted = counted_tokens(ids, given.mask)
         if options.fixed_shape:
             counted = counted & (ids < (given.vocab or given.weight.shape[0]))
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
     with paired(given) as (call, pair, pair_options):
-        lacks = one_pass_lacks(call, terms, pair_options.student.compute_dtype)
-        if passes == "one" and lacks is not None:
-            raise ValueError(f'passes="one" needs {lacks}')
-        made, one = None, passes == "one" or one_pass_is_free(call, pair, pair_options)
-        if one and lacks is None and passes != "two":
+        made, one = None, lacks is None and passes != "two"
+        if one and (passes == "one" or one_pass_is_free(call, pair, pair_options)):
             found, made = in_one_pass(call, pair, pair_options, _Chunks(prepare, pair, call))
         else:
             found = in_two_passes(call, pair, pair_options)

@@ -224,7 +224,7 @@ def test_shards_of_data_parallelism_are_gathered(ranks):
 # --- the exact KL of a policy loss ------------------------------------------------------------------------------------
 
 
-def solve_loss(rank, sharded=True):
+def solve_loss(rank, sharded="rows", passes="auto"):
     parts = problem("cpu" if rank is None else rank.device)
     ids, advantages = torch.arange(32).view(4, 8) % 37, torch.linspace(-1, 1, 4)
     place = None
@@ -237,7 +237,7 @@ def solve_loss(rank, sharded=True):
         for name in ("weight", "teacher_weight"):
             parts[name] = parts[name][start : start + sizes[rank.index]].clone()
     leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
-    loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01)
+    loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01, passes=passes)
     reference = ReferenceHead(hidden=parts["teacher_hidden"], weight=parts["teacher_weight"])
     loss, metrics = loss_fn(*leaves, ids, advantages, reference=reference, vocab_parallel=place)
     grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
@@ -253,6 +253,16 @@ def test_the_policy_loss(ranks, sharded):
             torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
     found = torch.cat([result[3] for result in results]) if sharded == "rows" else results[0][3]
     torch.testing.assert_close(found, grad_weight, rtol=1e-5, atol=1e-6)
+
+
+def one_pass(rank, sharded):
+    return message_of(lambda: solve_loss(rank, sharded, "one"))
+
+
+@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
+def test_one_pass_of_a_sharded_policy_is_refused(ranks, sharded):
+    for message in ranks.run(one_pass, sharded):
+        assert message.startswith('ValueError: passes="one" needs tensors that are whole on this rank')
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def exact(data: Batch, reference, *, vocab=None, transform=None, reference_trans
     log_p = oracles.transformed(logits[..., :vocab], **(transform or {})).log_softmax(-1)
     log_q = oracles.transformed(other[..., :vocab], **(reference_transform or transform or {})).log_softmax(-1)
     kl, entropy = (log_p.exp() * (log_p - log_q)).sum(-1), -(log_p.exp() * log_p).sum(-1)
-    logps = log_p.gather(-1, leaves.targets[..., None]).squeeze(-1)
+    logps = log_p.gather(-1, leaves.targets.long()[..., None]).squeeze(-1)
     columns, mask = dict(data.columns), data.columns["mask"]
     policy = ppo_loss_fn(
         logps,
@@ -132,8 +132,10 @@ def test_triton_padded_vocabularies_and_garbage_under_the_mask(passes, monkeypat
     assert (found[2]["hidden"][masked] == 0).all()
 
 
-def test_adapters_a_frozen_weight_and_fixed_shape():
+def test_adapters_a_frozen_weight_narrow_ids_and_fixed_shape():
     data, reference = heads()
+    # A dtype that does not hold the vocabulary's size.
+    data = data._replace(head=data.head._replace(targets=(data.head.targets % 100).to(torch.int8)))
     low_rank = [
         LowRank(a=torch.randn(3, HIDDEN).requires_grad_(), b=torch.randn(VOCAB, 3).requires_grad_(), scaling=0.5)
     ]
@@ -352,8 +354,10 @@ def test_bad_calls_are_refused_before_any_product(changed, options, message):
 def test_adapters_and_float16_take_two_passes():
     data, reference = heads()
     low_rank = [LowRank(a=torch.randn(3, HIDDEN), b=torch.randn(VOCAB, 3))]
-    with pytest.raises(ValueError, match='passes="one" needs a head without low_rank terms'):
+    refused = pytest.raises(ValueError, match='passes="one" needs a head without low_rank terms')
+    with Products() as products, refused:
         step(module(passes="one"), data, reference, low_rank=low_rank)
+    assert products.flops == 0
     data, reference = heads(dtype=torch.float16)
     with pytest.raises(ValueError, match='passes="one" needs bfloat16 or float32'):
         step(module(passes="one"), data, reference)
