@@ -1,4 +1,4 @@
-"""On-policy distillation: a small student learns to add from a larger teacher, in about three minutes on two CPU cores.
+"""On-policy distillation: a small student learns to add from a larger teacher, in about two minutes on a CPU.
 
     python examples/distill.py                             # train a teacher, then distill it
     python examples/distill.py --draw docs/distill.json    # only draw what a run has measured
