@@ -10,6 +10,7 @@ from devices import skip_without_interpreter
 from head_calls import Products, run_triton
 from host_reads import host_reads
 from liger_rl import (
+    PRESETS,
     FusedLinearGRPOLoss,
     KLPenalty,
     LogitTransform,
@@ -111,6 +112,33 @@ def test_oracle(passes, options, transform, other, device):
     coef = options.get("entropy_coef", 0.0)
     assert_close(found, exact(data, reference, transform=transform, reference_transform=other, coef=coef), factor=3.0)
     assert reference.hidden.grad is None
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gspo", "gmpo", "gpg"])
+def test_every_preset_is_that_of_the_same_numbers(preset):
+    """Loss, gradients and metrics as of log-probabilities and KL in float64; with a sampler's ratio beside."""
+    data, reference = heads()
+    data = data.changed(importance_ratio=0.5 + torch.rand(6, 9), num_items_in_batch=torch.tensor(40))
+    options = {"beta": BETA, "kl_estimator": "exact", "metrics": "basic"}
+    found = step(FusedLinearGRPOLoss(preset, **options), data, reference)
+
+    leaves = data.head.to(torch.float64).leaves()
+    log_p = oracles.linear_logits(leaves.hidden, leaves.weight, leaves.bias).log_softmax(-1)
+    log_q = oracles.linear_logits(reference.hidden, reference.weight, reference.bias).log_softmax(-1)
+    columns = dict(data.columns)
+    loss, metrics = ppo_loss_fn(
+        log_p.gather(-1, leaves.targets[..., None]).squeeze(-1),
+        PolicyBatch(completion_mask=columns.pop("mask"), **columns),
+        PRESETS[preset].objective(**PRESETS[preset].defaults),
+        PRESETS[preset].reduction(),
+        kl=KLPenalty(beta=BETA, kl_estimator="exact"),
+        exact_kl=(log_p.exp() * (log_p - log_q)).sum(-1),
+        metrics="basic",
+    )
+    loss.backward()
+    assert_close(found, (loss.detach(), metrics["kl_ref"].item(), leaves.grads()), 1e-4)
+    for name, metric in metrics.items():
+        assert math.isclose(found[1][name], metric.item(), rel_tol=1e-4, abs_tol=1e-4), name
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
