@@ -1,4 +1,4 @@
-"""Divergence of two heads beside TRL's op: `python -m benchmark.divergence`."""
+"""Divergence of two heads beside TRL's op, and a loss with an exact KL beside k3: `python -m benchmark.divergence`."""
 
 import argparse
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import linear_divergence
+from liger_rl import FusedLinearGRPOLoss, ReferenceHead, linear_divergence
 
 PREFIX = "divergence-"
 SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64
@@ -158,6 +158,59 @@ def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str, gold:
     return {"status": "ok", "reason": None, **numbers}
 
 
+# A loss with a KL penalty, by (estimator, passes). With k3 the reference's log-probabilities are a call of their own.
+PENALTIES = [(estimator, passes) for passes in ("two", "one") for estimator in ("k3", "exact")]
+
+
+def penalised(estimator: str, passes: Any, heads: Heads, ids: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+    """-> the loss and its metrics."""
+    loss = FusedLinearGRPOLoss("bnpo", beta=0.04, kl_estimator=estimator, passes=passes)
+    hidden, weight, ref_hidden, ref_weight = heads
+    if estimator == "exact":
+        reference = ReferenceHead(hidden=ref_hidden, weight=ref_weight)
+        return loss(hidden, weight, ids, advantages, mask, reference=reference)
+    ref = loss.reference_logps(ref_hidden, ref_weight, ids, mask)
+    return loss(hidden, weight, ids, advantages, mask, ref_per_token_logps=ref)
+
+
+def penalty_rows(shape: Shape, device: str) -> list[dict[str, Any]]:
+    heads = make_heads(shape, device)
+    heads = heads._replace(hidden=heads.hidden.requires_grad_(), weight=heads.weight.requires_grad_())
+    n, place = shape.tokens, heads.hidden.device
+    ids = torch.randint(shape.vocab, (n,), device=place)
+    advantages, every = torch.randn(n, device=place), torch.ones(n, dtype=torch.bool, device=place)
+    sampled = torch.arange(0, n, max(1, n // SAMPLED), device=place)[:SAMPLED]
+    exact = in_float64(Heads(*(part.detach() for part in heads)), "reverse_kl", sampled)[0].mean()
+    rows: list[dict[str, Any]] = []
+    for estimator, passes in PENALTIES:
+
+        def step(estimator: str = estimator, passes: str = passes) -> tuple[Tensor, ...]:
+            loss = penalised(estimator, passes, heads, ids, advantages, every).loss
+            return torch.autograd.grad(loss, heads[:2])
+
+        few = every.clone().fill_(False).index_fill(0, sampled, True)
+        with torch.no_grad():
+            kl = penalised(estimator, passes, heads, ids, advantages, few).metrics["kl_ref"].value
+        with PeakMemory(device) as memory:
+            held = step()
+        extra = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
+        del held
+        row = {"status": "ok", "reason": None, "estimator": estimator, "passes": passes, "peak_extra_mib": extra}
+        if estimator == "exact":
+            row["kl_error"] = relative(kl[None, None], exact[None, None])
+        row["step_ms"] = measure_ms(step, device).median_ms
+        row["x_k3"] = row["step_ms"] / next(r["step_ms"] for r in [*rows, row] if r["passes"] == passes)
+        rows.append(shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]} | row)
+    return rows
+
+
+PENALTY_COLUMNS: Columns = {
+    "forward + backward ms": number("step_ms", ".1f"),
+    "x k3": number("x_k3", ".2f"),
+    "extra MiB": number("peak_extra_mib", ",.0f"),
+    "KL error": number("kl_error", ".1e"),
+}
+
 COLUMNS: Columns = {
     "forward + backward ms": number("step_ms", ".1f"),
     "x TRL": number("x_trl", ".2f"),
@@ -181,7 +234,13 @@ def markdown(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         sizes = f"H = {row['hidden_size']}, teacher's {row['teacher_hidden_size']}"
         lines.append((f"{row['kind']}, {sizes}: {row['variant']}", row))
-    return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
+    table = f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
+    losses = []
+    for row in results.get("penalties", ()):
+        sizes = f"H = {row['hidden_size']}, reference's {row['teacher_hidden_size']}"
+        passes = "one pass" if row["passes"] == "one" else "two passes"
+        losses.append((f"a loss with {row['estimator']}, {passes}, {sizes}", row))
+    return f"{table}\n{markdown_table(PENALTY_COLUMNS, losses)}\n" if losses else table
 
 
 def main() -> None:
@@ -191,7 +250,8 @@ def main() -> None:
     environment = describe("auto")
     device = environment["device"]
     rows = [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]
-    results = {"environment": environment, "rows": rows}
+    penalties = [row for shape in SHAPES[device] for row in penalty_rows(shape, device)]
+    results = {"environment": environment, "rows": rows, "penalties": penalties}
     target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
     write_results(target, results)
     print(markdown(results))

@@ -2,16 +2,19 @@
 
     python examples/train_grpo.py                        # a small Qwen3 with random weights, warm start, then GRPO
     python examples/train_grpo.py --model Qwen/Qwen3-0.6B --steps 50      # a real checkpoint, straight to GRPO
+    python examples/train_grpo.py --draw docs/train_grpo.json             # only draw what a run has measured
 
 The policy sees "7+5=" and should write "12". First it imitates a careless teacher who is right about one time in
 three, then GRPO rewards right answers until it no longer errs. Every log-probability on the way, supervised or not,
-comes from the fused head: no logits are ever stored.
+comes from the fused head: no logits are ever stored. The penalty is k3, which estimates the KL to the reference from
+the sampled tokens; beside it the exact KL of the same steps is measured.
 """
 
 import argparse
 import copy
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from text import python_text, train_tokenizer
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from liger_rl import FusedLinearGRPOLoss
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_divergence
 from liger_rl.integrations.policy_step import completion_logps, policy_step
 from liger_rl.integrations.transformers import swap_lm_head
 
@@ -49,16 +52,16 @@ class Problem:
         return max(0, self.answer + random.choice([-2, -1, 0, 1, 2, 0]))
 
 
-def small_policy() -> tuple[Qwen3ForCausalLM, object]:
-    tokenizer = train_tokenizer(python_text(), vocab_size=4096)
+def small_policy(tokenizer=None, hidden_size: int = 128, layers: int = 3) -> tuple[Qwen3ForCausalLM, object]:
+    tokenizer = tokenizer or train_tokenizer(python_text(), vocab_size=4096)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=hidden_size // 4,
         max_position_embeddings=64,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -77,14 +80,16 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def warm_start(model, tokenizer, steps: int, batch_size: int) -> None:
-    """Supervised: imitate the careless teacher. The loss comes from the same fused head."""
+def warm_start(
+    model, tokenizer, steps: int, batch_size: int, answer: Callable[[Problem], int] = Problem.careless_answer
+) -> None:
+    """Supervised: imitate the careless teacher, or another. The loss comes from the same fused head."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     model.train()
-    progress = trange(steps, desc="warm start")
+    progress = trange(steps, desc="supervised")
     for _ in progress:
         problems = [Problem.draw() for _ in range(batch_size)]
-        texts = [f"{p.prompt}{p.careless_answer()}{tokenizer.eos_token}" for p in problems]
+        texts = [f"{p.prompt}{answer(p)}{tokenizer.eos_token}" for p in problems]
         tokenizer.padding_side = "right"
         batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE)
@@ -135,6 +140,29 @@ def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, **sa
     return rollout, rewards.mean().item(), output.scores
 
 
+def hidden_states(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(B, T - 1, H): position t predicts token t + 1."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return model.model(**inputs).last_hidden_state[:, :-1]
+
+
+@torch.no_grad()
+def exact_kl(model, reference, batch: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
+    """KL(policy || reference) over the whole vocabulary, of each completion token."""
+    mask, transform = batch["completion_mask"][:, 1:] != 0, LogitTransform(temperature=temperature)
+    heads = [(hidden_states(m, batch), m.lm_head.weight) for m in (model, reference)]
+    return linear_divergence(
+        *heads[0], *heads[1], kind="reverse_kl", mask=mask, transform=transform, teacher_transform=transform
+    ).divergence[mask]
+
+
+def k3(logps: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the penalty takes the KL to be, of each completion token."""
+    mask = batch["completion_mask"] != 0
+    difference = (batch["ref_per_token_logps"] - logps)[mask]
+    return torch.expm1(difference) - difference
+
+
 def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float]]:
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
@@ -150,6 +178,7 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         batch["old_per_token_logps"] = completion_logps(model, batch, loss)
         batch["ref_per_token_logps"] = completion_logps(reference, batch, loss)
         for _ in range(options.updates):
+            exact = exact_kl(model, reference, batch, options.temperature)
             result = policy_step(model, batch, loss)
             result.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -158,31 +187,52 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[dict[str, float
         metrics = {"kl": "kl_ref", "clip_ratio": "clip_ratio", "entropy": "entropy"}
         step = {"reward": reward, "loss": result.loss.item()}
         step |= {name: result.metrics[metric].item() for name, metric in metrics.items()}
+        estimates = k3(result.per_token_logps, batch)
+        step |= {"largest_k3": estimates.max().item()}
+        step |= {"exact_kl": exact.mean().item(), "largest_exact_kl": exact.max().item()}
         history.append(step)
         progress.set_postfix({name: f"{step[name]:.3f}" for name in ("reward", "kl", "clip_ratio", "entropy")})
     return history
 
 
 def plot(history: list[dict[str, float]], path: Path) -> None:
-    names = {
-        "reward": "mean reward",
-        "kl": "KL to reference (nats)",
-        "clip_ratio": "clipped tokens (share)",
-        "entropy": "entropy (nats)",
+    panels = {
+        "mean reward": {"reward": None},
+        "KL to reference, mean (nats)": {"kl": "k3", "exact_kl": "exact"},
+        "KL to reference, largest token (nats)": {"largest_k3": "k3", "largest_exact_kl": "exact"},
+        "entropy (nats)": {"entropy": None},
     }
-    figure, panels = plt.subplots(2, 2, figsize=(9, 5.5), constrained_layout=True)
-    for panel, (name, label) in zip(panels.flat, names.items(), strict=True):
-        panel.plot([step[name] for step in history], linewidth=1.5)
-        panel.set_ylabel(label)
-        panel.set_xlabel("step")
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), constrained_layout=True)
+    for axis, (label, curves) in zip(axes.flat, panels.items(), strict=True):
+        for name, title in curves.items():
+            axis.plot([step[name] for step in history], linewidth=1.5, label=title)
+        axis.set_ylabel(label)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if len(curves) == 1:
+            axis.set_ylim(bottom=0)
+        else:
+            axis.set_yscale("log")
+            axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+def summary(history: list[dict[str, float]]) -> str:
+    """The largest KL of a single token and of a step's mean, by k3 and exactly."""
+    rows = ["| KL to the reference (nats) | k3 | exact |", "|---|---:|---:|"]
+    for label, names in {
+        "largest single token of the run": ("largest_k3", "largest_exact_kl"),
+        "largest mean of a step": ("kl", "exact_kl"),
+    }.items():
+        cells = " | ".join(f"{max(step[name] for step in history):.2g}" for name in names)
+        rows.append(f"| {label} | {cells} |")
+    return "\n".join(rows)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", type=Path, help="a record of a run, to draw beside it instead of training")
     parser.add_argument("--model", help="a causal LM's path or hub id; without it a small one with random weights")
     parser.add_argument("--warm-start-steps", type=int, help="supervised steps; 300, or 0 with --model")
     parser.add_argument("--steps", type=int, default=150, help="GRPO steps")
@@ -204,6 +254,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    if options.draw is not None:
+        history = json.loads(options.draw.read_text())["steps"]
+        plot(history, options.draw.with_suffix(".png"))
+        print(summary(history))
+        return
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     if options.model:
@@ -219,7 +274,8 @@ def main() -> None:
     history = train(model, tokenizer, options)
 
     options.output.mkdir(parents=True, exist_ok=True)
-    record = {"options": {k: str(v) for k, v in vars(options).items()}, "steps": history}
+    kept = {name: value for name, value in vars(options).items() if name not in ("draw", "output")}
+    record = {"options": kept, "steps": history}
     (options.output / "train_grpo.json").write_text(json.dumps(record, indent=1))
     plot(history, options.output / "train_grpo.png")
     first, last = history[: len(history) // 10 + 1], history[-len(history) // 10 :]

@@ -39,6 +39,7 @@ from liger_rl.policy.reductions import (
     TokenSum,
 )
 from liger_rl.policy.segments import Segments
+from liger_rl.reference_loss import ReferenceHead
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "PerTokenLoss",
     "PolicyBatch",
     "PolicyLoss",
+    "ReferenceHead",
     "Reinforce",
     "SamplerCorrection",
     "Segments",

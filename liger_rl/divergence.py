@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from liger_rl.distributed import VocabParallel
 from liger_rl.head.divergence import (
     BETA,
     Divergence,
@@ -41,6 +42,7 @@ def linear_divergence(
     low_rank: Sequence[LowRank] = (),
     vocab: int | None = None,
     token_weights: Tensor | None = None,
+    vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[DivergenceKeywords]",
 ) -> Divergence:
     """Divergence of softmax(transform(hidden @ weight.T + bias)) from a teacher's, without either's logits in memory.
@@ -85,6 +87,10 @@ def linear_divergence(
             forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. It takes a chunk
             of at most 1 GiB on CUDA, and 4 V H bytes if one chunk does not hold all tokens. Not with low_rank,
             fixed_shape, chunk_vocab or grad_tolerance.
+        vocab_parallel: where both weights are this rank's rows of sharded heads, as in `linear_logprobs`: bias,
+            teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
+            none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
+            first call with a weight, so both should be the same objects from call to call. Not with token_weights.
         options: fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
             chunk_vocab and fixed_shape. With `grad_tolerance` parts of a token and a tile of vocabulary entries that
             are negligible together leave the backward, on every device; the error of dL/dlogits is at most so much of
@@ -100,7 +106,8 @@ def linear_divergence(
         TypeError: an argument of a type or dtype that is not listed above, an unknown option, or one that
             `linear_logprobs` has and two heads do not.
         ValueError: shapes, devices or values that do not fit; a tensor of the teacher's that requires a gradient, which
-            would get none, while gradients are enabled; a DTensor; a call under torch.compile(fullgraph=True).
+            would get none, while gradients are enabled; a call under torch.compile(fullgraph=True). With a sharded head
+            at the first call with its weights, on every rank.
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
@@ -120,6 +127,7 @@ def linear_divergence(
             targets=targets,
             vocab=vocab,
             token_weights=token_weights,
+            vocab_parallel=vocab_parallel,
             options=divergence_options("linear_divergence", options),
         )
     )

@@ -100,6 +100,11 @@ def grpo_loss_from_logits(
     batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
     mask = batch.completion_mask
     objective, kl = build_per_token(loss_type, **options)
+    if kl.exact:
+        raise ValueError(
+            "kl_estimator must be one of ['k1', 'k2', 'k3'] here, got 'exact': no logits of a reference are taken; "
+            "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
+        )
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
     where = LogitRowsOptions(
         transform=LogitTransform(temperature=temperature),

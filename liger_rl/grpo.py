@@ -35,6 +35,7 @@ from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
+from liger_rl.reference_loss import ReferenceHead, check_exact_options, loss_with_reference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +72,10 @@ class FusedLinearGRPOLoss(nn.Module):
             it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
+            kl_estimator="exact" and beta > 0 the call needs a `reference`. One pass then takes `token_local` parts
+            and a chunk of up to 1 GiB on CUDA, and "auto" takes it where no float32 sum of a 16-bit weight's gradient
+            is needed. Not with grad_tolerance, batch_invariant or max_extra_bytes.
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.
@@ -119,6 +123,8 @@ class FusedLinearGRPOLoss(nn.Module):
             fixed_shape=fixed_shape,
             batch_invariant=batch_invariant,
         )
+        if self.terms.kl.exact:
+            check_exact_options(self.options)
 
     def forward(
         self,
@@ -133,6 +139,7 @@ class FusedLinearGRPOLoss(nn.Module):
         support: Support | None = None,
         weight_grad: Tensor | None = None,
         vocab_parallel: VocabParallel | None = None,
+        reference: ReferenceHead | None = None,
         **columns: "Unpack[BatchColumns]",
     ) -> PolicyLoss:
         """Policy loss of one batch.
@@ -152,6 +159,10 @@ class FusedLinearGRPOLoss(nn.Module):
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
             vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
                 the same on every rank of its group, and so is the loss.
+            reference: the reference policy's hidden states and head, for kl_estimator="exact" alone. Its
+                log-probabilities come out of the same products. Objectives and corrections see them as
+                `ref_per_token_logps`, which must not be given then. Not with support or weight_grad, nor under
+                torch.compile.
             columns: the other fields of `PolicyBatch`: old_per_token_logps, ref_per_token_logps,
                 sampling_per_token_logps, importance_ratio, segments, num_sequences and num_items_in_batch.
 
@@ -165,12 +176,22 @@ class FusedLinearGRPOLoss(nn.Module):
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
+        if self.terms.kl.exact:
+            own: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
+            own |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
+            beside = {"support": support, "weight_grad": weight_grad}
+            return loss_with_reference(reference, own, beside, batch, self.terms, self.options, self.passes)
         others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
         with shared_errors(vocab_parallel, weight, *others):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
                     "vocabulary before the ranks have said how large it is; linear_logprobs takes both"
+                )
+            if reference is not None:
+                raise ValueError(
+                    'reference must be None without kl_estimator="exact" and beta > 0; other penalties take '
+                    "ref_per_token_logps, such as `reference_logps` returns"
                 )
             call = HeadCall(
                 hidden=hidden,

@@ -40,13 +40,19 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
         return "vocab_parallel = None: no rank has the logits of the whole vocabulary"
     if any(map(is_dtensor, (call.hidden, call.weight, call.bias, call.targets))):
         return "tensors that are whole on this rank, got a DTensor"
+    lacking = parts_obstacle(terms)
+    if lacking is None and terms.locality != "token" and segments is not None and segments.all_reduce is not None:
+        return "whole sequences on each rank; segments.all_reduce says that they are split"
+    return lacking
+
+
+def parts_obstacle(terms: PolicyTerms) -> str | None:
+    """`loss_obstacle` of the objective and the corrections."""
     for part in (terms.objective, *terms.corrections):
         if not hasattr(part, "token_local"):
             return f"a token_local attribute that says what the gradient of {_name(part)} depends on"
         if isinstance(part, nn.Module) and any(parameter.requires_grad for parameter in part.parameters()):
             return f"no parameters that want a gradient of their own in {_name(part)}"
-    if terms.locality != "token" and segments is not None and segments.all_reduce is not None:
-        return "whole sequences on each rank; segments.all_reduce says that they are split"
     return None
 
 
@@ -172,7 +178,7 @@ class _Whole:
             self.result = self.evaluate(logps, entropy)
             return self.result.loss
 
-        return _gradients(loss, logps, entropy)
+        return gradients_by_autograd(loss, logps, entropy)
 
 
 class _Parts:
@@ -187,11 +193,11 @@ class _Parts:
         if found is not None:
             return found, None
         part = self.prepare().take(positions)
-        return _gradients(lambda *values: part.evaluate(*values).loss, logps, entropy)
+        return gradients_by_autograd(lambda *values: part.evaluate(*values).loss, logps, entropy)
 
 
 @torch.enable_grad()
-def _gradients(
+def gradients_by_autograd(
     loss: Callable[[Tensor, Tensor | None], Tensor], logps: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Of loss(logps, entropy); None for an entropy that it does not depend on."""

@@ -1,5 +1,6 @@
 """examples/: what runs in seconds."""
 
+import importlib
 import json
 import re
 import sys
@@ -8,27 +9,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "top_p_replay.json"
+# Example -> the page that shows what its committed record says.
+PAGES = {"top_p_replay": "support.md", "train_grpo": "losses.md", "distill": "distillation.md"}
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example's main, with the arguments of a command line."""
+    """(name, arguments of a command line) -> the example's main is run."""
     for system in ("matplotlib", "tokenizers", "tqdm", "transformers"):
         pytest.importorskip(system, reason="the example needs it")
     monkeypatch.syspath_prepend(ROOT / "examples")
-    import top_p_replay
 
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["top_p_replay.py", *arguments])
-        top_p_replay.main()
+    def run(name: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        importlib.import_module(name).main()
 
     return run
 
 
+def options(**given: int) -> list[object]:
+    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
 def test_replay_closes_the_gap(example, tmp_path):
-    sizes = {"--warm-start-steps": 3, "--steps": 2, "--prompts": 4, "--group": 2}
-    example(*(str(part) for pair in sizes.items() for part in pair), "--output", str(tmp_path))
+    sizes = options(warm_start_steps=3, steps=2, prompts=4, group=2)
+    example("top_p_replay", *sizes, "--output", tmp_path)
     record = json.loads((tmp_path / "top_p_replay.json").read_text())
     assert (tmp_path / "top_p_replay.png").stat().st_size > 0
     assert len(record["full"]) == len(record["replayed"]) == 2
@@ -37,11 +42,24 @@ def test_replay_closes_the_gap(example, tmp_path):
         assert replayed["largest_gap"] < 1e-4
 
 
-def test_the_page_shows_what_the_record_says(example, tmp_path, capsys):
-    record = tmp_path / RECORD.name
-    record.write_bytes(RECORD.read_bytes())
-    example("--draw", str(record))
-    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+def test_a_student_comes_nearer_to_its_teacher(example, tmp_path):
+    example(
+        "distill", *options(teacher_steps=4, student_steps=1, steps=12, prompts=8), "--output", tmp_path,
+        "--learning-rate", "3e-3",
+    )  # fmt: skip
+    record = json.loads((tmp_path / "distill.json").read_text())
+    assert (tmp_path / "distill.png").stat().st_size > 0
+    divergences = [step["divergence"] for step in record["steps"]]
+    assert len(divergences) == 12
+    assert 0 < sum(divergences[-3:]) < 0.8 * sum(divergences[:3])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_shows_what_the_record_says(name, example, tmp_path, capsys):
+    record = tmp_path / f"{name}.json"
+    record.write_bytes((ROOT / "docs" / record.name).read_bytes())
+    example(name, "--draw", record)
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / PAGES[name]).read_text(encoding="utf-8")
     assert record.with_suffix(".png").exists()
 
 

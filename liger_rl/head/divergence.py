@@ -9,6 +9,8 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from liger_rl.distributed import VocabParallel, VocabShard
+from liger_rl.head.call import shared_errors
 from liger_rl.head.checks import (
     check_count,
     check_device,
@@ -16,17 +18,17 @@ from liger_rl.head.checks import (
     check_tokens,
     check_transform,
 )
-from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.head.dtensors import localized_pair, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines import divergence_parts
-from liger_rl.head.engines.divergence import Pair, PairOptions, PairValues
-from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
+from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
+from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
 from liger_rl.kernels.divergence_tiles import TileBounds
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -69,17 +71,16 @@ WITHOUT = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
     "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
     "extras": "they are not folded with two heads; ask linear_logprobs for them",
-    "vocab_parallel": "both weights must be whole on every rank",
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
 }
 
 
-def check_not_compiling() -> None:
+def check_not_compiling(what: str = "linear_divergence") -> None:
     """Raise where the call would have to be a part of a graph; one that may be broken is broken around it."""
     if torch.compiler.is_compiling():
         raise ValueError(
-            "linear_divergence does not run under torch.compile, whose graphs do not hold its engine; call it outside "
+            f"{what} does not run under torch.compile, whose graphs do not hold its engine; call it outside "
             "the compiled function"
         )
 
@@ -130,29 +131,32 @@ class DivergenceCall:
     targets: Tensor | None = None  # (B, T) or (N,)
     vocab: int | None = None
     token_weights: Tensor | None = None  # (B, T) or (N,)
+    vocab_parallel: VocabParallel | None = None
     options: HeadOptions
     # The teacher's tensors may require a gradient, and get none all the same.
     teacher_may_require_grad: bool = False
+    # The caller's names, for messages.
+    teacher_name: str = "teacher_"
+    targets_name: str = "targets"
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """Everything that may be a tensor, for those who ask what kind each is."""
+        teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
+        return (*own, *teacher, *low_rank_tensors(self.low_rank))
 
     def check_before_gather(self) -> None:
         """Raise for what can be seen of tensors that need not be whole."""
         check_transform(self.teacher_transform)
-        for name, transform in (("transform", self.options.transform), ("teacher_transform", self.teacher_transform)):
+        named = f"{self.teacher_name}transform", self.teacher_transform
+        for name, transform in (("transform", self.options.transform), named):
             if transform.per_token:
                 raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
-        teacher = {name: getattr(self, name) for name in ("teacher_hidden", "teacher_weight", "teacher_bias")}
-        given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, **teacher}
-        given |= {"mask": self.mask, "targets": self.targets}
-        given["token_weights"] = self.token_weights
-        for name, tensor in given.items():
-            if is_dtensor(tensor):
-                raise ValueError(
-                    f"{name} must be no DTensor: both heads must be whole on every rank; call full_tensor()"
-                )
-        if any(map(is_dtensor, low_rank_tensors(self.low_rank))):
-            raise ValueError("low_rank must hold no DTensor: both heads must be whole on every rank")
+        parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
+        teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
         if torch.is_grad_enabled() and not self.teacher_may_require_grad:
             for name, tensor in teacher.items():
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -161,36 +165,65 @@ class DivergenceCall:
                         "the teacher under torch.no_grad() with its parameters frozen"
                     )
 
-    def check(self) -> tuple[torch.dtype, torch.dtype, int]:
-        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products, and entries."""
+    def check(self) -> tuple[torch.dtype, torch.dtype]:
+        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
         dtype = _check_head("", self.hidden, self.weight, self.bias, self.options)
         teacher_dtype = _check_head(
-            "teacher_", self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
+            self.teacher_name, self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
         )
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
-                f"teacher_hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
+                f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
                 f"{tuple(self.teacher_hidden.shape)}"
             )
-        check_device("teacher_hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_device(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
         check_low_rank(self.low_rank, self.hidden, self.weight)
-        entries, teacher_entries = self.weight.shape[0], self.teacher_weight.shape[0]
+        if self.vocab_parallel is None:
+            self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
+        shape = self.hidden.shape[:-1]
+        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
+        targets = targets if self.targets is None else self.targets
+        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
+        if self.token_weights is not None:
+            self._check_token_weights(self.token_weights)
+        return dtype, teacher_dtype
+
+    def entries(self, entries: int, teacher_entries: int) -> int:
+        """How many of the vocabulary count, of so many in each weight; raises where that is not clear."""
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
-                f"teacher_weight must have the {entries} vocabulary entries of weight, got {teacher_entries}; where "
-                "both are padded, vocab= says how many count"
+                f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
+                f"{teacher_entries}; where both are padded, vocab= says how many count"
             )
         vocab = entries if self.vocab is None else self.vocab
         if vocab > min(entries, teacher_entries):
             raise ValueError(
                 f"vocab must be at most the {min(entries, teacher_entries)} rows of the smaller weight, got {vocab}"
             )
-        shape = self.hidden.shape[:-1]
-        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
-        check_tokens(targets if self.targets is None else self.targets, self.mask, shape, self.hidden, "hidden")
-        if self.token_weights is not None:
-            self._check_token_weights(self.token_weights)
-        return dtype, teacher_dtype, vocab
+        return vocab
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
+        dtype, teacher_dtype = self.check()
+        options = self.options
+        targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
+        live = counted_tokens(targets, self.mask)
+        return {
+            "kind and beta": self.measure,
+            "transform": options.transform,
+            f"{self.teacher_name}transform": self.teacher_transform,
+            "entropy": options.entropy,
+            "fixed_shape": options.fixed_shape,
+            "vocab": self.vocab,
+            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
+            f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
+            "the dtypes of products": (dtype, teacher_dtype),
+            "bias": None if self.bias is None else self.bias.dtype,
+            "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "the number of tokens that count": int(live.sum()),
+            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "requires_grad of hidden": self.hidden.requires_grad,
+        }
 
     def _check_token_weights(self, given: Tensor) -> None:
         shape, options = self.hidden.shape[:-1], self.options
@@ -200,6 +233,10 @@ class DivergenceCall:
         check_device("token_weights", given, self.hidden, "hidden")
         if given.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
+        if self.vocab_parallel is not None:
+            raise ValueError(
+                "token_weights must be None with a sharded head: no rank has logits of the whole vocabulary"
+            )
         if self.low_rank:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         if options.fixed_shape:
@@ -249,56 +286,93 @@ def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return hidden.dtype
 
 
-def divergence_of(call: DivergenceCall) -> Divergence:
-    """From a call to its results."""
-    call.check_before_gather()
+@contextmanager
+def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
+    """The checked call on this rank and as engines take it, and the context in which its heads are whole."""
+    tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
+    with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
+        given.check_before_gather()
+        call = localized_pair(given)
     with _whole(call.options.gather, call):
-        dtype, teacher_dtype, vocab = call.check()
+        entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
+            # Its rows cover the vocabulary from the same ids on.
+            other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
+            entries, teacher_entries = shard.vocab, other_shard.vocab
+        dtype, teacher_dtype = call.check()
+        vocab = call.entries(entries, teacher_entries)
         own = resolved(call.options, dtype)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        options = PairOptions(own, other, call.measure, call.targets is not None)
-        pair = _pair(call, vocab)
-        if call.token_weights is not None:
-            return _in_one_pass(call, call.token_weights, pair, options)
-        if pair.student.wants_gradient:
-            found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
-        else:
-            with gemm.without_autocast(call.hidden.device):
-                divergence, statistics, *_ = engine.forward(pair, options)
-            found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+        yield call, _pair(call, vocab, shard), PairOptions(own, other, call.measure, call.targets is not None)
+
+
+def divergence_of(given: DivergenceCall) -> Divergence:
+    """From a call to its results."""
+    with paired(given) as (call, pair, options):
+        if call.token_weights is None:
+            return in_two_passes(call, pair, options)
+        factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
+        found, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+        live = pair.student.live
+        loss = (factors * live.gather(found.divergence.reshape(-1))).sum()
+        return found._replace(loss=with_gradients(call, loss, gradients))
+
+
+def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
+    if pair.student.wants_gradient:
+        found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
+    else:
+        with gemm.without_autocast(call.hidden.device):
+            found = _results(engine.forward(pair, options))
     return _spread(pair.student.live, call.hidden.shape[:-1], found)
 
 
-def _spread(
-    live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None], loss: Tensor | None = None
-) -> Divergence:
+def in_one_pass(
+    call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
+) -> tuple[Divergence, Gradients | None]:
+    """Results without a gradient, and the gradients for `with_gradients`, None where nothing wants one."""
+    inputs = call.hidden, call.weight, call.bias
+    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
+    gradients = None
+    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
+        if any(needs):
+            values, gradients = engine.one_pass(pair, options, gradients_of, needs)
+        else:
+            values = engine.forward(pair, options)
+    return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
+
+
+def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
+    """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
+    weight's gradient."""
+    own, weight = options.student, pair.student.weight
+    if call.low_rank or pair.student.shard is not None:
+        return False
+    if own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+        return False
+    if not weight.requires_grad or weight.dtype == torch.float32:
+        return True
+    return weight.dtype == own.compute_dtype and pair.student.live.count <= engine.one_pass_tokens(pair, options)
+
+
+def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
+    """A loss () without a gradient -> itself with those that `in_one_pass` made."""
+    if gradients is None:
+        return loss
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
+
+
+def _results(values: PairValues) -> tuple[Tensor | None, ...]:
+    statistics = values.statistics
+    return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+
+
+def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
     """Of the tokens that count -> of all, 0 at the others."""
     divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
     assert divergence is not None
-    logps, entropy, teacher_logps = others
-    return Divergence(divergence, logps, entropy, teacher_logps, loss)
-
-
-@torch.no_grad()
-def _engine_in_one_pass(
-    pair: Pair, options: PairOptions, factors: Tensor, needs: Needs
-) -> tuple[PairValues, Gradients | None]:
-    with gemm.without_autocast(pair.student.hidden.device):
-        return engine.one_pass(pair, options, factors, needs) if any(needs) else (engine.forward(pair, options), None)
-
-
-def _in_one_pass(call: DivergenceCall, token_weights: Tensor, pair: Pair, options: PairOptions) -> Divergence:
-    """With the gradients of sum(token_weights * divergence) made in the forward."""
-    live = pair.student.live
-    factors = live.gather(token_weights.float().reshape(-1))
-    inputs = call.hidden, call.weight, call.bias
-    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
-    (divergence, statistics, *_), gradients = _engine_in_one_pass(pair, options, factors, needs)
-    loss = (factors * divergence).sum()
-    if gradients is not None:
-        loss, _ = WithGradients.apply(loss, *inputs, gradients, None, None)
-    found = divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
-    return _spread(live, call.hidden.shape[:-1], found, loss)
+    return Divergence(divergence, *others)
 
 
 @contextmanager
@@ -316,8 +390,8 @@ class _Weights(NamedTuple):
     teacher_bias: Tensor | None
 
 
-def _pair(call: DivergenceCall, vocab: int) -> Pair:
-    """Of flat tensors."""
+def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
+    """Of flat tensors and this rank's part of the vocabulary."""
     hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
     ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
     if call.targets is not None:
@@ -330,7 +404,7 @@ def _pair(call: DivergenceCall, vocab: int) -> Pair:
     else:
         wanted = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
-        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted)().selection
+        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
     inputs = low_weight = None
     if call.low_rank:
         parts = [term.inputs(call.hidden, live) for term in call.low_rank]
@@ -339,11 +413,14 @@ def _pair(call: DivergenceCall, vocab: int) -> Pair:
             inputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             factors = [term.b for term in call.low_rank]
             low_weight = factors[0] if len(factors) == 1 else torch.cat(factors, dim=1)
-    targets = ids.view(-1)
-    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live)
+    targets, here = ids.view(-1), vocab
+    if shard is not None:
+        targets = shard.local(targets)
+        here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
+    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live, shard=shard)
     teacher_hidden = call.teacher_hidden.reshape(-1, call.teacher_hidden.shape[-1]).detach()
     teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
-    return Pair(student, teacher, vocab)
+    return Pair(student, teacher, here)
 
 
 class LinearDivergence(torch.autograd.Function):
@@ -366,7 +443,7 @@ class LinearDivergence(torch.autograd.Function):
             teacher.hidden, teacher.weight, teacher.bias,
             *known, statistics.logps, statistics.entropy, *(bounds or ()),
         )  # fmt: skip
-        ctx.live, ctx.vocab, ctx.options = pair.student.live, pair.vocab, options
+        ctx.live, ctx.vocab, ctx.options, ctx.shard = pair.student.live, pair.vocab, options, pair.student.shard
         if statistics.teacher_logps is not None:
             ctx.mark_non_differentiable(statistics.teacher_logps)
         copies = [None if part is None else part.clone() for part in (divergence, statistics.logps, statistics.entropy)]
@@ -376,7 +453,7 @@ class LinearDivergence(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, saved, *grads):
         hidden, weight, bias, low_inputs, low_weight, targets, *of_teacher = saved[:9]
-        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live)
+        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
         teacher_hidden, teacher_weight, teacher_bias = of_teacher
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
         found = Gradients()
@@ -396,17 +473,7 @@ def _token_gradients(
     grads: Sequence[Tensor | None],  # of divergence, logps, entropy
 ) -> PairGradients:
     lse, teacher_lse, value, logps, entropy = saved
-    grad, grad_logps, grad_entropy = (None if given is None else given.float() for given in grads[:3])
     assert lse is not None
     assert teacher_lse is not None
-    at_target = None if grad_logps is None or logps is None else -torch.expm1(logps) * grad_logps
-    return PairGradients(
-        lse,
-        teacher_lse,
-        torch.zeros_like(lse) if grad is None else grad,
-        value,
-        grad_logps,
-        at_target,
-        grad_entropy,
-        None if grad_entropy is None else entropy,
-    )
+    statistics = PairStatistics(lse, teacher_lse, entropy, logps, None, None)
+    return PairGradients.of(statistics, value, *grads[:3])

@@ -42,6 +42,40 @@ def localized(inputs: Any) -> Any:
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
+    own, place = _own(inputs)
+    return replace(inputs, **own, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
+
+
+def localized_pair(inputs: Any) -> Any:
+    """A `DivergenceCall` without DTensors, in the same way; the teacher's weight is sharded as the student's is.
+
+    Raises:
+        ValueError: as `localized`, or a teacher's weight that is a DTensor with other rows on this rank.
+    """
+    if not any(map(is_dtensor, inputs.tensors)):
+        return inputs
+    own, place = _own(inputs)
+    group, name = None if place is None else place.group, inputs.teacher_name
+    if is_dtensor(inputs.teacher_weight):
+        other = _place(inputs.teacher_weight)
+        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, other)]
+        if starts[0] != starts[1]:
+            raise ValueError(
+                f"{name}weight must be sharded over the ranks of weight, its rows starting at the same id, got "
+                f"{inputs.teacher_weight.placements} on {inputs.teacher_weight.device_mesh}"
+            )
+    return replace(
+        inputs,
+        **own,
+        teacher_hidden=_tokens(inputs.teacher_hidden, group),
+        teacher_weight=_rows(f"{name}weight", inputs.teacher_weight),
+        teacher_bias=_rows(f"{name}bias", inputs.teacher_bias),
+        token_weights=_tokens(inputs.token_weights, group),
+    )
+
+
+def _own(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
+    """-> a head's own fields without DTensors, and its place."""
     low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     place = inputs.vocab_parallel
     if is_dtensor(inputs.weight):
@@ -52,22 +86,21 @@ def localized(inputs: Any) -> Any:
     scattered = place is not None and _is_scattered(inputs.hidden, place)
     if place is not None and scattered:
         place = replace(place, sum_hidden_grad=False)
-    return replace(
-        inputs,
-        hidden=_tokens(inputs.hidden, group, summed=scattered),
-        weight=_rows("weight", inputs.weight),
-        targets=_tokens(inputs.targets, group),
-        mask=_tokens(inputs.mask, group),
-        bias=_rows("bias", inputs.bias),
-        low_rank=[
+    fields = {
+        "hidden": _tokens(inputs.hidden, group, summed=scattered),
+        "weight": _rows("weight", inputs.weight),
+        "targets": _tokens(inputs.targets, group),
+        "mask": _tokens(inputs.mask, group),
+        "bias": _rows("bias", inputs.bias),
+        "low_rank": [
             replace(
                 term, a=_rows("a", term.a), b=_rows("b", term.b), hidden=_tokens(term.hidden, group, summed=scattered)
             )
             for term in low_rank
         ],
-        vocab_parallel=place,
-        needed_mask=_tokens(inputs.needed_mask, group),
-    )
+        "vocab_parallel": place,
+    }
+    return fields, place
 
 
 def place_of(weight: object, *others: object) -> VocabParallel | None:

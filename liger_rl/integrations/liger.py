@@ -1,17 +1,18 @@
-"""liger-kernel's chunked GRPO loss, by its own signature, on this package's head and losses.
+"""liger-kernel's chunked GRPO and distillation losses, by their own signatures, on this package's head and losses.
 
     from liger_rl.integrations.liger import LigerFusedLinearGRPOLoss, patch_liger
 
     loss_fn = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo")  # in place of liger_kernel.chunked_loss's
     patch_liger()  # or: in all the code that imports it from there
 
-Constructor, call and results are those of liger-kernel 0.8.5.
+Constructor, call and results are those of liger-kernel 0.8.5. `LigerFusedLinearJSDLoss` is in `liger_jsd`.
 """
 
 import warnings
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.integrations.patching import GlobalPatch, check_version
+from liger_rl.integrations.liger_jsd import LigerFusedLinearJSDLoss, kept_whole
+from liger_rl.integrations.patching import GlobalPatch, apply_all, check_version
 from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
@@ -307,12 +309,7 @@ def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16) and not autocast:
         hidden = hidden.float()
-
-    def whole(parameter: Tensor) -> Tensor:
-        # ZeRO-3 gathers a parameter for the forward and empties it again; DeepSpeed's id marks such a parameter.
-        return parameter.clone() if hasattr(parameter, "ds_id") else parameter
-
-    return hidden, whole(weight), None if bias is None else whole(bias)
+    return hidden, kept_whole(weight), kept_whole(bias)
 
 
 def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
@@ -323,29 +320,33 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
     return torch.where(first, ratio.reshape(-1, 1), 1.0)
 
 
-def _installed() -> type:
+def _installed(loss: type) -> type:
+    """-> liger-kernel's class of the same name."""
     version = None
     for name in ("liger-kernel-nightly", "liger-kernel"):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(name)
     check_version("liger-kernel", version, (0, 8), (0, 9))
-    from liger_kernel.chunked_loss import grpo_loss
+    import liger_kernel.chunked_loss
 
-    return grpo_loss.LigerFusedLinearGRPOLoss
+    return getattr(liger_kernel.chunked_loss, loss.__name__)
 
 
-_PATCH = GlobalPatch(LigerFusedLinearGRPOLoss, _installed, modules=("liger_kernel", "trl"))
+_PATCHES = tuple(
+    GlobalPatch(loss, partial(_installed, loss), modules=("liger_kernel", "trl"))
+    for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+)
 
 
 def patch_liger(*, modules: Collection[str] = ()) -> None:
-    """Put `LigerFusedLinearGRPOLoss` of this module in place of liger-kernel's, in liger-kernel and in TRL.
+    """Put the two classes of this module in place of liger-kernel's, in liger-kernel and in TRL.
 
-    Whoever imports it from there afterwards gets it too. Other code that has imported it keeps what it has imported,
-    unless it is named. Objects made before keep their class; liger-kernel's other losses and the functional
-    `liger_fused_linear_grpo` stay as they are. Patching twice is harmless.
+    Whoever imports them from there afterwards gets them too. Other code that has imported one keeps what it has
+    imported, unless it is named. Objects made before keep their class; liger-kernel's other losses and the functional
+    `liger_fused_linear_grpo` and `liger_fused_linear_jsd` stay as they are. Patching twice is harmless.
 
     Args:
-        modules: names of further packages or modules to patch, under whatever name they hold the class.
+        modules: names of further packages or modules to patch, under whatever name they hold a class.
 
     Raises:
         ImportError: liger-kernel is not installed, or not of a supported version, which is named.
@@ -353,14 +354,19 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
 
     In each case nothing is changed.
     """
-    _PATCH.apply(modules)
+    apply_all(*_PATCHES, also=modules)
 
 
 def unpatch_liger() -> None:
     """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
-    _PATCH.undo()
+    for patch in _PATCHES:
+        patch.undo()
 
 
-def patched_liger(*, modules: Collection[str] = ()) -> AbstractContextManager[None]:
+@contextmanager
+def patched_liger(*, modules: Collection[str] = ()) -> Iterator[None]:
     """`patch_liger` for the length of a `with` block, and afterwards whatever was there before."""
-    return _PATCH.within(modules)
+    with ExitStack() as stack:
+        for patch in _PATCHES:
+            stack.enter_context(patch.within(modules))
+        yield

@@ -73,6 +73,11 @@ def policy_step(
     swapped = _swapped(model)
     inputs = _model_inputs(swapped, batch, model_inputs)
     _check_loss(loss, swapped)
+    if loss.terms.kl.exact:
+        raise ValueError(
+            'kl_estimator must not be "exact" here, where the model\'s head returns log-probabilities; call the loss '
+            "with hidden states and a reference"
+        )
     if loss.passes == "one":
         raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
     ids, mask = _tokens(batch)

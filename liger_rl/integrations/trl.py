@@ -122,7 +122,7 @@ def _find_op() -> Any:
 
 _op = FusedLogProbs(CoreOptions())
 _OP_PATCH = GlobalPatch(_op, _find_op, modules=("trl",))
-_ALL = (_OP_PATCH, *trl_adapters.PATCHES, trl_divergence.PATCH)
+_ALL = (_OP_PATCH, *trl_adapters.PATCHES, *trl_divergence.PATCHES)
 
 
 def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, chunk_vocab: int | None = None) -> None:

@@ -10,7 +10,8 @@ an adapter out.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
@@ -85,17 +86,17 @@ def _check_taken_apart(layer: Any) -> None:
     check_own_forwards(head, owner)
 
 
-def _find_refusal() -> Any:
-    """-> PEFT's class, by which every trainer knows a head that it refuses."""
+def find_refusal(trainers: Sequence[str] = TRAINERS) -> Any:
+    """-> PEFT's class, by which each of the trainers' modules knows a head that it refuses."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name in TRAINERS:
+    for name in trainers:
         if vars(importlib.import_module(name)).get("BaseTunerLayer") is not BaseTunerLayer:
             raise RuntimeError(f"{name} has no BaseTunerLayer of PEFT's here; nothing was patched")
     return BaseTunerLayer
 
 
-REFUSAL_PATCH = GlobalPatch(RefusedLayer, _find_refusal, modules=TRAINERS)
+REFUSAL_PATCH = GlobalPatch(RefusedLayer, find_refusal, modules=TRAINERS)
 
 
 # --- the forward ------------------------------------------------------------------------------------------------------
@@ -126,23 +127,35 @@ def add_fused_lm_head(
 def _naming_its_head(fused_forward: Callable) -> Callable:
     @functools.wraps(fused_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        head = _read(self) if fused_lm_head else None
-        if head is None or not head.adapters:
+        with naming_head(self) if fused_lm_head else nullcontext():
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        call = _Call(head)
-        token = _call.set(call)
-        try:
-            output = fused_forward(self, *args, fused_lm_head=True, **kwargs)
-        finally:
-            _call.reset(token)
-        if not call.reached_op:
-            raise RuntimeError(
-                f"TRL's own op has left the adapters on the head of {type(self).__name__} out: patch_trl() must hold "
-                "for as long as the trainer is used, not only while it is built"
-            )
-        return output
 
     return forward
+
+
+@contextmanager
+def naming_head(model: Any) -> Iterator[None]:
+    """The context in which `adapted_head` is the model's, if adapters are active on it.
+
+    Raises:
+        TypeError, ValueError: adapters that `read_head` does not understand.
+        RuntimeError: nobody has asked for them within.
+    """
+    head = _read(model)
+    if not head.adapters:
+        yield
+        return
+    call = _Call(head)
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+    if not call.reached_op:
+        raise RuntimeError(
+            f"TRL's own op has left the adapters on the head of {type(model).__name__} out: patch_trl() must hold "
+            "for as long as the trainer is used, not only while it is built"
+        )
 
 
 def _read(model: Any) -> Head:

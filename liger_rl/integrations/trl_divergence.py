@@ -1,8 +1,14 @@
 """TRL's distillation on this package's divergence of two heads: the op that DistillationTrainer calls.
 
+With PEFT two things are replaced beside the op, so that a LoRA adapter on the student's lm_head is trained: the
+trainer's refusal of one, and the method that calls the op with the head's weight and bias alone, which now says which
+head it is. Once an adapter was let pass, that method stays when the patch is undone, and raises where TRL's op would
+leave the adapter out.
+
 TRL 1.15 has no such op, and then nothing is replaced.
 """
 
+import functools
 import importlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,10 +19,13 @@ from torch import Tensor
 
 from liger_rl.head.divergence import DivergenceCall, divergence_of, measure_of
 from liger_rl.head.options import HeadOptions
+from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import GlobalPatch, check_parameters
 from liger_rl.kernels.transform import LogitTransform
 
 MODULE, NAME = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"
+TRAINER, METHOD = "trl.trainer.distillation_trainer", "_compute_loss"
+METHOD_PARAMETERS = ("self", "unwrapped_student", "inputs", "num_items_in_batch")
 # TRL passes them by position, in this order.
 PARAMETERS = (
     "student_hidden",
@@ -74,11 +83,13 @@ class FusedDivergence:
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
         )
+        head = trl_adapters.adapted_head()
         found = divergence_of(
             DivergenceCall(
                 hidden=student_hidden,
                 weight=student_weight,
-                bias=student_bias,
+                bias=student_bias if head is None else head.bias(),
+                low_rank=() if head is None else head.low_rank(student_hidden),
                 teacher_hidden=teacher_hidden,
                 teacher_weight=teacher_weight,
                 teacher_bias=teacher_bias,
@@ -108,14 +119,61 @@ def _find_op() -> Any:
     return original
 
 
-def patches() -> tuple[GlobalPatch, ...]:
-    """What is patched beside TRL's op for log-probabilities; nothing where TRL has no op for divergences."""
-    try:
-        importlib.import_module(MODULE)
-    except ModuleNotFoundError:
-        return ()
-    return (PATCH,)
+# --- adapters on the student's head -----------------------------------------------------------------------------------
+
+
+class _RemembersAdapters(type(trl_adapters.RefusedLayer)):  # type: ignore[misc]
+    def __instancecheck__(cls, layer: Any) -> bool:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        refused = super().__instancecheck__(layer)
+        LOSS_PATCH.needed = LOSS_PATCH.needed or isinstance(layer, BaseTunerLayer)
+        return refused
+
+
+class RefusedLayer(metaclass=_RemembersAdapters):
+    """`trl_adapters.RefusedLayer`, of a trainer whose loss must go on naming its head."""
+
+
+class _LossPatch(GlobalPatch):
+    """Of a method, which is in the trainer's class and in no module."""
+
+    needed = False
+
+    def undo(self) -> None:
+        if not self.needed:
+            super().undo()
+
+    def _globals_with(self, value: Any, names: Any) -> list[tuple[Any, str]]:  # type: ignore[override]
+        trainer = importlib.import_module(TRAINER).DistillationTrainer
+        return [(trainer, METHOD)] if TRAINER in names and vars(trainer).get(METHOD) is value else []
+
+
+def _find_loss() -> Any:
+    original = vars(importlib.import_module(TRAINER).DistillationTrainer).get(METHOD)
+    check_parameters(f"{TRAINER}.DistillationTrainer.{METHOD}", original, METHOD_PARAMETERS)
+    return original
+
+
+def _compute_loss(self: Any, unwrapped_student: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of the trainer's: says which head the op is working for."""
+    with trl_adapters.naming_head(unwrapped_student):
+        return LOSS_PATCH.original(self, unwrapped_student, *args, **kwargs)
 
 
 op = FusedDivergence()
 PATCH = GlobalPatch(op, _find_op, modules=("trl",))
+LOSS_PATCH = _LossPatch(_compute_loss, _find_loss, modules=(TRAINER,))
+REFUSAL_PATCH = GlobalPatch(RefusedLayer, functools.partial(trl_adapters.find_refusal, (TRAINER,)), modules=(TRAINER,))
+PATCHES = (PATCH, LOSS_PATCH, REFUSAL_PATCH)
+
+
+def patches() -> tuple[GlobalPatch, ...]:
+    """What is patched beside TRL's op for log-probabilities; nothing where TRL has no op for divergences."""
+    from transformers.utils import is_peft_available
+
+    try:
+        importlib.import_module(MODULE)
+    except ModuleNotFoundError:
+        return ()
+    return PATCHES if is_peft_available() else (PATCH,)

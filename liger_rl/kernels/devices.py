@@ -48,7 +48,8 @@ class Family(NamedTuple):
 
 
 TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
-# From the one that needs most shared memory: Hopper's, where it is asked for; A100's; and of what has half of that. Of code for 8.0 on an H200, two parts were the fastest of one, two and four.
+# From the one that needs most shared memory: Hopper's, where it is asked for; A100's; and of what has half of that. Of
+# code for 8.0 on an H200, two parts were the fastest of one, two and four.
 PORTABLE = (
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=2, shared_bytes=163 << 10),

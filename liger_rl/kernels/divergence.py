@@ -14,6 +14,7 @@ For a backward that leaves out what is negligible, the same steps leave sums of 
 entries, see `TileSums`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,25 @@ class PairFold(NamedTuple):
     def take(self, rows: slice) -> "PairFold":
         """Views, so that what a kernel writes to them is written here."""
         return PairFold._make(None if values is None else values[rows] for values in self)
+
+    def over_ranks(
+        self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
+    ) -> "PairFold":
+        """As `Fold.over_ranks`: of a vocabulary whose parts are on several ranks, by one maximum and one sum."""
+        peak, teacher_peak = maximum(torch.stack([self.peak, self.teacher_peak]))
+        lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
+        kept, teacher_kept = lower.exp(), teacher_lower.exp()
+        parts = self._asdict() | {"peak": None, "teacher_peak": None}
+        parts |= {"sum_exp": kept * self.sum_exp, "teacher_sum_exp": teacher_kept * self.teacher_sum_exp}
+        if self.moment is not None:
+            parts["moment"] = _around(self.moment, kept, lower, self.sum_exp)
+        if self.gap is not None and measure.kind == FORWARD:
+            parts["gap"] = _around(self.gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
+        elif self.gap is not None:
+            parts["gap"] = _around(self.gap, kept, lower - teacher_lower, self.sum_exp)
+        given = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(given.values())))
+        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(given, sums, strict=True)))
 
 
 class PairStatistics(NamedTuple):
@@ -163,6 +183,24 @@ class PairGradients(NamedTuple):
     at_target: Tensor | None  # dL/dlogp (1 - p_target), given together with it
     grad_entropy: Tensor | None  # dL/dentropy
     entropy: Tensor | None  # given together with it
+
+    @classmethod
+    def of(
+        cls,
+        known: PairStatistics,
+        value: Tensor | None,
+        grad: Tensor | None,
+        grad_logps: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> "PairGradients":
+        """Of dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None is 0."""
+        grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))
+        at_target = None
+        if grad_logps is not None and known.logps is not None:
+            at_target = -torch.expm1(known.logps) * grad_logps
+        grad = torch.zeros_like(known.lse) if grad is None else grad
+        entropy = None if grad_entropy is None else known.entropy
+        return cls(known.lse, known.teacher_lse, grad, value, grad_logps, at_target, grad_entropy, entropy)
 
     def take(self, rows: Tensor | slice) -> "PairGradients":
         return PairGradients._make(None if part is None else part[rows] for part in self)

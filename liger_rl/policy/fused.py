@@ -19,11 +19,13 @@ from liger_rl.policy.metrics import Metric
 DEVICES = ("cuda",)  # where the kernel runs; elsewhere launches cost little
 
 
-def evaluate(prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+def evaluate(
+    prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+) -> PolicyLoss:
     """As `prepared.evaluate`, differentiable once; (B, T) or (N,) log-probabilities of the whole batch."""
     kernel = _kernel_for(prepared, per_token_logps, sums=True)
     if kernel is None:
-        return prepared.evaluate(per_token_logps, entropy)
+        return prepared.evaluate(per_token_logps, entropy, exact_kl)
     if torch.is_grad_enabled() and per_token_logps.requires_grad:
         loss, sums = _WithSlopes.apply(per_token_logps, prepared, kernel)
     else:

@@ -264,7 +264,7 @@ def knows(terms: PolicyTerms) -> bool:
     return (
         type(terms.objective) in FORMULAS
         and type(terms.kl) is penalties.KLPenalty
-        and penalties.ESTIMATORS[terms.kl.kl_estimator] in ESTIMATORS
+        and penalties.ESTIMATORS.get(terms.kl.kl_estimator) in ESTIMATORS
     )
 
 

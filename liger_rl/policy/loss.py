@@ -192,7 +192,9 @@ class PreparedLoss(NamedTuple):
         entropy_count = self.batch.mask.sum() if terms.entropy_bonus.entropy_coef != 0.0 else None
         return PreparedLoss(terms, batch, weights, entropy_count)
 
-    def per_token(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> TokenTerms:
+    def per_token(
+        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+    ) -> TokenTerms:
         terms, batch = self.terms, self.batch
         masked = ~batch.mask
         # A fill and not a product: a masked NaN stays out of the value and of the gradient.
@@ -212,13 +214,15 @@ class PreparedLoss(NamedTuple):
                 keeps_entropy = keeps_entropy & (factor != 0)
         if batch.importance_ratio is not None and not getattr(terms.objective, "takes_importance_ratio", False):
             loss = loss * batch.importance_ratio
-        kl = terms.kl(logps, batch, token_loss.ratio)
+        kl = exact_kl if terms.kl.exact else terms.kl(logps, batch, token_loss.ratio)
         if kl is not None:
             loss = loss + terms.kl.beta * kl
         return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
 
-    def evaluate(self, per_token_logps: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
-        parts = self.per_token(per_token_logps, entropy)
+    def evaluate(
+        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+    ) -> PolicyLoss:
+        parts = self.per_token(per_token_logps, entropy, exact_kl)
         loss = parts.loss if self.weights is None else (parts.loss * self.weights).sum()
         bonus = self.terms.entropy_bonus
         if bonus.entropy_coef != 0.0:
@@ -236,6 +240,7 @@ def ppo_loss_fn(
     reduction: Reduction | None,
     *,
     entropy: Tensor | None = None,
+    exact_kl: Tensor | None = None,
     kl: KLPenalty = NO_PENALTY,
     entropy_bonus: EntropyBonus = NO_BONUS,
     sampler_correction: SamplerCorrection | None = None,
@@ -251,6 +256,8 @@ def ppo_loss_fn(
         reduction: callable (batch) -> one weight per token, such as `SequenceMean()`; None leaves tokens unreduced.
         entropy: entropies in nats shaped like per_token_logps, with gradient if there is a bonus; for the bonus, a
             `TopEntropyMask` and the metrics "with_entropy".
+        exact_kl: KL(policy || reference) of each token in nats, with gradient, for `KLPenalty(kl_estimator="exact")`:
+            `linear_divergence(kind="reverse_kl").divergence`.
         kl: penalty for leaving the reference policy.
         entropy_bonus: reward for entropy.
         sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
@@ -271,8 +278,14 @@ def ppo_loss_fn(
         corrections=corrections,
         metrics=metrics,
     )
-    given_columns = {"per_token_logps": per_token_logps} | ({} if entropy is None else {"entropy": entropy})
-    for name, given_column in given_columns.items():
+    if terms.kl.exact != (exact_kl is not None):
+        wanted = "given with" if terms.kl.exact else "None without"
+        found = "None" if exact_kl is None else "one"
+        raise ValueError(f'exact_kl must be {wanted} a KLPenalty(beta, kl_estimator="exact"), got {found}')
+    columns = {"per_token_logps": per_token_logps, "entropy": entropy, "exact_kl": exact_kl}
+    for name, given_column in columns.items():
+        if given_column is None and name != "per_token_logps":
+            continue
         column = check_dense(name, given_column)
         if not column.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
@@ -285,4 +298,5 @@ def ppo_loss_fn(
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
     given = terms.check(batch, per_token_logps.shape, per_token_logps.device)
     check_mask_values(batch.completion_mask)
-    return terms.prepared(given, dtype).evaluate(per_token_logps.to(dtype), entropy)
+    exact_kl = None if exact_kl is None else exact_kl.to(dtype)
+    return terms.prepared(given, dtype).evaluate(per_token_logps.to(dtype), entropy, exact_kl)

@@ -33,6 +33,7 @@ def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+EXACT = "exact"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,14 @@ class KLPenalty:
 
     Attributes:
         beta: coefficient, >= 0.
-        kl_estimator: "k1", "k2" or "k3".
+        kl_estimator: "k1", "k2" or "k3", of the sampled token; or "exact", KL(policy || reference) of the two whole
+            distributions at each sampled prefix, which is what they estimate: the Rao-Blackwellised term of
+            arXiv:2504.10637. `FusedLinearGRPOLoss` makes it from a `ReferenceHead`, and `ppo_loss_fn` is given it. Its
+            gradient is that of the distribution at each prefix. That the policy also chooses the prefixes is not
+            differentiated, as with the others.
         importance_weighted: multiply the estimate by the objective's un-clamped ratio, through which gradient flows:
-            TRL's `use_bias_correction_kl`, DeepSeek-V3.2, arXiv:2512.02556.
+            TRL's `use_bias_correction_kl`, DeepSeek-V3.2, arXiv:2512.02556. Not with "exact", which does not depend on
+            the sampled token that a ratio is of.
     """
 
     beta: float = 0.0
@@ -52,16 +58,26 @@ class KLPenalty:
 
     def __post_init__(self) -> None:
         at_least_zero(self, "beta")
-        one_of("kl_estimator", self.kl_estimator, ESTIMATORS)
+        one_of("kl_estimator", self.kl_estimator, (*ESTIMATORS, EXACT))
         flag("importance_weighted", self.importance_weighted)
+        if self.importance_weighted and self.kl_estimator == EXACT:
+            raise ValueError(
+                'importance_weighted must be False with kl_estimator="exact": a ratio corrects for which token was '
+                "sampled, and the exact KL does not depend on it"
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the KL itself has to be given."""
+        return self.beta != 0.0 and self.kl_estimator == EXACT
 
     def check(self, batch: PolicyBatch) -> None:
         """Raises ValueError where the penalty is asked for and the batch has no reference."""
-        if self.beta != 0.0 and batch.ref_per_token_logps is None:
+        if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:
-        """-> KL per token in nats, before the coefficient, or None at beta == 0."""
+        """-> estimate of the KL per token in nats, before the coefficient, or None at beta == 0."""
         if self.beta == 0.0 or batch.ref_per_token_logps is None:
             return None
         kl = ESTIMATORS[self.kl_estimator](logps, batch.ref_per_token_logps)

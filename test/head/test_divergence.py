@@ -312,14 +312,15 @@ def test_products(kind):
     assert x.weight.grad is None
 
 
-def test_products_of_one_pass(device):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_of_one_pass(frozen, device):
     x = problem((40,), (16, 24), (300, 300), bias=False, device=device).leaves()
-    weights = torch.arange(40, device=device) < 10
+    weights, weight = torch.arange(40, device=device) < 10, x.weight.detach() if frozen else x.weight
     with Products() as products:
         linear_divergence(
-            x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, kind="jsd", token_weights=weights.float()
+            x.hidden, weight, x.teacher_hidden, x.teacher_weight, kind="jsd", token_weights=weights.float()
         ).loss.backward()
-    assert products.flops == 10 * 2 * 300 * (3 * 16 + 24)
+    assert products.flops == 10 * 2 * 300 * ((2 if frozen else 3) * 16 + 24)
 
 
 def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
@@ -382,7 +383,7 @@ BAD = [
     ),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
     ({"max_extra_bytes": 1 << 30}, TypeError, "takes no max_extra_bytes"),
-    ({"vocab_parallel": object()}, TypeError, "takes no vocab_parallel"),
+    ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
     ({"teacher_transform": 1.0}, TypeError, "transform must be"),
     (

@@ -1,21 +1,20 @@
 """TRL's distillation on our divergence: the op against TRL's own, and whole runs."""
 
-import math
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module
-from transformers import AutoModelForCausalLM
-from trl import DistillationConfig, DistillationTrainer
+from distillation_runs import assert_same_run, build, run, train
+from peft import LoraConfig
+from trl import DistillationTrainer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as THEIRS
 
 import trl_runs
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl_divergence import FusedDivergence
+from liger_rl.integrations.trl_divergence import LOSS_PATCH, FusedDivergence
 
 NAME = "ChunkedDivergenceFunction"
 
@@ -71,46 +70,74 @@ def models(tmp_path_factory):
     }
 
 
-def train(student, teacher, directory, beta, *, patch, monkeypatch):
-    """-> the log's losses and entropies, the final weights, and the tokens of each call of our op."""
-    calls, apply = [], FusedDivergence.apply
-
-    def counting(self, hidden, *given):
-        calls.append(hidden.shape[0])
-        return apply(self, hidden, *given)
-
-    options = {"max_steps": 3, "beta": beta, "temperature": 0.9, "max_completion_length": 8}
-    trainer = DistillationTrainer(
-        model=AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32),
-        teacher_model=AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32),
-        args=DistillationConfig(
-            output_dir=str(directory), per_device_train_batch_size=4, **{**trl_runs.CPU_ARGS, **options}
-        ),
-        train_dataset=trl_runs.prompts(),
-        processing_class=trl_runs.tokenizer(),
-    )
-    with monkeypatch.context() as changed, patched_trl() if patch else nullcontext():
-        changed.setattr(FusedDivergence, "apply", counting)
-        trainer.train()
-    log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return log, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, calls
-
-
 @pytest.mark.parametrize(("student", "beta"), [("qwen3", 0.5), ("gemma2", 0.0), ("qwen3", 1.0)])
-def test_three_steps_of_the_trainer(student, beta, models, tmp_path, monkeypatch):
-    """Every logged value and the final weights to float32 rounding."""
-    (plain, weights, none), (patched, others, calls) = (
-        train(models[student], models["teacher"], tmp_path, beta, patch=patch, monkeypatch=monkeypatch)
-        for patch in (False, True)
+def test_three_steps_of_the_trainer(student, beta, models, tmp_path):
+    (*plain, none), (*patched, calls) = (
+        train(models[student], models["teacher"], tmp_path, beta, patch=patch) for patch in (False, True)
     )
     assert not none
     assert len(calls) == 3
-    assert len(plain) == len(patched) == 3
-    for mine, other in zip(patched, plain, strict=True):
-        assert mine.keys() == other.keys()
-        for name, value in other.items():
-            if isinstance(value, float) and "time" not in name:
-                assert math.isclose(mine[name], value, rel_tol=1e-5, abs_tol=1e-5), name
-    distance = sum((others[name] - weights[name]).double().square().sum() for name in weights)
-    norm = sum(part.double().square().sum() for part in weights.values())
-    assert (distance / norm).sqrt() <= 1e-6
+    assert_same_run(patched, plain, 3)
+
+
+# --- LoRA on the student's head ---------------------------------------------------------------------------------------
+
+
+class FullLogits:
+    """TRL's op from the logits of the student's own head, adapters and all; for a temperature alone."""
+
+    def __init__(self):
+        self.head = None
+
+    def apply(self, hidden, _weight, _bias, teacher_hidden, teacher_weight, _teacher_bias, beta, temperature, *rest):
+        assert rest == (1.0, None, 0.5, None)  # Granite's scale of the teacher's logits
+        log_p = (self.head(hidden) / temperature).log_softmax(-1)
+        log_q = (teacher_hidden @ teacher_weight.mT * 0.5 / temperature).log_softmax(-1)
+        p, q = log_p.exp(), log_q.exp()
+        log_m = ((1 - beta) * p + beta * q).log()
+        parts = beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)
+        return parts.sum(-1), -(p * log_p).sum(-1).detach()
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+
+def adapted(models, directory, **config):
+    torch.manual_seed(0)
+    return build(models["qwen3"], models["teacher"], directory, 0.5, peft_config=LoraConfig(**LORA, **config))
+
+
+def test_an_adapter_on_the_head_is_trained(models, tmp_path, monkeypatch):
+    """As with full logits; without the patch it is refused, and a trainer that outlives the patch raises."""
+    before = vars(DistillationTrainer)["_compute_loss"]
+    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
+        adapted(models, tmp_path)
+    with monkeypatch.context() as changed:
+        full_op = FullLogits()
+        changed.setattr(module, "BaseTunerLayer", ())
+        changed.setattr(module, NAME, full_op)
+        trainer = adapted(models, tmp_path)
+        full_op.head = trainer.model.get_output_embeddings()
+        full = run(trainer)
+    with patched_trl():
+        trainer = adapted(models, tmp_path)
+        start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        found = run(trainer)
+    assert_same_run(found, full, 3)
+    for factor in ("lora_A", "lora_B"):
+        (name,) = (name for name in start if "lm_head" in name and factor in name)
+        moved = (full[1][name] - start[name]).norm()
+        assert moved > 1e-3 * start[name].norm()
+        assert (found[1][name] - full[1][name]).norm() < 1e-4 * moved
+    with pytest.raises(RuntimeError, match=r"patch_trl\(\) must hold"):
+        adapted_under_the_patch(models, tmp_path).train()
+    with patched_trl(), pytest.raises(ValueError, match="DoraLinearVariant"):
+        adapted(models, tmp_path, use_dora=True)
+    monkeypatch.setattr(LOSS_PATCH, "needed", False)
+    LOSS_PATCH.undo()
+    assert vars(DistillationTrainer)["_compute_loss"] is before
+
+
+def adapted_under_the_patch(models, directory):
+    with patched_trl():
+        return adapted(models, directory)

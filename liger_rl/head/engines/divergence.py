@@ -10,7 +10,8 @@ sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, 
 whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of both weights per
 `_whole_rows` tokens. By an H200's bandwidth and speed, that read takes as long as the products of 150 tokens, so 75
 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain for where under
-MIN_WHOLE_ROWS fit, where a chunk is named, and where a weight is converted tile by tile.
+MIN_WHOLE_ROWS fit, where a chunk is named, where a weight is converted tile by tile, and where the vocabulary is
+sharded: no collective stands inside a loop.
 
 Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
 and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
@@ -73,6 +74,11 @@ class PairValues(NamedTuple):
     # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
     value: Tensor
     bounds: TileBounds | None = None  # where they were asked for and there can be some
+
+
+# (places in the live tokens (m,), their divergence (m,), their other numbers) -> dL/d divergence (m,), and dL/dlogp and
+# dL/dentropy (m,) or None
+PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 class _Side:
@@ -149,8 +155,14 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
         kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))
 
+    shard = pair.student.shard
+
+    def over_ranks(state: PairFold) -> PairFold:
+        return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
+
     if measure.kind != MIXTURE:
         _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
+        state = over_ranks(state)
         statistics = PairStatistics.of(state, measure)
         assert statistics.divergence is not None
         return finished(PairValues(statistics.divergence, statistics, statistics.divergence))
@@ -165,13 +177,16 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
         fold(*given)
         mix(*given)
 
-    tokens = _whole_rows(pair, student, teacher)
+    tokens = _whole_rows(pair, student, teacher) if shard is None else None
     if tokens is not None:
         _sweep(pair, student, teacher, Tiles(tokens, pair.vocab), fold_and_mix)
     else:
         tiles = _tiles(pair, options, n, whole=tile_sums is not None)
-        for step in (fold, mix):
-            _sweep(pair, student, teacher, tiles, step)
+        _sweep(pair, student, teacher, tiles, fold)
+        state = over_ranks(state)
+        _sweep(pair, student, teacher, tiles, mix)
+        if shard is not None:
+            sums = MixtureSums(*shard.total(torch.stack(sums)))
     return finished(PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student))
 
 
@@ -280,8 +295,10 @@ def _gradients(
     return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
 
 
-def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) -> tuple[PairValues, Gradients]:
-    """As `forward`, and the gradients of sum(factors (n,) * divergence) for hidden, weight and bias.
+def one_pass(
+    pair: Pair, options: PairOptions, gradients_of: PairGradientsOf, needs: Needs
+) -> tuple[PairValues, Gradients]:
+    """As `forward`, and the gradients for hidden, weight and bias of what the caller says chunk by chunk.
 
     The student's head has no low-rank term.
     """
@@ -291,7 +308,7 @@ def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) ->
     kernels = for_device(device)
     state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
     sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
-    chunks = spans(n, _one_pass_tokens(pair, options))
+    chunks = spans(n, one_pass_tokens(pair, options))
     sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
     totals = _Totals(
         pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
@@ -305,8 +322,9 @@ def one_pass(pair: Pair, options: PairOptions, factors: Tensor, needs: Needs) ->
         known = PairStatistics.of(state.take(part), measure)
         if measure.kind == MIXTURE:
             kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
-        value = sums.student[part] if known.divergence is None else known.divergence
-        tokens = PairGradients(known.lse, known.teacher_lse, factors[part], value, None, None, None, None)
+        divergence = _mixed(measure, sums.take(part)) if known.divergence is None else known.divergence
+        value = sums.student[part] if known.divergence is None else divergence
+        tokens = PairGradients.of(known, value, *gradients_of(part, divergence, known))
         tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
         kernels.grad_pair(own, other, rows.targets[part], 0, measure, tokens, tile)
         del own, other  # or they would stay alive while the products, and the next pair, are allocated
@@ -336,7 +354,7 @@ def _add_products(totals: _Totals, student: _Side, tile: Tensor, part: slice, li
             for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
 
 
-def _one_pass_tokens(pair: Pair, options: PairOptions) -> int:
+def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     """Tokens of a chunk of one pass."""
     if options.student.chunk_tokens is not None:
         return options.student.chunk_tokens

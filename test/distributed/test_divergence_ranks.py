@@ -1,0 +1,326 @@
+"""Two heads that are sharded over their vocabulary are the whole heads: values, gradients, collectives and errors."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, ReferenceHead, VocabParallel, linear_divergence
+from ranks import message_of
+
+N, H, TEACHER_H, VOCAB = 29, 10, 14, 301
+# Rows of each rank's shard; the teacher's last shard may have padding.
+SHARDS = {2: [(151, 150), (261, 40)], 4: [(76, 75, 75, 75), (7, 180, 1, 113)]}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "reverse_kl"
+    beta: float = 0.5
+    shards: int = 0  # which of SHARDS
+    padding: int = 0  # rows of the teacher's after the vocabulary
+    vocab: int | None = None
+    rank: int = 0  # of a low-rank term
+    masked: str = "some"
+    fixed_shape: bool = False
+    chunk_vocab: int | None = None
+    frozen: str = ""
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self):
+        return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)) or "plain"
+
+
+CASES = [
+    Case(),
+    Case(kind="forward_kl", shards=1),
+    Case(kind="jsd", beta=0.3, shards=1),
+    Case(kind="jsd", fixed_shape=True),
+    Case(padding=9, vocab=VOCAB, shards=1),
+    Case(kind="jsd", padding=3, vocab=170),  # the last ranks' rows are padding, some of them all
+    Case(rank=3, chunk_vocab=64, shards=1),
+    Case(kind="forward_kl", masked="all"),
+    Case(frozen="weight", rank=2),
+    Case(kind="forward_kl", frozen="hidden"),
+    Case(dtype=torch.bfloat16, kind="jsd"),
+]
+
+
+def parts_of(case: Case, device="cpu") -> dict[str, Tensor]:
+    torch.manual_seed(6)
+
+    def made(*shape):
+        return torch.randn(*shape).to(device, case.dtype)
+
+    found = {"hidden": made(N, H), "weight": made(VOCAB, H), "bias": made(VOCAB)}
+    found |= {"teacher_hidden": made(N, TEACHER_H), "teacher_weight": made(VOCAB + case.padding, TEACHER_H) * 0.7}
+    found |= {"teacher_bias": made(VOCAB + case.padding)}
+    if case.rank:
+        found |= {"a": made(case.rank, H), "b": made(VOCAB, case.rank)}
+    return found
+
+
+def solve(case: Case, parts: dict[str, Tensor], place=None) -> dict[str, Tensor]:
+    """Results and gradients by name."""
+    device = parts["hidden"].device
+    torch.manual_seed(7)
+    ids = torch.randint(case.vocab or VOCAB, (N,)).to(device)
+    mask = (torch.rand(N) < (0.0 if case.masked == "all" else 0.7)).to(device)
+    upstream = torch.randn(3, N).to(device)
+    upstream[:, ::4] = 0.0
+    own = {n: parts[n] for n in ("hidden", "weight", "bias", "a", "b") if n in parts}
+    leaves = {name: part.requires_grad_() for name, part in own.items() if name != case.frozen}
+    found = linear_divergence(
+        *(parts[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")),
+        kind=case.kind,
+        beta=case.beta,
+        mask=mask,
+        targets=ids,
+        bias=parts["bias"],
+        teacher_bias=parts["teacher_bias"],
+        transform=LogitTransform(temperature=0.8),
+        teacher_transform=LogitTransform(softcap=3.0),
+        low_rank=[LowRank(a=parts["a"], b=parts["b"])] if case.rank else [],
+        entropy=True,
+        vocab=case.vocab,
+        fixed_shape=case.fixed_shape,
+        chunk_vocab=case.chunk_vocab,
+        vocab_parallel=place,
+    )
+    loss = sum((part * factor).sum() for part, factor in zip(found[:3], upstream, strict=True))
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    results = {name: part for name, part in found._asdict().items() if part is not None}
+    results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: part.detach().cpu() for name, part in results.items()}
+
+
+def shard_of(rank, case: Case) -> tuple[dict[str, Tensor], VocabParallel]:
+    sizes = SHARDS[rank.world][case.shards]
+    start, rows = sum(sizes[: rank.index]), sizes[rank.index]
+    padding = case.padding if rank.index == rank.world - 1 else 0
+    cut = {"weight": rows, "bias": rows, "b": rows, "teacher_weight": rows + padding, "teacher_bias": rows + padding}
+    parts = parts_of(case, rank.device)
+    parts = {n: p[start : start + cut[n]].clone() if n in cut else p for n, p in parts.items()}
+    return parts, VocabParallel(rank.group, start)
+
+
+def solve_sharded(rank, case: Case) -> dict[str, Tensor]:
+    return solve(case, *shard_of(rank, case))
+
+
+SHARDED = ("grad_weight", "grad_bias", "grad_b")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_whole_heads(ranks, world, case):
+    results = ranks.run(solve_sharded, case, **world)
+    expected = solve(case, parts_of(case, world["device"]))
+    tolerance = 1e-5 if case.dtype == torch.float32 else 4e-3
+    for name, truth in expected.items():
+        found = torch.cat([r[name] for r in results]) if name in SHARDED else results[0][name]
+        assert found.shape == truth.shape
+        assert found.dtype == truth.dtype
+        error = (found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30)
+        assert error <= (tolerance if "grad" in name else 1e-5), (name, error)
+        assert truth.any() or case.masked == "all", name
+        if name not in SHARDED:
+            assert all(torch.equal(result[name], found) for result in results), f"{name} differs between ranks"
+    assert ("grad_weight" in expected) == (case.frozen != "weight")
+
+
+def collectives(rank, case):
+    parts, place = shard_of(rank, case)
+    solve(case, parts, place)
+    compared, reduced = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        gather, reduce = dist.all_gather_object, dist.all_reduce
+        patch.setattr(dist, "all_gather_object", lambda *a, **kw: (compared.append(1), gather(*a, **kw))[1])
+        patch.setattr(dist, "all_reduce", lambda t, *a, **kw: (reduced.append(tuple(t.shape)), reduce(t, *a, **kw))[1])
+        solve(case, parts, place)
+    return len(compared), reduced
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("reverse_kl", [2, 6]), ("jsd", [2, 5, 2])])
+def test_what_a_call_sends(ranks, kind, sums):
+    """A maximum and a sum of a few numbers a token, one sum more for a mixture, and the gradient of hidden."""
+    for case in (Case(kind=kind), Case(kind=kind, chunk_vocab=32)):
+        first, other = ranks.run(collectives, case)
+        assert first == other
+        compared, shapes = first
+        assert compared == 0
+        assert [shape[0] for shape in shapes[:-1]] == sums
+        assert shapes[-1][1] == H
+        assert shapes[-1][0] < shapes[0][1] < N  # tokens without a gradient are not sent
+
+
+# --- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+def problem(device="cpu"):
+    torch.manual_seed(8)
+    shapes = {"hidden": (4, 8, H), "weight": (37, H), "teacher_hidden": (4, 8, TEACHER_H)}
+    shapes |= {"teacher_weight": (37, TEACHER_H)}
+    return {name: torch.randn(*shape).to(device) for name, shape in shapes.items()}
+
+
+def solve_whole(parts, kind):
+    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
+    ids = torch.arange(32).view(4, 8).to(parts["hidden"].device) % 37
+    found = linear_divergence(*parts.values(), kind=kind, targets=ids)
+    loss = found.divergence.square().sum() + found.logps.square().sum()
+    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
+    return [part.detach().cpu() for part in (found.divergence, found.logps, found.teacher_logps, *grads)]
+
+
+def tensor_parallel(rank, placement, teacher_rows, kind):
+    mesh, parts = rank.mesh("tp"), problem(rank.device)
+    parts["weight"] = distribute_tensor(parts["weight"], mesh, [Shard(0)])
+    whole = distribute_tensor(parts["teacher_weight"], mesh, [Shard(0)])
+    parts["teacher_weight"] = whole if teacher_rows == "DTensor" else whole.to_local()
+    if placement is not None:
+        for name in ("hidden", "teacher_hidden"):
+            parts[name] = distribute_tensor(parts[name], mesh, [placement])
+    return solve_whole(parts, kind)
+
+
+@pytest.mark.parametrize(
+    ("placement", "teacher_rows"), [(None, "DTensor"), (Shard(1), "DTensor"), (Replicate(), "tensor")], ids=str
+)
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_dtensors(ranks, two, placement, teacher_rows, kind):
+    expected = solve_whole(problem(), kind)
+    for result in ranks.run(tensor_parallel, placement, teacher_rows, kind, **two):
+        for found, truth in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
+
+
+def fully_sharded(rank):
+    """Data parallelism: both heads are gathered, other tokens on each rank, the weight's gradient is the mean."""
+    mesh, parts = rank.mesh("dp"), problem()
+    tokens = slice(rank.index * 2, rank.index * 2 + 2)
+    parts = {n: p[tokens] if "hidden" in n else distribute_tensor(p, mesh, [Shard(0)]) for n, p in parts.items()}
+    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
+    found = linear_divergence(*parts.values(), kind="reverse_kl", token_weights=torch.ones(2, 8))
+    grads = torch.autograd.grad(found.loss, leaves)
+    return [found.divergence.detach(), grads[0], grads[1].full_tensor()]
+
+
+def test_shards_of_data_parallelism_are_gathered(ranks):
+    parts = problem()
+    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
+    found = linear_divergence(*parts.values(), kind="reverse_kl")
+    grads = torch.autograd.grad(found.divergence.sum(), leaves)
+    results = ranks.run(fully_sharded)
+    for place, truth in ((0, found.divergence.detach()), (1, grads[0])):
+        torch.testing.assert_close(torch.cat([r[place] for r in results]), truth, rtol=1e-5, atol=1e-5)
+    for result in results:
+        torch.testing.assert_close(result[2], grads[1] / 2, rtol=1e-5, atol=1e-5)
+
+
+# --- the exact KL of a policy loss ------------------------------------------------------------------------------------
+
+
+def solve_loss(rank, sharded="rows", passes="auto"):
+    parts = problem("cpu" if rank is None else rank.device)
+    ids, advantages = torch.arange(32).view(4, 8) % 37, torch.linspace(-1, 1, 4)
+    place = None
+    if rank is not None and sharded == "DTensor":
+        for name in ("weight", "teacher_weight"):
+            parts[name] = distribute_tensor(parts[name], rank.mesh("tp"), [Shard(0)])
+    elif rank is not None:
+        sizes = (20, 17)
+        start, place = sum(sizes[: rank.index]), VocabParallel(rank.group, sum(sizes[: rank.index]))
+        for name in ("weight", "teacher_weight"):
+            parts[name] = parts[name][start : start + sizes[rank.index]].clone()
+    leaves = [parts["hidden"].requires_grad_(), parts["weight"].requires_grad_()]
+    loss_fn = FusedLinearGRPOLoss("grpo", beta=0.2, kl_estimator="exact", entropy_coef=0.01, passes=passes)
+    reference = ReferenceHead(hidden=parts["teacher_hidden"], weight=parts["teacher_weight"])
+    loss, metrics = loss_fn(*leaves, ids, advantages, reference=reference, vocab_parallel=place)
+    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in torch.autograd.grad(loss, leaves)]
+    return loss.detach(), metrics["kl_ref"].value, *grads
+
+
+@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
+def test_the_policy_loss(ranks, sharded):
+    loss, kl, grad_hidden, grad_weight = solve_loss(None)
+    results = ranks.run(solve_loss, sharded)
+    for result in results:
+        for found, truth in zip(result, (loss, kl, grad_hidden), strict=False):
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+    found = torch.cat([result[3] for result in results]) if sharded == "rows" else results[0][3]
+    torch.testing.assert_close(found, grad_weight, rtol=1e-5, atol=1e-6)
+
+
+def one_pass(rank, sharded):
+    return message_of(lambda: solve_loss(rank, sharded, "one"))
+
+
+@pytest.mark.parametrize("sharded", ["rows", "DTensor"])
+def test_one_pass_of_a_sharded_policy_is_refused(ranks, sharded):
+    for message in ranks.run(one_pass, sharded):
+        assert message.startswith('ValueError: passes="one" needs tensors that are whole on this rank')
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def provoked(rank, on_last):
+    """The error of a call that does not fit, and whether the ranks still work together after it."""
+    given = {"rows": 5, "teacher_rows": 5, "tokens": 6, "start": 5 * rank.index, "options": {}}
+    given |= on_last if rank.index == rank.world - 1 else {}
+    tokens, options = given["tokens"], dict(given["options"])
+    place = VocabParallel(rank.group, given["start"])
+    parts = torch.randn(tokens, H), torch.randn(given["rows"], H)
+    parts += torch.randn(tokens, TEACHER_H), torch.randn(given["teacher_rows"], TEACHER_H)
+    message = message_of(lambda: linear_divergence(*parts, vocab_parallel=place, **options))
+    again = torch.ones(1)
+    dist.all_reduce(again, group=rank.group)
+    return message, again.item()
+
+
+SAME = "must be the same on every rank"
+MISTAKES = {
+    "a gap": ({"start": 6}, "ValueError: the shards of weight must cover"),
+    "tokens": ({"tokens": 7}, f"ValueError: hidden {SAME}"),
+    "kind": ({"options": {"kind": "jsd"}}, f"ValueError: kind and beta {SAME}"),
+    "teacher_transform": (
+        {"options": {"teacher_transform": LogitTransform(temperature=0.5)}},
+        f"ValueError: teacher_transform {SAME}",
+    ),
+    "one rank's targets": ({"options": {"targets": torch.zeros(7).long()}}, "ValueError: targets must be"),
+    "token_weights": ({"options": {"token_weights": torch.ones(6)}}, "ValueError: token_weights must be None with"),
+    "the teacher's padding": ({"teacher_rows": 7}, r"ValueError: teacher_weight must have the 10 .*, got 12"),
+}
+
+
+@pytest.mark.parametrize(("on_last", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_ranks_that_do_not_fit_raise_the_same_everywhere(ranks, on_last, expected):
+    results = ranks.run(provoked, on_last)
+    (message,) = {message for message, _ in results}
+    assert re.match(expected, message or "")
+    assert [count for _, count in results] == [2, 2]
+
+
+def misaligned(rank):
+    """A teacher whose shards are padded each, and so start elsewhere."""
+    place = VocabParallel(rank.group, 5 * rank.index)
+    parts = torch.randn(6, H), torch.randn(5, H), torch.randn(6, TEACHER_H), torch.randn(6, TEACHER_H)
+    whole = distribute_tensor(torch.randn(11, H), rank.mesh("tp"), [Shard(0)])
+    other = distribute_tensor(torch.randn(13, TEACHER_H), rank.mesh("tp"), [Shard(0)])
+    return [
+        message_of(lambda: linear_divergence(*parts, vocab=10, vocab_parallel=place)),
+        message_of(lambda: linear_divergence(parts[0], whole, parts[2], other, vocab=10)),
+        message_of(lambda: linear_divergence(parts[0], torch.randn(13, H), parts[2], other)),  # not the student's
+    ]
+
+
+def test_shards_that_start_at_other_ids_are_refused(ranks):
+    first, last = ranks.run(misaligned)
+    for covering, dtensors, whole in (first, last):
+        assert "the shards of weight must cover the vocabulary" in covering
+        for message in (dtensors, whole):
+            assert message.startswith("ValueError: teacher_weight must be sharded over the ranks of weight")
