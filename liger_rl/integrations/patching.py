@@ -31,7 +31,7 @@ class GlobalPatch:
         self._home = frozenset(modules)
         self._patched: frozenset[str] = frozenset()
         self._original: Any = None
-        self._had_replacement: set[tuple[ModuleType, str]] = set()
+        self._had_replacement: set[tuple[Any, str]] = set()
 
     @property
     def applied(self) -> bool:
@@ -84,8 +84,7 @@ class GlobalPatch:
         for module, name in self._globals_with(original, self._patched):
             setattr(module, name, self._replacement)
 
-    @staticmethod
-    def _globals_with(value: Any, names: Collection[str]) -> list[tuple[ModuleType, str]]:
+    def _globals_with(self, value: Any, names: Collection[str]) -> list[tuple[Any, str]]:
         inside = tuple(f"{name}." for name in names)
         return [
             (module, name)
@@ -95,6 +94,46 @@ class GlobalPatch:
             for name, held in list(vars(module).items())
             if held is value
         ]
+
+
+class MethodPatch(GlobalPatch):
+    """`replacement` for a method of another package's class: objects of it, made before or later, have it, too.
+
+    Args:
+        replacement: a function; its first parameter is the object.
+        find: -> the class, whose own dictionary has the method; raises as in `GlobalPatch`.
+        name: of the method.
+    """
+
+    def __init__(self, replacement: Any, find: Callable[[], Any], name: str = "forward") -> None:
+        super().__init__(replacement, self._method, modules=(name,))
+        self._find_owner, self._name = find, name
+
+    def _method(self) -> Any:
+        self._owner = self._find_owner()
+        return vars(self._owner)[self._name]
+
+    def _globals_with(self, value: Any, names: Collection[str]) -> list[tuple[Any, str]]:
+        found = vars(self._owner).get(self._name)
+        return [(self._owner, self._name)] if names and found is value else []
+
+
+def undo_all(*patches: GlobalPatch) -> None:
+    with LOCK:
+        for patch in patches:
+            patch.undo()
+
+
+@contextmanager
+def all_within(*patches: GlobalPatch) -> Iterator[None]:
+    """`apply_all` inside, and afterwards as it was before."""
+    with LOCK:
+        before = all(patch.applied for patch in patches)
+        apply_all(*patches)
+    try:
+        yield
+    finally:
+        (apply_all if before else undo_all)(*patches)
 
 
 def apply_all(*patches: GlobalPatch, also: Collection[str] = ()) -> None:
