@@ -3,14 +3,20 @@
 import importlib
 from types import SimpleNamespace
 
+import checkouts
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import checkouts
 import oracles
-from liger_rl.integrations.verl import fused_linear_for_ppo, linear_cross_entropy, patch_verl, patched_verl, unpatch_verl
+from liger_rl.integrations.verl import (
+    fused_linear_for_ppo,
+    linear_cross_entropy,
+    patch_verl,
+    patched_verl,
+    unpatch_verl,
+)
 
 TOKENS, HIDDEN, VOCAB = 23, 12, 137
 # (shape of hidden without H, shape of labels): packed, FSDP without padding, padded, Megatron's (S, B, H)
