@@ -7,9 +7,11 @@ integrations were read and tested.
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +36,27 @@ def source(repository: str, package: str, inside: str = "") -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed and LIGER_RL_CHECKOUTS has no {repository} ({CHECKED[repository]})")
     return Path(spec.submodule_search_locations[0])
+
+
+def say_version(monkeypatch: pytest.MonkeyPatch, distribution: str, version: str | None) -> None:
+    """What `importlib.metadata.version` says of it, as of a checkout without metadata; None: it is not installed."""
+    installed = metadata.version
+
+    def said(name: str) -> str:
+        if name != distribution:
+            return installed(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", said)
+
+
+def project_version(root: Path) -> str:
+    """Of the pyproject.toml in that folder."""
+    found = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 import importlib
 from types import SimpleNamespace
 
-import checkouts
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import checkouts
 import oracles
 from liger_rl.integrations.verl import (
     fused_linear_for_ppo,
