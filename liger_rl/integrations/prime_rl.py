@@ -135,8 +135,8 @@ def _patches() -> tuple[MethodPatch, ...]:
 def patch_prime_rl() -> None:
     """Put `fused_output` behind prime-rl's chunked heads, those that models have already and those to come.
 
-    prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls for more than
-    log-probabilities and entropies stay prime-rl's: without a temperature, or with return_mask_logprobs.
+    prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls for
+    something else stay prime-rl's: those without a temperature, or with return_mask_logprobs.
     Call it in every trainer process. Patching twice is harmless.
 
     Raises:

@@ -1,4 +1,4 @@
-"""prime-rl's heads with ours in their place, against full logits in float64, and beside prime-rl's own where they are."""
+"""prime-rl's heads with ours in their place, against full logits in float64, and beside its own where they are."""
 
 import importlib
 import inspect
