@@ -155,11 +155,12 @@ def check_parameters(name: str, function: Any, expected: tuple[str, ...]) -> Non
 
 def check_version(
     package: str, version: str | None, lowest: tuple[int, int], below: tuple[int, int], *, older: str = ""
-) -> None:
-    """Raises ImportError unless lowest <= version < below, by major and minor number; `older` says what else to do."""
+) -> tuple[int, int]:
+    """-> major and minor number; ImportError unless lowest <= these < below. `older` says what else to do."""
     supported = f"{package} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
     match = re.match(r"(\d+)\.(\d+)", version or "")
     found = None if match is None else (int(match[1]), int(match[2]))
     if found is None or not lowest <= found < below:
         hint = older if found is not None and found < lowest else ""
         raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
+    return found
