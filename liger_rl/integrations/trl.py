@@ -194,7 +194,7 @@ def _apply(options: CoreOptions) -> None:
     with LOCK:
         before, _op.options = _op.options, options
         try:
-            divergence = (trl_divergence.PATCH,) if _installed().divergence else ()
+            divergence = trl_divergence.patches() if _installed().divergence else ()
             apply_all(_OP_PATCH, *trl_adapters.patches(), *divergence)
         except BaseException:
             _op.options = before

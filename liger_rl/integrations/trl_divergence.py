@@ -108,5 +108,14 @@ def _find_op() -> Any:
     return original
 
 
+def patches() -> tuple[GlobalPatch, ...]:
+    """What is patched beside TRL's op for log-probabilities; nothing where TRL has no op for divergences."""
+    try:
+        importlib.import_module(MODULE)
+    except ModuleNotFoundError:
+        return ()
+    return (PATCH,)
+
+
 op = FusedDivergence()
 PATCH = GlobalPatch(op, _find_op, modules=("trl",))
