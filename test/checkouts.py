@@ -20,7 +20,7 @@ import pytest
 CHECKED = {
     "verl": "verl-project/verl at 1dda039b9c (0.10.0.dev), and the wheel of 0.9.1",
     "prime-rl": "PrimeIntellect-ai/prime-rl at 559b44772e (0.8.0)",
-    "OpenRLHF": "OpenRLHF/OpenRLHF at 3c3be6234e, and the wheel of 0.11.2",
+    "OpenRLHF": "the wheel of openrlhf 0.11.2",
     "axolotl": "axolotl-ai-cloud/axolotl at 067b021c8b, and the wheel of 0.19.0",
     "torchtitan": "pytorch/torchtitan at b5bcd76c66, and the wheel of 0.3.0",
     "ms-swift": "modelscope/ms-swift at 3602360a56, and the wheel of 4.6.0",

