@@ -70,8 +70,10 @@ def _forward(
         )
         mask = None
     else:
+        if attention_mask is None:
+            raise ValueError("attention_mask must be given where samples are not packed")
         ids, mask = sequences, attention_mask
-        positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask.logical_not(), 1)
         labels = sequences.roll(-1, 1)
         if action_mask is not None:  # the only tokens whose values are used
             counted = action_mask.new_zeros(sequences.shape)
@@ -126,7 +128,7 @@ _FORWARD = MethodPatch(_forward, _find)
 
 
 def patch_openrlhf() -> None:
-    """Let OpenRLHF's `Actor`, for PPO and its relatives, SFT and DPO, make log-probabilities and entropies without logits.
+    """Let OpenRLHF's `Actor` make log-probabilities and entropies without logits: for PPO and its relatives, SFT and DPO.
 
     A model gets its fused head (`swap_lm_head`) at its first call under the patch, which raises ValueError for a head
     that `swap_lm_head` does not reproduce, and under ZeRO-3. Patching twice is harmless.
@@ -140,7 +142,7 @@ def patch_openrlhf() -> None:
 
 
 def unpatch_openrlhf() -> None:
-    """Undo `patch_openrlhf`; harmless where nothing is patched. Models keep the head, which answers plain calls as ever."""
+    """Undo `patch_openrlhf`; harmless where nothing is patched. Models keep the head, which gives logits as ever."""
     undo_all(_FORWARD)
 
 
