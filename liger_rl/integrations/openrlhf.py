@@ -128,10 +128,10 @@ _FORWARD = MethodPatch(_forward, _find)
 
 
 def patch_openrlhf() -> None:
-    """Let OpenRLHF's `Actor` make log-probabilities and entropies without logits: for PPO and its relatives, SFT and DPO.
+    """Let OpenRLHF's `Actor` make log-probabilities and entropies without logits: for PPO and the like, SFT and DPO.
 
-    A model gets its fused head (`swap_lm_head`) at its first call under the patch, which raises ValueError for a head
-    that `swap_lm_head` does not reproduce, and under ZeRO-3. Patching twice is harmless.
+    A model gets its fused head (`swap_lm_head`) at its first call under the patch. That call raises ValueError for a
+    head that `swap_lm_head` does not reproduce, and under ZeRO-3. Patching twice is harmless.
 
     Raises:
         ImportError: OpenRLHF is not installed, or not of a supported version, which is named.

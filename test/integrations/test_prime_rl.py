@@ -16,23 +16,25 @@ from liger_rl.integrations.prime_rl import fused_output, patch_prime_rl, patched
 BATCH, TOKENS, HIDDEN, VOCAB, IDS = 2, 7, 12, 137, 5
 
 
-def problem(dtype=torch.float32, one_temperature=False):
-    hidden = (2 * torch.randn(BATCH, TOKENS, HIDDEN)).to(dtype)
-    weight = torch.randn(VOCAB, HIDDEN).to(dtype)
-    labels = torch.randint(VOCAB, (BATCH, TOKENS))
+def problem(dtype=torch.float32, one_temperature=False, device="cpu"):
+    hidden = (2 * torch.randn(BATCH, TOKENS, HIDDEN)).to(device, dtype)
+    weight = torch.randn(VOCAB, HIDDEN).to(device, dtype)
+    labels = torch.randint(VOCAB, (BATCH, TOKENS), device=device)
     temperature = torch.full((BATCH, TOKENS), 0.7) if one_temperature else 0.5 + torch.rand(BATCH, TOKENS)
-    return hidden, weight, labels, temperature
+    return hidden, weight, labels, temperature.to(device)
 
 
 def masks(labels):
     """Rows with the label and other ids, one of the label alone, one without ids, one without its label."""
-    others = torch.rand(BATCH, TOKENS, VOCAB - 1).argsort(-1)[..., :IDS] + 1  # prime-rl counts an id that is repeated
+    others = (
+        torch.rand(BATCH, TOKENS, VOCAB - 1, device=labels.device).argsort(-1)[..., :IDS] + 1
+    )  # prime-rl counts an id that is repeated
     rows = ((labels[..., None] + others) % VOCAB).int()
     rows[..., 0] = labels
-    rows[..., 3:][torch.rand(BATCH, TOKENS) < 0.5] = -1
+    rows[..., 3:][torch.rand(BATCH, TOKENS, device=labels.device) < 0.5] = -1
     rows[0, 0, 1:] = -1
     rows[0, 1] = -1
-    rows[1, 2] = (labels[1, 2] + torch.arange(1, 1 + IDS)) % VOCAB
+    rows[1, 2] = (labels[1, 2] + torch.arange(1, 1 + IDS, device=labels.device)) % VOCAB
     return rows
 
 
@@ -44,8 +46,9 @@ def expected_outputs(hidden, weight, labels, temperature, softcap=None, rows=Non
         for b, t in [(b, t) for b in range(BATCH) for t in range(TOKENS)]:
             listed = rows[b, t][rows[b, t] >= 0].long()
             if (listed == labels[b, t]).any():
-                others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, listed, False)
-                z = z.index_put((torch.tensor(b), torch.tensor(t)), z[b, t].masked_fill(others, -1e9))
+                others = torch.ones(VOCAB, dtype=torch.bool, device=z.device).index_fill(0, listed, False)
+                place = (torch.tensor(b, device=z.device), torch.tensor(t, device=z.device))
+                z = z.index_put(place, z[b, t].masked_fill(others, -1e9))
     logps = torch.log_softmax(z, -1)
     return logps.gather(-1, labels[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
 
@@ -53,8 +56,8 @@ def expected_outputs(hidden, weight, labels, temperature, softcap=None, rows=Non
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("one_temperature", [False, True])
 @pytest.mark.parametrize("replay", [False, True])
-def test_values_and_gradients(softcap, one_temperature, replay):
-    hidden, weight, labels, temperature = problem(one_temperature=one_temperature)
+def test_values_and_gradients(softcap, one_temperature, replay, device):
+    hidden, weight, labels, temperature = problem(one_temperature=one_temperature, device=device)
     rows = masks(labels) if replay else None
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
     head = SimpleNamespace(weight=leaves[1], **({} if softcap is None else {"softcap": softcap}))
@@ -201,13 +204,13 @@ def layers(monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_beside_prime_rls(layers, softcap, replay, dtype):
+def test_beside_prime_rls(layers, softcap, replay, dtype, device):
     plain, gemma = layers
     if replay and (
         softcap is not None or "sampling_mask" not in inspect.signature(plain.FusedOutputLinear.forward).parameters
     ):
         pytest.skip("this head of prime-rl replays no sampling mask")
-    hidden, weight, labels, temperature = problem(dtype)
+    hidden, weight, labels, temperature = problem(dtype, device=device)
     rows = {"sampling_mask": masks(labels)} if replay else {}
     if softcap is None:
         head = plain.FusedOutputLinear(HIDDEN, VOCAB, chunk_size=4)
@@ -222,7 +225,7 @@ def test_beside_prime_rls(layers, softcap, replay, dtype):
             patch_prime_rl()
         output = head(leaf, labels, temperature, **rows)
         unpatch_prime_rl()
-        output["logprobs"].mul(torch.linspace(-1, 2, TOKENS)).sum().backward()
+        output["logprobs"].mul(torch.linspace(-1, 2, TOKENS, device=device)).sum().backward()
         found.append([output["logprobs"], output["entropy"], leaf.grad, head.weight.grad])
     if dtype == torch.bfloat16:
         truth = expected_outputs(hidden, weight, labels, temperature, softcap, rows.get("sampling_mask"))[0]

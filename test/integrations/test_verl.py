@@ -182,9 +182,9 @@ def torch_backend(**options):
 @pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (3, 5)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
-def test_verls_torch_backend(verl, shape, temperature, upstream):
-    hidden, weight = torch.randn(*shape, HIDDEN), torch.randn(VOCAB, HIDDEN)
-    labels = torch.randint(VOCAB, shape, dtype=torch.int32)
+def test_verls_torch_backend(verl, shape, temperature, upstream, device):
+    hidden, weight = torch.randn(*shape, HIDDEN, device=device), torch.randn(VOCAB, HIDDEN, device=device)
+    labels = torch.randint(VOCAB, shape, dtype=torch.int32, device=device)
     found = []
     for ours in (True, False):
         backend = torch_backend(chunk_size=7)  # made before the patch
@@ -193,7 +193,7 @@ def test_verls_torch_backend(verl, shape, temperature, upstream):
             patch_verl()
         outputs = backend(*leaves, labels, temperature)
         unpatch_verl()
-        factors = [torch.linspace(-1, 2, labels.numel()).view(shape), torch.linspace(2, 1, labels.numel()).view(shape)]
+        factors = [torch.linspace(*ends, labels.numel(), device=device).view(shape) for ends in ((-1, 2), (2, 1))]
         chosen = [i for i in range(2) if upstream in ("both", ("logprobs", "entropy")[i])]
         total = sum((outputs[i] * factors[i]).sum() for i in chosen)
         found.append([*outputs, *torch.autograd.grad(total, leaves)])
