@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import inspect
 import re
 import textwrap
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +112,19 @@ def test_ms_swifts_grpo(options):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
     for name, values in theirs[3].items():
         assert ours[3][name] == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def test_ms_swifts_gkd():
+    """What its trainer gives liger-kernel's loss is what ours takes."""
+    ours = getattr(importlib.import_module("liger_rl.integrations.liger"), "LigerFusedLinearJSDLoss", None)
+    if ours is None:
+        pytest.skip("there is no drop-in for LigerFusedLinearJSDLoss")
+    tree = ast.parse((checkouts.source("ms-swift", "swift") / "rlhf_trainers" / "gkd_trainer.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for name, function in (("LigerFusedLinearJSDLoss", ours), ("self.liger_jsd_loss", partial(ours.forward, None))):
+        (call,) = [call for call in calls if ast.unparse(call.func) == name]
+        assert not call.args
+        inspect.signature(function).bind(**{keyword.arg: None for keyword in call.keywords})
 
 
 # --- Axolotl ----------------------------------------------------------------------------------------------------------
