@@ -1,7 +1,7 @@
 """Other frameworks' own code, for tests beside ours: from a checkout, without what their packages import at once.
 
 LIGER_RL_CHECKOUTS names a folder of checkouts, or of unpacked wheels, by the names of their repositories: "verl",
-"prime-rl", "OpenRLHF". A framework that is installed is found without it. CHECKED says at which commits our
+"prime-rl", "OpenRLHF". "ms-swift" and "axolotl" are others. A framework that is installed is found without it. CHECKED says at which commits our
 integrations were read and tested.
 """
 
@@ -22,7 +22,6 @@ CHECKED = {
     "prime-rl": "PrimeIntellect-ai/prime-rl at 559b44772e (0.8.0)",
     "OpenRLHF": "the wheel of openrlhf 0.11.2",
     "axolotl": "axolotl-ai-cloud/axolotl at 067b021c8b, and the wheel of 0.19.0",
-    "torchtitan": "pytorch/torchtitan at b5bcd76c66, and the wheel of 0.3.0",
     "ms-swift": "modelscope/ms-swift at 3602360a56, and the wheel of 4.6.0",
 }
 
