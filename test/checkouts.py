@@ -1,8 +1,7 @@
 """Other frameworks' own code, for tests beside ours: from a checkout, without what their packages import at once.
 
-LIGER_RL_CHECKOUTS names a folder of checkouts, or of unpacked wheels, by the names of their repositories: "verl",
-"prime-rl", "OpenRLHF". "ms-swift" and "axolotl" are others. A framework that is installed is found without it. CHECKED says at which commits our
-integrations were read and tested.
+LIGER_RL_CHECKOUTS names a folder of checkouts, or of unpacked wheels, by the names of their repositories: the keys of
+CHECKED, which says with what our integrations were read and tested. A framework that is installed is found without it.
 """
 
 import importlib.util

@@ -7,6 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import checkouts
 import oracles
@@ -168,6 +171,26 @@ def test_what_is_not_log_probabilities_stays_prime_rls(heads, monkeypatch):
     head.return_mask_logprobs = True
     rows = masks(labels)
     assert head(hidden, labels, temperature, rows)[1] is rows
+
+
+def test_under_fsdp(heads, monkeypatch, tmp_path):
+    """Which derives a class from the head's, and gives its output's gradient hooks."""
+    fake_prime_rl(monkeypatch, heads[0])
+    hidden, weight, labels, temperature = problem()
+    grads = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    for sharded in (False, True):
+        head = heads[0](HIDDEN, VOCAB, bias=False)
+        head.weight.data = weight.clone()
+        if sharded:
+            fully_shard(head, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+        leaf = hidden.clone().requires_grad_()
+        with patched_prime_rl():
+            head(leaf, labels, temperature)["logprobs"].sum().backward()
+        grads.append((leaf.grad, head.weight.grad.full_tensor() if sharded else head.weight.grad))
+    dist.destroy_process_group()
+    for plain, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, plain)
 
 
 @pytest.mark.parametrize("version", ["0.7.0", "0.10.0", "unknown", None])
