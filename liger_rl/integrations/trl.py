@@ -27,7 +27,6 @@ from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["patch_trl", "patched_trl", "unpatch_trl"]
 
-LOWEST, BELOW = (1, 15), (1, 17)
 OLDER = (
     ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
     "liger_rl.integrations.liger.patch_liger() before the trainer is built"
@@ -46,6 +45,21 @@ PARAMETERS = (
     "logit_scale",
     "outputs",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """What a minor version of TRL has beside what all of them have."""
+
+    op: tuple[str, ...]  # the parameters of its op
+    divergence: bool  # whether it has the op of `trl_divergence`
+
+
+# Every minor version that is supported, without a gap. A new one is a new row, once its trainers pass the tests.
+VERSIONS = {
+    (1, 15): Version(op=PARAMETERS, divergence=False),
+    (1, 16): Version(op=PARAMETERS, divergence=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +125,21 @@ def _gather(*parameters: Tensor) -> AbstractContextManager:
     return importlib.import_module(UTILS).maybe_gather_lm_head_ctx(*parameters)
 
 
+def _installed() -> Version:
+    try:
+        version = importlib.import_module("trl").__version__
+    except ImportError as error:
+        raise ImportError(f"patch_trl needs trl: {error}; nothing was patched") from error
+    lowest, (major, minor) = min(VERSIONS), max(VERSIONS)
+    return VERSIONS[check_version("trl", version, lowest, (major, minor + 1), older=OLDER)]
+
+
 def _find_op() -> Any:
     """-> TRL's op; RuntimeError where it is not what this version of TRL is known to have."""
     original = vars(importlib.import_module(UTILS)).get(NAME)
     if original is None:
         raise RuntimeError(f"{UTILS} has no {NAME} here (TRL 1.15 needs Triton for it); nothing was patched")
-    check_parameters(f"{UTILS}.{NAME}", original.forward, ("ctx", *PARAMETERS))
+    check_parameters(f"{UTILS}.{NAME}", original.forward, ("ctx", *_installed().op))
     return original
 
 
@@ -142,11 +165,7 @@ def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, c
     In each case nothing has been changed.
     """
     options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
-    try:
-        version = importlib.import_module("trl").__version__
-    except ImportError as error:
-        raise ImportError(f"patch_trl needs trl: {error}; nothing was patched") from error
-    check_version("trl", version, LOWEST, BELOW, older=OLDER)
+    _installed()
     # On no token at all, so that what the options are refused for is known before a run has begun.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **vars(options))
     _apply(options)
@@ -178,7 +197,8 @@ def _apply(options: CoreOptions) -> None:
     with LOCK:
         before, _op.options = _op.options, options
         try:
-            apply_all(_OP_PATCH, *trl_adapters.patches(), *trl_divergence.patches())
+            divergence = trl_divergence.patches() if _installed().divergence else ()
+            apply_all(_OP_PATCH, *trl_adapters.patches(), *divergence)
         except BaseException:
             _op.options = before
             raise

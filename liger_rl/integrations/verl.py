@@ -1,26 +1,46 @@
-"""verl's fused log-probabilities and entropy, by its own signature, on this package's head.
+"""verl's fused log-probabilities and entropy, by its own signatures, on this package's head.
 
     from liger_rl.integrations.verl import linear_cross_entropy, patch_verl
 
     logprobs, entropy = linear_cross_entropy(hidden, weight, labels, temperature)
-    patch_verl()  # or: in all of verl
+    patch_verl()  # or: in all of verl, whatever backend of its fused kernels is chosen
 
 Arguments, outputs, signs and gradients are those of verl 0.9.1.
 """
 
+import importlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.integrations.patching import GlobalPatch, check_version
+from liger_rl.integrations.patching import (
+    GlobalPatch,
+    MethodPatch,
+    all_within,
+    apply_all,
+    check_parameters,
+    check_version,
+    undo_all,
+)
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
 REDUCTIONS = ("none", "sum", "mean")
+LOWEST, BELOW = (0, 5), (0, 11)
+# Where verl has its two backends, and what the methods take that compute them.
+KERNEL, KERNEL_PARAMETERS = (
+    "verl.utils.kernel.linear_cross_entropy",
+    ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
+)
+TORCH, TORCH_PARAMETERS = (
+    "verl.utils.experimental.torch_functional",
+    ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),
+)
 
 
 def linear_cross_entropy(
@@ -31,7 +51,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.9.
+    """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
     In spite of its name it returns log-probabilities, not their negatives. Where verl's differ:
 
@@ -92,36 +112,83 @@ def _place(group: dist.ProcessGroup | None, weight: Tensor) -> VocabParallel | N
     return VocabParallel(group, dist.get_rank(group) * weight.shape[0], sum_hidden_grad=False)
 
 
-def _installed() -> object:
-    import verl
+def fused_linear_for_ppo(
+    module: Any,
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    input_ids: Tensor,
+    temperature: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """In place of `verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10.
 
-    check_version("verl", getattr(verl, "__version__", None), (0, 5), (0, 10))
-    from verl.utils.kernel import linear_cross_entropy as home
+    Tiles are sized from a memory budget: neither the module's chunk_size nor its impl_backend has an effect. Entropies
+    are float32. verl's "torch" backend rounds them, and all logits, to the dtype of hidden_states.
 
+    Args:
+        module: verl's, or None; not used.
+        hidden_states: (N, H), or (B, T, H) with input_ids of (B, T).
+        vocab_weights, temperature: as the weight and temperature of `linear_cross_entropy`.
+        input_ids: the integer token ids that hidden_states predict.
+
+    Returns:
+        (log_probs, entropy), both float32 in nats, shaped like input_ids and differentiable.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+    """
+    log_probs, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
+    return log_probs.view(input_ids.shape), entropy.view(input_ids.shape)
+
+
+def _home(name: str) -> Any:
+    check_version("verl", getattr(importlib.import_module("verl"), "__version__", None), LOWEST, BELOW)
+    return importlib.import_module(name)
+
+
+def _find_kernel() -> Any:
+    home = _home(KERNEL)
+    _check_forward(home, "LinearCrossEntropy", KERNEL_PARAMETERS)
     return home.linear_cross_entropy
 
 
-_PATCH = GlobalPatch(linear_cross_entropy, _installed, modules=("verl",))
+def _find_torch() -> Any:
+    home = _home(TORCH)
+    _check_forward(home, "FusedLinearForPPO", TORCH_PARAMETERS)
+    return home.FusedLinearForPPO
+
+
+def _check_forward(home: Any, name: str, expected: tuple[str, ...]) -> None:
+    found = getattr(getattr(home, name, None), "forward", None)
+    check_parameters(f"{home.__name__}.{name}.forward", found, expected)
+
+
+_PATCHES = (
+    GlobalPatch(linear_cross_entropy, _find_kernel, modules=("verl",)),
+    MethodPatch(fused_linear_for_ppo, _find_torch),
+)
 
 
 def patch_verl() -> None:
-    """Put `linear_cross_entropy` of this module in place of verl's, in all of verl's modules.
+    """Put this module's functions in place of verl's two fused backends, in all of verl's modules.
 
-    verl's models for FSDP look it up at each forward, those for Megatron import it once: both get it. verl uses it
-    with `use_fused_kernels=True` and `fused_kernel_options.impl_backend=triton`. Call it in every worker process.
-    Patching twice is harmless. Code outside of verl that has imported the function keeps what it has imported.
+    `linear_cross_entropy` for `impl_backend=triton` and for Megatron, `fused_linear_for_ppo` for `impl_backend=torch`,
+    the default, and `liger`. verl uses them with `use_fused_kernels=True`. Its models for FSDP look the functions up at
+    each forward, those for Megatron import them once: all get them. Call it in every worker process. Patching twice is
+    harmless. Code outside of verl that has imported `linear_cross_entropy` keeps what it has imported.
 
     Raises:
-        ImportError: verl is not installed, or not of a supported version, which is named; nothing is changed.
+        ImportError: verl is not installed, or not of a supported version, which is named.
+        RuntimeError: verl's functions do not take what those of its version take.
+        In each case nothing is changed.
     """
-    _PATCH.apply()
+    apply_all(*_PATCHES)
 
 
 def unpatch_verl() -> None:
     """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
-    _PATCH.undo()
+    undo_all(*_PATCHES)
 
 
 def patched_verl() -> AbstractContextManager[None]:
     """`patch_verl` for the length of a `with` block."""
-    return _PATCH.within()
+    return all_within(*_PATCHES)

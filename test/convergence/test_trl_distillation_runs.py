@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
 
 from datasets import Dataset
-from distillation_runs import assert_same_run, run, train
 from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 import trl_runs
+from distillation_runs import assert_same_run, run, train
 from liger_rl.integrations.trl import patch_trl
 
 pytestmark = pytest.mark.convergence

@@ -8,10 +8,11 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
-import checked_out
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import checked_out
 
 SOURCE = checked_out.folder("Megatron-LM")
 

@@ -5,11 +5,11 @@ import sys
 from types import ModuleType
 from unittest.mock import MagicMock
 
-import checked_out
-import megatron_layers
 import torch
 from torch import nn
 
+import checked_out
+import megatron_layers
 from liger_rl.integrations import skyrl as integration
 
 # Not installed here: annotations, logging, and kernels that CPUs do not have.

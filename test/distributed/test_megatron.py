@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import megatron_layers
 import pytest
 import torch
 import torch.distributed as dist
-from checked_out import needs
 
+import megatron_layers
 import oracles
+from checked_out import needs
 from liger_rl import Support
 from liger_rl.integrations.megatron import fused_loss, fused_output
 from ranks import message_of

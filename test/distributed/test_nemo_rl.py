@@ -3,14 +3,14 @@
 import sys
 from contextlib import nullcontext
 
-import checked_out
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_layers import gpt_model
 
+import checked_out
 import oracles
 from liger_rl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs, patched_nemo_rl
+from megatron_layers import gpt_model
 from ranks import message_of
 
 HIDDEN, VOCAB, BATCH, LENGTH = 12, 40, 2, 8

@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checked_out
 import pytest
-import skyrl_modules
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+import checked_out
 import oracles
+import skyrl_modules
 from liger_rl.integrations import skyrl as integration
 from liger_rl.integrations.skyrl import (
     fused_lm_head_logprob_apply,

@@ -13,18 +13,32 @@ from typing import Any
 import pytest
 import torch
 
-# The two ways in which verl 0.9.1 looks the function up, in files of the same names.
+# The ways in which verl 0.9.1 looks its functions up, in files of the same names.
 VERL_FILES = {
     "__init__.py": '__version__ = "0.9.1"\n',
     "utils/kernel/linear_cross_entropy.py": """
 class LinearCrossEntropy:
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
+        raise NotImplementedError
+
     @staticmethod
     def apply(*args):
         return "verl's own", args
 
 linear_cross_entropy = LinearCrossEntropy.apply
 """,
+    "utils/experimental/torch_functional.py": """
+class FusedLinearForPPO:
+    def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+        return "verl's own", self
+""",
     "models/transformers/dense_common.py": """
+def forward_with_torch_backend(*args):
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return FusedLinearForPPO().forward(*args)
+
 def forward_with_triton_backend(*args):
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
@@ -120,7 +134,7 @@ def verl(tmp_path, monkeypatch):
     def fake_version(version):
         monkeypatch.setattr(importlib.import_module("verl"), "__version__", version)
 
-    system = System("verl", home, name, {name}, r"verl >= 0\.5, < 0\.10", fake_version)
+    system = System("verl", home, name, {name}, r"verl >= 0\.5, < 0\.11", fake_version)
     yield system
     system.unpatch()
     for name in loaded():
@@ -221,25 +235,41 @@ def test_threads_that_patch_and_undo(system):
 
 @pytest.mark.parametrize("loaded_before", [True, False])
 def test_verls_two_kinds_of_models(verl, loaded_before):
-    """Those for FSDP look the function up at each forward, those for Megatron import it once."""
+    """Those for FSDP look their functions up at each forward, those for Megatron import one once."""
 
     def outputs():
         dense, fused = (importlib.import_module(f"verl.models.{name}") for name in VERL_MODELS)
         arguments = (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2).long())
-        return [dense.forward_with_triton_backend(*arguments), fused.fused(*arguments)]
+        functions = (dense.forward_with_triton_backend, dense.forward_with_torch_backend, fused.fused)
+        return [function(*arguments) for function in functions]
 
     if loaded_before:
-        assert [output[0] for output in outputs()] == ["verl's own"] * 2
+        assert [output[0] for output in outputs()] == ["verl's own"] * 3
     verl.patch()
     assert all(isinstance(output[0], torch.Tensor) for output in outputs())
     verl.unpatch()
-    assert [output[0] for output in outputs()] == ["verl's own"] * 2
+    assert [output[0] for output in outputs()] == ["verl's own"] * 3
+
+
+@pytest.mark.parametrize(
+    ("file", "parameter"),
+    [("utils/experimental/torch_functional.py", "input_ids"), ("utils/kernel/linear_cross_entropy.py", "reduction")],
+)
+def test_one_function_that_is_not_verls_leaves_both(verl, file, parameter, tmp_path):
+    path = tmp_path / "verl" / file
+    path.write_text(VERL_FILES[file].replace(parameter, "another"), encoding="utf-8")
+    torch_backend = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    before, forward = verl.now, torch_backend.forward
+    with pytest.raises(RuntimeError, match=f"{parameter}.*nothing was patched"):
+        verl.patch()
+    assert verl.now is before
+    assert torch_backend.forward is forward
 
 
 OTHER_VERSIONS = {
     "trl": ["0.29.1", "1.9.0", "1.10.0", "1.14.1", "1.17.0", "1.17.0.dev0", "unknown", None],
     "liger": ["0.7.9", "0.9.0", "1.0", "unknown", None],
-    "verl": ["0.4.1", "0.10.0", "1.0", "", None],
+    "verl": ["0.4.1", "0.11.0", "1.0", "", None],
 }
 
 
@@ -254,7 +284,7 @@ def test_another_version_changes_nothing(name, version, request):
     assert system.globals == before
 
 
-@pytest.mark.parametrize("version", ["0.5.0", "0.9.2.dev"])
+@pytest.mark.parametrize("version", ["0.5.0", "0.9.2.dev", "0.10.0.dev"])
 def test_other_supported_versions(verl, version):
     verl.fake_version(version)
     with verl.patched():

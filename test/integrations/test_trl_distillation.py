@@ -7,12 +7,12 @@ pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not in
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module
-from distillation_runs import assert_same_run, build, run, train
 from peft import LoraConfig
 from trl import DistillationTrainer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as THEIRS
 
 import trl_runs
+from distillation_runs import assert_same_run, build, run, train
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
 from liger_rl.integrations.trl_divergence import LOSS_PATCH, FusedDivergence
 

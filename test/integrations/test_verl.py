@@ -1,12 +1,22 @@
-"""verl's function against full logits in float64, and the patch on a package with verl's modules."""
+"""verl's functions against full logits in float64, and against verl's own torch backend where its source is there."""
+
+import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import checkouts
 import oracles
-from liger_rl.integrations.verl import linear_cross_entropy
+from liger_rl.integrations.verl import (
+    fused_linear_for_ppo,
+    linear_cross_entropy,
+    patch_verl,
+    patched_verl,
+    unpatch_verl,
+)
 
 TOKENS, HIDDEN, VOCAB = 23, 12, 137
 # (shape of hidden without H, shape of labels): packed, FSDP without padding, padded, Megatron's (S, B, H)
@@ -151,3 +161,104 @@ def test_bad_arguments(name, error, arguments):
     hidden, weight, labels = problem()
     with pytest.raises(error, match=name):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
+
+
+# --- the torch backend ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verl():
+    root = checkouts.source("verl", "verl")
+    inner = ("utils", "utils.experimental", "utils.kernel", "models", "models.transformers")
+    with checkouts.bare(root, "verl", *(f"verl.{name}" for name in inner)) as package:
+        package.__version__ = (root / "version" / "version").read_text().strip()
+        yield package
+
+
+def torch_backend(**options):
+    return importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO(**options)
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (3, 5)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
+def test_verls_torch_backend(verl, shape, temperature, upstream, device):
+    hidden, weight = torch.randn(*shape, HIDDEN, device=device), torch.randn(VOCAB, HIDDEN, device=device)
+    labels = torch.randint(VOCAB, shape, dtype=torch.int32, device=device)
+    found = []
+    for ours in (True, False):
+        backend = torch_backend(chunk_size=7)  # made before the patch
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        if ours:
+            patch_verl()
+        outputs = backend(*leaves, labels, temperature)
+        unpatch_verl()
+        factors = [torch.linspace(*ends, labels.numel(), device=device).view(shape) for ends in ((-1, 2), (2, 1))]
+        chosen = [i for i in range(2) if upstream in ("both", ("logprobs", "entropy")[i])]
+        total = sum((outputs[i] * factors[i]).sum() for i in chosen)
+        found.append([*outputs, *torch.autograd.grad(total, leaves)])
+    for mine, other in zip(*found, strict=True):
+        assert mine.dtype == other.dtype == torch.float32
+        assert mine.shape == other.shape
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5)
+
+
+def test_verls_torch_backend_in_bfloat16(verl):
+    """verl rounds logits and entropies to bfloat16."""
+    hidden, weight, labels = problem(dtype=torch.bfloat16)
+    exact = oracles.logprobs(hidden.double(), weight.double(), labels)
+    other = torch_backend()(hidden, weight, labels)
+    with patched_verl():
+        mine = torch_backend()(hidden, weight, labels)
+    for ours, theirs, truth in zip(mine, other, exact, strict=True):
+        assert oracles.max_error(ours, truth) < 0.1 * oracles.max_error(theirs, truth)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_model_of_verls(verl, backend):
+    """Its forward for each backend, by labels and by labels that are shifted already."""
+    hf = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, num_hidden_layers=1, head_dim=8, **sizes))
+    dense = importlib.import_module("verl.models.transformers.dense_common")
+    ids = torch.randint(VOCAB, (2, 9))
+    logits = model(ids).logits / 0.7
+    patch_verl()
+    for labels in ({"labels": ids}, {"shift_labels": ids.roll(-1, -1)}):
+        forward = getattr(dense, f"forward_with_{backend}_backend")
+        output = forward(model, input_ids=ids, temperature=0.7, return_dict=True, **labels)
+        expected = oracles.logits_logprobs(logits, ids.roll(-1, -1))
+        for mine, truth in zip((output.log_probs, output.entropy), expected, strict=True):
+            torch.testing.assert_close(mine.view(truth.shape), truth.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_verls_output_processor_for_megatron(tied, monkeypatch):
+    """Where verl is installed with what it needs, and Megatron-Core."""
+    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+    pytest.importorskip("verl", reason="verl is not installed")
+    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
+    monkeypatch.setattr(fused.parallel_state, "get_tensor_model_parallel_group", lambda: None)
+    hidden, weight, labels = problem()
+    with patched_verl():
+        output = fused.fused_output_processor(
+            hidden_states=hidden[:, None],
+            output_layer=SimpleNamespace(weight=None if tied else weight),
+            output_weight=weight if tied else None,
+            labels=labels[None],
+            context=fused.FusedOutputProcessorContext(temperature=0.7),
+            config=SimpleNamespace(sequence_parallel=False),
+        )
+    expected = oracles.logprobs(hidden, weight, labels, temperature=0.7)
+    for mine, truth in zip((output.log_probs, output.entropy), expected, strict=True):
+        torch.testing.assert_close(mine, truth.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_arguments_of_the_torch_backend():
+    """Those of linear_cross_entropy, but for the shape of what comes back."""
+    hidden, weight, labels = problem()
+    found = fused_linear_for_ppo(None, hidden[None], weight, labels[None], 0.9)
+    for mine, other in zip(found, linear_cross_entropy(hidden, weight, labels, 0.9), strict=True):
+        assert torch.equal(mine, other[None])
+    with pytest.raises(ValueError, match="labels must have 23 elements"):
+        fused_linear_for_ppo(None, hidden, weight, labels[1:])

@@ -1,0 +1,157 @@
+"""prime-rl's fused lm_head on this package's, by its own signature.
+
+from liger_rl.integrations.prime_rl import patch_prime_rl
+
+patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
+"""
+
+import importlib
+import inspect
+from contextlib import AbstractContextManager, suppress
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.support import Support
+from liger_rl.integrations.patching import (
+    MethodPatch,
+    all_within,
+    apply_all,
+    check_parameters,
+    check_version,
+    undo_all,
+)
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import linear_logprobs
+
+LOWEST, BELOW = (0, 8), (0, 10)
+LAYERS = "prime_rl.trainer.models.layers"
+PARAMETERS = ("self", "hidden_states", "labels", "temperature")
+REPLAY = "sampling_mask"  # a further parameter since prime-rl#3431
+
+
+def fused_output(
+    head: Any,
+    hidden_states: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    sampling_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What prime-rl's `FusedOutputLinear.forward` and `GemmaFusedOutputLinear.forward` return.
+
+    Tiles are sized from a memory budget; the head's chunk_size has no effect. Where all temperatures are equal, which
+    the host waits for, they are taken as one number.
+
+    Args:
+        head: prime-rl's, of which the weight (V, H) is used, and the softcap of one that has it.
+        hidden_states: (B, T, H); position t predicts labels[:, t].
+        labels: (B, T) integer token ids; a negative one masks its token, to 0 in both outputs.
+        temperature: (B, T) float, > 0, of the tokens.
+        sampling_mask: (B, T, K) ids that each label was drawn from, filled up with -1, or None for the whole
+            vocabulary. A row without its label counts as one without ids, as in prime-rl: the whole vocabulary.
+
+    Returns:
+        "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both of the ids of sampling_mask. prime-rl's
+        entropy is always of the whole vocabulary, and has no gradient.
+
+    Raises:
+        TypeError, ValueError: as `linear_logprobs`.
+    """
+    tokens = labels.numel()
+    labels = labels.reshape(tokens)
+    support = None
+    if sampling_mask is not None:
+        rows = sampling_mask.reshape(tokens, sampling_mask.shape[-1])
+        support = Support.from_padded(rows.masked_fill((rows != labels[:, None]).all(-1, keepdim=True), -1))
+    found = linear_logprobs(
+        hidden_states.reshape(tokens, hidden_states.shape[-1]),
+        head.weight,
+        labels,
+        transform=LogitTransform(temperature=_as_number(temperature), softcap=getattr(head, "softcap", None)),
+        entropy=True,
+        support=support,
+    )
+    assert found.entropy is not None
+    shape = hidden_states.shape[:-1]
+    return {"logprobs": found.logps.view(shape), "entropy": found.entropy.view(shape)}
+
+
+def _as_number(temperature: Tensor) -> float | Tensor:
+    """One for all tokens goes with every engine of the head, one for each with few."""
+    if temperature.numel():
+        lowest, highest = torch.stack(temperature.aminmax()).tolist()
+        if lowest == highest:
+            return lowest
+    return temperature.reshape(-1)
+
+
+def _patch_of(module: str, name: str) -> MethodPatch:
+    """Of the forward of that class in that module of prime-rl's layers."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: Tensor | None = None,
+        sampling_mask: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        if labels is None or temperature is None or getattr(self, "return_mask_logprobs", False):
+            # It is asked for something other than log-probabilities and entropies, or raises.
+            replay = {} if sampling_mask is None else {REPLAY: sampling_mask}
+            return patch.original(self, hidden_states, labels, temperature, **replay)
+        return fused_output(self, hidden_states, labels, temperature, sampling_mask)
+
+    def find() -> Any:
+        found = getattr(importlib.import_module(f"{LAYERS}.{module}"), name, None)
+        method = getattr(found, "forward", None)
+        takes_masks = callable(method) and REPLAY in inspect.signature(method).parameters
+        expected = (*PARAMETERS, REPLAY) if takes_masks else PARAMETERS
+        check_parameters(f"{LAYERS}.{module}.{name}.forward", method, expected)
+        return found
+
+    patch = MethodPatch(forward, find)
+    return patch
+
+
+_HEAD = _patch_of("lm_head", "FusedOutputLinear")
+_GEMMA = _patch_of("lm_head_gemma", "GemmaFusedOutputLinear")
+
+
+def _patches() -> tuple[MethodPatch, ...]:
+    """What this prime-rl has."""
+    version = None
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version("prime-rl")
+    check_version("prime-rl", version, LOWEST, BELOW)
+    try:
+        importlib.import_module(f"{LAYERS}.lm_head_gemma")
+    except ModuleNotFoundError:
+        return (_HEAD,)
+    return (_HEAD, _GEMMA)
+
+
+def patch_prime_rl() -> None:
+    """Put `fused_output` behind prime-rl's chunked heads, those that models have already and those to come.
+
+    prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls for
+    something else stay prime-rl's: those without a temperature, or with return_mask_logprobs.
+    Call it in every trainer process. Patching twice is harmless.
+
+    Raises:
+        ImportError: prime-rl is not installed, or not of a supported version, which is named.
+        RuntimeError: prime-rl's heads do not take what those of its version take.
+        In each case nothing is changed.
+    """
+    apply_all(*_patches())
+
+
+def unpatch_prime_rl() -> None:
+    """Undo `patch_prime_rl`; harmless where nothing is patched."""
+    undo_all(_HEAD, _GEMMA)
+
+
+def patched_prime_rl() -> AbstractContextManager[None]:
+    """`patch_prime_rl` for the length of a `with` block."""
+    return all_within(*_patches())

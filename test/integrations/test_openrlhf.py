@@ -1,0 +1,161 @@
+"""OpenRLHF's Actor with our forward beside its own; where its source is. DeepSpeed and flash-attn are stand-ins."""
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+import checkouts
+from liger_rl.integrations.openrlhf import patch_openrlhf, patched_openrlhf, unpatch_openrlhf
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed")
+BATCH, TOKENS, ACTIONS, VOCAB = 3, 9, 5, 137
+
+
+def unpad(values, mask):
+    kept = mask.flatten().nonzero().flatten()
+    return values.flatten(0, 1)[kept], kept, None, None, None
+
+
+def pad(values, indices, batch, length):
+    whole = values.new_zeros(batch * length, *values.shape[1:])
+    return whole.index_copy(0, indices, values).unflatten(0, (batch, length))
+
+
+FLASH = {
+    "unpad_input": unpad,
+    "pad_input": pad,
+    "index_first_axis": lambda values, indices: values[indices],
+    "rearrange": lambda values, pattern: values.flatten(0, 1),
+}
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """-> a function that makes an Actor of OpenRLHF's."""
+    root = checkouts.source("OpenRLHF", "openrlhf")
+    pytest.importorskip("peft", reason="OpenRLHF needs it")
+    flash = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
+    for name in ("deepspeed", *flash):
+        stub = ModuleType(name)
+        stub.__spec__, stub.__path__ = ModuleSpec(name, None), []
+        monkeypatch.setitem(sys.modules, name, stub)
+    vars(sys.modules["flash_attn.bert_padding"]).update(FLASH)
+    sys.modules["flash_attn.utils.distributed"].all_gather = None
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # of its entropy
+    checkouts.say_version(monkeypatch, "openrlhf", "0.11.2")
+    with checkouts.bare(root, "openrlhf", "openrlhf.models"):
+        home = importlib.import_module("openrlhf.models.actor")
+
+        def actor(model, temperature=0.7, packing=False):
+            made = home.Actor(model, temperature=temperature)
+            made.packing_samples = packing
+            return made
+
+        yield actor
+        unpatch_openrlhf()
+
+
+def model_of(kind="Qwen3"):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = getattr(hf, f"{kind}Config")(vocab_size=VOCAB, num_hidden_layers=1, head_dim=8, **sizes)
+    return getattr(hf, f"{kind}ForCausalLM")(config)
+
+
+def batch():
+    ids = torch.randint(1, VOCAB, (BATCH, TOKENS))
+    attention = torch.ones(BATCH, TOKENS, dtype=torch.int64)
+    attention[0, :3] = attention[1, -2:] = 0
+    actions = attention[:, -ACTIONS:].clone()
+    actions[2, 1] = 0
+    return ids, attention, actions
+
+
+def outcome(actor, weights, *arguments, **options):
+    actor.zero_grad()
+    found = actor(*arguments, **options)
+    logps, output = found if options.get("return_output") else (found, None)
+    total = (logps * weights[:, : logps.shape[1]]).sum()
+    entropy = None
+    if options.get("return_entropy"):
+        entropy = output.entropy[:, -ACTIONS:] * arguments[1]
+        total = total + (entropy * weights[:, :ACTIONS]).sum()
+    total.backward()
+    return [logps, entropy, *(p.grad.clone() for p in actor.parameters() if p.grad is not None)]
+
+
+def assert_same(mine, other):
+    for ours, theirs in zip(mine, other, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2"])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_of_actions(actors, kind, packing, entropy):
+    ids, attention, actions = batch()
+    actor, weights = actors(model_of(kind), packing=packing), torch.randn(BATCH, TOKENS)
+    options = {"attention_mask": attention, "return_output": True, "return_entropy": entropy}
+    other = outcome(actor, weights, ids, actions, **options)
+    with patched_openrlhf():
+        patch_openrlhf()
+        assert_same(outcome(actor, weights, ids, actions, **options), other)
+    assert_same(outcome(actor, weights, ids, actions, **options), other)  # OpenRLHF's, on a swapped model
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_of_all_tokens(actors, packing):
+    """As its SFT and DPO ask."""
+    ids, attention, _ = batch()
+    actor, weights = actors(model_of(), packing=packing), torch.randn(BATCH, TOKENS) * attention
+    options = {"attention_mask": attention, "return_logprobs": True}
+    other = outcome(actor, weights, ids, **options)
+    patch_openrlhf()
+    mine = outcome(actor, weights, ids, **options)
+    counted = attention[:, 1:] * attention[:, :-1]
+    assert_same([mine[0] * counted], [other[0] * counted])
+    assert mine[0].shape == other[0].shape
+
+
+def test_no_logits_are_made(actors, monkeypatch):
+    ids, attention, actions = batch()
+    actor = actors(model_of())
+    patch_openrlhf()
+    actor(ids, actions, attention_mask=attention)  # which swaps, and tries the head out
+    shapes, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: shapes.append(linear(*a).shape) or linear(*a))
+    actor(ids, actions, attention_mask=attention)
+    assert shapes
+    assert all(VOCAB not in shape or 0 in shape for shape in shapes)
+
+
+def test_a_call_for_logits_stays(actors):
+    ids, attention, _ = batch()
+    actor = actors(model_of(), temperature=1.0)
+    expected = actor(ids, attention_mask=attention, return_output=True)["logits"]
+    patch_openrlhf()
+    assert torch.equal(actor(ids, attention_mask=attention, return_output=True)["logits"], expected)
+
+
+def test_what_is_not_served(actors, monkeypatch):
+    ids, attention, actions = batch()
+    actor = actors(model_of())
+    next(actor.parameters()).ds_id = 0
+    patch_openrlhf()
+    with pytest.raises(ValueError, match="ZeRO-3"):
+        actor(ids, actions, attention_mask=attention)
+    unpatch_openrlhf()
+    original = type(actor).forward
+    for version in ("0.10.4", "0.12.0", None):
+        checkouts.say_version(monkeypatch, "openrlhf", version)
+        with pytest.raises(ImportError, match=r"openrlhf >= 0\.11, < 0\.12 is supported.*nothing was patched"):
+            patch_openrlhf()
+    assert type(actor).forward is original
+    checkouts.say_version(monkeypatch, "openrlhf", "0.11.2")
+    monkeypatch.setattr(type(actor), "forward", lambda self, sequences: None)
+    with pytest.raises(RuntimeError, match=r"Actor\.forward must take"):
+        patch_openrlhf()
