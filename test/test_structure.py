@@ -50,7 +50,7 @@ OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
 TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
-        "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
+        "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
         "hopper_gluon", "support_triton", "divergence_triton",
     },
     "policy": {"fused_triton"},

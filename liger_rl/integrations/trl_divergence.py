@@ -144,7 +144,7 @@ class _LossPatch(GlobalPatch):
         if not self.needed:
             super().undo()
 
-    def _globals_with(self, value: Any, names: Any) -> list[tuple[Any, str]]:  # type: ignore[override]
+    def _globals_with(self, value: Any, names: Any) -> list[tuple[Any, str]]:
         trainer = importlib.import_module(TRAINER).DistillationTrainer
         return [(trainer, METHOD)] if TRAINER in names and vars(trainer).get(METHOD) is value else []
 
