@@ -40,7 +40,7 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "bounds_triton", "blocks_triton", "block_lists", "epilogue", "tile_epilogues",
-        "hopper_gluon", "support_triton", "divergence_triton",
+        "hopper_gluon", "several_triton", "support_triton", "divergence_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

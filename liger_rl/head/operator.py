@@ -177,9 +177,8 @@ def _grad(
         everything = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=everything)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
-    found = token_gradients(
-        _engine(bounded), head, options.resolved(), out.statistics, known, (grads[0], grads[1]), tuple(needs)
-    )
+    engine = _engine(bounded)
+    found = token_gradients(engine, head, options.resolved(), out.statistics, known, (*grads, None), tuple(needs))
     return [part.contiguous() for part in found if part is not None]
 
 
@@ -227,14 +226,14 @@ def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any) -> Callable[
         options: EngineOptions,
         statistics: TokenStatistics,
         saved: tuple[Tensor | None, ...] | None,
-        grads: tuple[Tensor | None, Tensor | None],
+        grads: Sequence[Tensor | None],  # of logps and entropy; lse has none in a graph
         needs: Needs,
     ) -> Gradients:
-        if grads == (None, None):
+        if grads[0] is None and grads[1] is None:
             return Gradients()
         # What has no part in a gradient was not saved.
         outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
-        found = iter(backward(*grads, outputs, list(needs), *tensors_of(head), *rest))
+        found = iter(backward(grads[0], grads[1], outputs, list(needs), *tensors_of(head), *rest))
         wanted = zip(head.differentiable, needs, strict=True)
         return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
 
@@ -290,8 +289,8 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
     )
 
 
-def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
-    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
+def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> dict[str, Tensor | None]:
+    """What `linear_values` gives, of all N tokens, by name; `head.live` has the mask of those that count.
 
     The others get 0, or with `fixed_shape` what means nothing.
 
@@ -300,8 +299,8 @@ def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple
     """
     flat = flat_options(options, targets_name)
     found = iter(torch.ops.liger_rl.linear_values(*tensors_of(head), *flat))
-    logps, entropy = next(found), next(found) if options.entropy else None
-    return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS)
+    values = {"logps": next(found), "entropy": next(found) if options.entropy else None}
+    return values | {name: next(found) if name in options.extras else None for name in EXTRAS}
 
 
 @torch.library.custom_op("liger_rl::low_rank_inputs_forward", mutates_args=())

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
-from liger_rl.head.call import HeadCall, LogProbs, shared_errors
+from liger_rl.head.call import HeadCall, LogProbs, check_topk, shared_errors
 from liger_rl.head.dtensors import localized
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
 from liger_rl.head.engines.support import empty_rows, support_slots
-from liger_rl.head.function import linear_values
+from liger_rl.head.function import VALUES, linear_values
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support
@@ -51,8 +51,11 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         if dtype is None or call is not given:
             dtype = call.check_tensors()
         call.check_weight_grad(original)
-        ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+        targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
+        check_topk(options.topk, vocab)
+        # One that is negative if all of them are, and too large if any of them is.
+        ids = targets.amax(-1) if call.several else targets
         engine_options = _engine_options(call, dtype)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
@@ -60,6 +63,8 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
             selected = _asked(call, ids, vocab)
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
+        if call.several:
+            flat_targets = targets.view(-1, targets.shape[-1])
         if counted is not None:
             live = counted.selection
         elif selected is not None:
@@ -69,13 +74,15 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             live = _masked(call, ids, vocab)
         head = _head(call, flat_targets, live, shard)
         if torch.compiler.is_compiling():
-            values = linear_op(head, engine_options, targets_name=call.targets_name)
+            named = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            values = linear_values(head, engine_options)
-    logps, *others = values
-    shape = call.targets.shape
-    return LogProbs(live.spread(logps, shape), *(None if part is None else live.spread(part, shape) for part in others))
+            named = dict(zip(VALUES, linear_values(head, engine_options), strict=True))
+    found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
+    topk_ids = named.get("topk_ids")
+    if topk_ids is not None:
+        found["topk_ids"] = live.spread(topk_ids + 1, ids.shape) - 1  # -1 elsewhere
+    return LogProbs(**found)  # type: ignore[arg-type]
 
 
 def _over_support(
@@ -88,7 +95,7 @@ def _over_support(
     if torch.compiler.is_compiling():
         head = _head(call, flat, _masked(call, ids, vocab), shard)
         found = support_op(head, options, support, targets_name=call.targets_name)
-        return LogProbs._make([None if part is None else part.view(shape) for part in found])
+        return LogProbs(*[None if part is None else part.view(shape) for part in found])  # type: ignore[arg-type]
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1)
     slots, empty = support_slots(support, flat, mask, call.weight, options, shard), 0
     if not options.fixed_shape:
@@ -98,7 +105,9 @@ def _over_support(
     values = linear_values(
         head._replace(slots=slots, full=empty_rows(slots, empty), sparse_grad=support.sparse_grad), options
     )
-    return LogProbs._make(None if part is None else part.view(shape) for part in (*values, slots.missing))
+    named = dict(zip(VALUES, values, strict=True), missing_target=slots.missing)
+    views = {name: None if part is None else part.view(shape) for name, part in named.items()}
+    return LogProbs(**views)  # type: ignore[arg-type]
 
 
 def _asked(call: HeadCall, ids: Tensor, vocab: int, *numbers: Tensor) -> Callable[[], tuple[LiveTokens, list[int]]]:

@@ -88,7 +88,7 @@ def _grad(
     slots = saved.slots(head)
     if arguments[-1]:  # may_be_empty
         head = head._replace(full=engine.empty_rows(slots, int(slots.full.sum())))
-    grads = grad_logps, grad_entropy
+    grads = grad_logps, grad_entropy, None
     gradients = token_gradients(engine, head, flat.resolved(), statistics, saved, grads, tuple(needs))
     return [part.contiguous() for part in gradients if part is not None]
 

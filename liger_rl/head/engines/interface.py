@@ -32,7 +32,7 @@ class Head(NamedTuple):
     bias: Tensor | None  # (V,)
     low_inputs: Tensor | None  # (N, r), and
     low_weight: Tensor | None  # (V, r): the product of the two is added to the logits
-    targets: Tensor  # (N,)
+    targets: Tensor  # (N,); (N, K) of several, ids of the whole vocabulary even beside a shard
     live: TokenSelection
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
@@ -113,7 +113,9 @@ def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSe
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
-    wanted = tokens.grad_logps != 0
+    # A gradient at the target alone has grad_logps of 0: dL/dlse may take away what dL/dlogp brings.
+    there = tokens.at_target != 0
+    wanted = (tokens.grad_logps != 0) | (there.any(1) if there.dim() == 2 else there)
     return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
 
 
