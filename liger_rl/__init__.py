@@ -39,6 +39,7 @@ from liger_rl.policy.reductions import (
     TokenSum,
 )
 from liger_rl.policy.segments import Segments
+from liger_rl.topk import TopKDivergence, topk_divergence
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "TokenMean",
     "TokenSum",
     "TopEntropyMask",
+    "TopKDivergence",
     "VocabParallel",
     "grpo_loss_from_logits",
     "linear_divergence",
@@ -91,4 +93,5 @@ __all__ = [
     "ppo_loss_fn",
     "reduce_metrics",
     "sum_over",
+    "topk_divergence",
 ]
