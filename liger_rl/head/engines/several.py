@@ -106,8 +106,7 @@ class _Targets:
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """(n, K), after a sum over the ranks."""
         bias, shard = self.rows.bias, self.rows.shard
-        # A rank without any row has no logit to add a bias to.
-        listed = None if bias is None or not bias.numel() else bias[torch.where(self.here, self.ids, 0)]
+        listed = None if bias is None else bias[torch.where(self.here, self.ids, 0)]
         z = torch.where(self.here, transformed(self.x, listed, self.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
