@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmark import divergence, row_losses, support
+from benchmark import divergence, row_losses, support, targets
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
@@ -13,6 +13,7 @@ OTHERS = {
     row_losses.PREFIX: row_losses.markdown,
     support.PREFIX: support.summary,
     divergence.PREFIX: divergence.markdown,
+    targets.PREFIX: targets.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

@@ -306,7 +306,7 @@ def test_a_policy_learns_and_its_cases_are_its_own_tokens(tmp_path):
         assert abs(surprise.mean() - sample["entropy"]) < 4 * noise
 
 
-@pytest.mark.parametrize("name", ["support", "divergence"])
+@pytest.mark.parametrize("name", ["support", "divergence", "targets"])
 def test_other_heads_run_on_cpu(name, tmp_path):
     """The whole command; errors are those of bfloat16 rounding."""
     command = [sys.executable, "-m", f"benchmark.{name}", "--output", str(tmp_path)]
