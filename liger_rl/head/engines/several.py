@@ -7,8 +7,8 @@ is. They are not sums of what two products leave. Where a student has nearly its
 small difference of the two terms.
 
 The K logits are taken out of the tiles. Where the fold is made in a product's epilogue there is no tile: they are
-products of gathered rows of the weight, 2 N K H operations. These add the same numbers in another order, which moves a
-log-probability by about 1e-5.
+products of gathered rows of the weight, 2 N K H operations. These add the same numbers in another order than the fold,
+so a log-probability near 0 has the rounding of its logit, where one target's has that of the small number that it is.
 
 The largest are kept while tiles pass. They have no gradient, and need tiles in memory.
 """
