@@ -117,9 +117,8 @@ class HeadCall:
         if self.several:
             self._check_several()
         if torch.compiler.is_compiling():
-            for name, given in (("lse", options.lse), ("topk", options.topk is not None)):
-                if given:
-                    raise ValueError(f"{name} must not be asked for under torch.compile, whose operator has none")
+            if options.topk is not None:
+                raise ValueError("topk must be None under torch.compile, whose operator has none")
             if options.transform.per_token:
                 raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
             if options.gather is not None:
@@ -143,8 +142,6 @@ class HeadCall:
                 )
         if "is_top1" in options.extras:
             raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
-        if torch.compiler.is_compiling():
-            raise ValueError("targets must be one id for each token under torch.compile, whose operator takes no more")
 
     def _check_support(self, support: Support) -> None:
         options = self.options

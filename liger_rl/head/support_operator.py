@@ -128,7 +128,7 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
         missing.append(saved.missing)
         return TokenStatistics(*parts), saved  # type: ignore[arg-type]
 
-    values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest)))
+    values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest, outputs=2)))
     return [part for part in (*values, missing[0].clone()) if part is not None]
 
 

@@ -419,18 +419,6 @@ def test_outputs_that_do_not_go_together_are_named(name):
             HeadOptions(max_extra_bytes=1 << 30, **asked)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"lse": True}, "lse must not be asked for under torch.compile"),
-    ({"topk": 2}, "topk must not be asked for under torch.compile"),
-    ({}, "one id for each token under torch.compile"),
-])  # fmt: skip
-def test_what_a_graph_does_not_hold_is_named(options, message, monkeypatch):
-    x = with_ids(problem((15,)), 3) if not options else problem((15,))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(ValueError, match=message):
-        linear_logprobs(x.hidden, x.weight, x.targets, **options)
-
-
 def test_a_policy_loss_takes_one_id_for_each_token():
     x = with_ids(problem(), 3)
     with pytest.raises(ValueError, match=r"selected_token_ids must be \(B, T\) = \(3, 5\)"):
