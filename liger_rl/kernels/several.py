@@ -17,7 +17,7 @@ LEAST_KEY = -(1 << 63)
 
 def no_keys(n: int, count: int, device: torch.device) -> Tensor:
     """(n, count) int64 under every key of a logit, and no two of a token the same."""
-    return torch.arange(LEAST_KEY, LEAST_KEY + count, device=device).repeat(n, 1)
+    return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
 
 
 def keys_of(z: Tensor, ids: Tensor) -> Tensor:

@@ -10,7 +10,15 @@ import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
 from host_reads import host_reads
-from liger_rl import FusedLinearGRPOLoss, HeadOptions, LogitTransform, LogProbs, Support, linear_logprobs
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    HeadOptions,
+    LogitTransform,
+    LogProbs,
+    Support,
+    linear_logprobs,
+    plan_linear_logprobs,
+)
 from liger_rl.head.engines import several
 
 ALL = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
@@ -354,6 +362,15 @@ def test_topk_beside_a_gradient():
     # What a masked token gets is no id for the next call.
     again = linear_logprobs(x.hidden, x.weight, found.topk_ids, bias=x.bias).logps
     assert torch.equal(again, found.topk_logps)
+
+
+def test_the_plan_says_that_tiles_are_in_memory():
+    sizes = {"tokens": 1024, "vocab": 5000, "hidden_size": 64}
+    plan = plan_linear_logprobs(**sizes, topk=4, device="cuda")
+    assert not plan.epilogue
+    if not torch.cuda.is_available():  # planned for a GPU that has an epilogue
+        assert plan_linear_logprobs(**sizes, lse=True, device="cuda").epilogue
+        assert "no epilogue, which needs no topk" in plan.reason
 
 
 # --- lse --------------------------------------------------------------------------------------------------------------

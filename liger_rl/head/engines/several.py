@@ -30,7 +30,7 @@ from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.support import Factors, Slots
 from liger_rl.kernels.transform import LogitTransform
 
-PAIRS = 1 << 22  # pairs of a token's ids that are compared at a time
+PAIRS = 1 << 23  # pairs of a token's ids that are compared at a time, for 5 bytes each
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
