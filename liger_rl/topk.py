@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Tail = Literal["bucket", "none", "renormalized"]
+TAILS: tuple[str, ...] = get_args(Tail)
 LARGEST_LOG_MASS = -1e-7  # of the listed ids, TRL's: the log-probability of what is left is then finite
 
 
@@ -100,8 +101,8 @@ def topk_divergence(
 
 
 def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> None:
-    if not isinstance(tail, str) or tail not in get_args(Tail):
-        raise ValueError(f"tail must be one of {list(get_args(Tail))}, got {tail!r}")
+    if not isinstance(tail, str) or tail not in TAILS:
+        raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
     check_floating("teacher_logps", teacher_logps)
     if not isinstance(teacher_ids, Tensor) or teacher_ids.dim() < 2:
         found = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__

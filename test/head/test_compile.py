@@ -23,6 +23,7 @@ from liger_rl import (
     linear_logprobs,
     logits_logprobs,
     plan_linear_logprobs,
+    topk_divergence,
 )
 
 VOCAB, HIDDEN, SHAPE = 133, 16, (3, 7)
@@ -131,6 +132,17 @@ def test_several_targets(fixed, device):
 
     leaves = x["hidden"], x["weight"], x["bias"]
     assert_same(solve(compiled(head), *leaves), solve(head, *leaves))
+
+
+def test_distillation_from_lists(device):
+    x = tensors(device)
+    ids, teacher = torch.randn(*SHAPE, VOCAB, device=device).log_softmax(-1).topk(5)[::-1]
+
+    def divergence(hidden, weight):
+        return (topk_divergence(hidden, weight, ids, teacher, mask=x["mask"]).divergence,)
+
+    leaves = x["hidden"], x["weight"]
+    assert_same(solve(compiled(divergence), *leaves), solve(divergence, *leaves))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
