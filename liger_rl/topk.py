@@ -24,6 +24,8 @@ LARGEST_LOG_MASS = -1e-7  # of the listed ids, TRL's: the log-probability of wha
 
 
 class TopKDivergence(NamedTuple):
+    """Of each token, as far as its list tells."""
+
     divergence: Tensor
     """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
     student: LogProbs
