@@ -53,9 +53,9 @@ def linear_logprobs(
         weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
             compute_dtype).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token. With K ids for each
-            token (B, T, K) or (N, K), repeats allowed: logps then has that shape, a negative id has 0 there, and a
-            token of negative ids alone is masked. Not with a support, grad_tolerance, max_extra_bytes or is_top1. See
-            docs/targets.md.
+            token (B, T, K) or (N, K), K at most 1024, repeats allowed: logps then has that shape, a negative id has 0
+            there, and a token of negative ids alone is masked. Not with a support, grad_tolerance, max_extra_bytes or
+            is_top1. See docs/targets.md.
         mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
             raise, but count as 1 with fixed_shape and under torch.compile, where nothing reads them.
         bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.

@@ -17,6 +17,8 @@ from liger_rl.head.options import HeadOptions
 from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import counted_tokens
 
+MOST_IDS = 1024  # of a token: a program of the kernels holds them all, and pairs of them are compared
+
 
 class LogProbs(NamedTuple):
     """Per-token results, float32, shaped like the tokens (B, T) or (N,), 0 at masked tokens."""
@@ -209,6 +211,10 @@ class HeadCall:
                 f"{self.targets_name} must be {expected} = {tuple(lead)} from hidden, or with K ids for each token, K "
                 f"at least 1, ({', '.join(map(str, lead))}, K), got {tuple(targets.shape)}"
             )
+        if targets.shape[-1] > MOST_IDS:
+            raise ValueError(
+                f"{self.targets_name} must have at most {MOST_IDS} ids for each token, got {tuple(targets.shape)}"
+            )
         return targets[..., 0]
 
     def _compute_dtype(self) -> torch.dtype:
@@ -286,8 +292,10 @@ class HeadCall:
 
 
 def check_topk(topk: int | None, vocab: int) -> None:
-    if topk is not None and topk > vocab:
-        raise ValueError(f"topk must be at most the {vocab} vocabulary entries of weight, got {topk}")
+    if topk is not None and topk > min(vocab, MOST_IDS):
+        raise ValueError(
+            f"topk must be at most {MOST_IDS}, and at most the {vocab} vocabulary entries of weight; got {topk}"
+        )
 
 
 def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:

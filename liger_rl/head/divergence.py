@@ -70,6 +70,8 @@ WITHOUT = {
     "vocab_parallel": "both weights must be whole on every rank",
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
+    "lse": "it is not returned of two heads; ask linear_logprobs for it",
+    "topk": "no list is kept of two heads; ask linear_logprobs for it",
 }
 
 

@@ -32,9 +32,9 @@ class HeadOptions:
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
         lse: also return log sum_v exp z_v of each token, differentiable; not with a grad_tolerance or a support.
-        topk: K, also return each token's K largest log-probabilities and their ids, without a gradient, in descending
-            order, of equal ones the smaller id first. It takes tiles of logits in memory, and goes with no
-            grad_tolerance, max_extra_bytes, support or torch.compile.
+        topk: K of at most 1024, also return each token's K largest log-probabilities and their ids, without a
+            gradient, in descending order, of equal ones the smaller id first. It takes tiles of logits in memory, and
+            goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
             Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the

@@ -95,9 +95,10 @@ def test_oracle(count, transform, chunks, device):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_low_precision_within_twice_eager_error(dtype, device):
-    x = with_ids(problem((96,), 64, 517, dtype, device, bias=True), 16)
+    tokens = 600 if device.type == "cuda" else 96  # there, enough for a product that folds in its epilogue
+    x = with_ids(problem((tokens,), 64, 517, dtype, device, bias=True), 16)
     found, other, truth = solve(x), exact(x, wide=torch.float32), exact(x)
-    assert oracles.max_error(found[0].logps, truth[0].logps) < 2e-5
+    assert oracles.max_error(found[0].logps, truth[0].logps) < (5e-5 if device.type == "cuda" else 2e-5)
     for name, expected in truth[1].items():
         assert found[1][name].dtype == dtype
         budget = oracles.error_budget(other[1][name], expected, dtype)
@@ -409,7 +410,9 @@ def test_lse_alone_and_against_the_log_probability():
         ({"max_extra_bytes": 1 << 30}, ValueError, "max_extra_bytes must not be given with several targets"),
         ({"extras": ["is_top1"]}, ValueError, "is_top1"),
         ({"support": Support(torch.zeros(0).long(), torch.zeros(16).long())}, ValueError, "support must not be given"),
-        ({"topk": 130}, ValueError, "topk must be at most the 129 vocabulary entries of weight, got 130"),
+        ({"targets": torch.zeros(15, 1025).long()}, ValueError, r"targets must have at most 1024 ids.*\(15, 1025\)"),
+        ({"topk": 130}, ValueError, "topk must be at most 1024, and at most the 129 vocabulary entries.*got 130"),
+        ({"topk": 1025, "weight": torch.zeros(2000, 16)}, ValueError, "topk must be at most 1024.*got 1025"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
         ({"topk": 2.0}, TypeError, "topk must be an int, got float"),
         ({"topk": True}, TypeError, "topk must be an int, got bool"),
