@@ -7,7 +7,8 @@ from benchmark import divergence, row_losses, support, targets
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "support", "distillation")))
+NAMES = ("results", "support", "distillation", "targets")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
     row_losses.PREFIX: row_losses.markdown,
