@@ -213,6 +213,8 @@ class TokenGradients(NamedTuple):
     at_target: Tensor  # (n,) dL/dlogp (1 - p_target), with dL/dlse p_target
     entropy: Tensor | None  # (n,) given together with grad_entropy
     grad_entropy: Tensor | None  # (n,) dL/dentropy
+    # (n,) bool: there is a gradient, where grad_logps may be 0 and does not tell. No kernel is given it.
+    wanted: Tensor | None = None
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
@@ -226,8 +228,8 @@ class TokenGradients(NamedTuple):
         """With dL/dlse (n,) too, whose part of dL/dz_v is dL/dlse p_v."""
         if logps.dim() == 2:  # of several targets lse is minus the log-probability of one more, whose logit is always 0
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
-        at_target = self.at_target + grad_lse * logps.exp()
-        return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target)
+        wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
+        return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
     def contiguous(self) -> "TokenGradients":
         return TokenGradients._make(None if part is None else part.contiguous() for part in self)

@@ -206,6 +206,22 @@ def test_tokens_without_a_gradient_leave_the_backward():
     assert not x.hidden.grad[1::2].any()
 
 
+@pytest.mark.parametrize("fixed_shape", [False, True])
+@pytest.mark.parametrize("count", [None, 3])
+def test_a_token_without_a_gradient_may_hold_anything(fixed_shape, count):
+    x = problem() if count is None else with_ids(problem(), count, ignored=False)
+    grads = []
+    for garbage in (0.0, math.nan):
+        leaves = x._replace(hidden=x.hidden.clone()).leaves()
+        with torch.no_grad():
+            leaves.hidden[0, 0] = garbage
+        found = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, lse=True, fixed_shape=fixed_shape)
+        (found.logps.flatten(0, 1)[5:].sum() + found.lse.flatten()[5:].sum()).backward()
+        grads.append(leaves.weight.grad)
+    assert grads[0].isfinite().all()
+    assert torch.equal(*grads)
+
+
 def test_the_same_bits_twice_and_in_any_order_of_the_ids():
     x = with_ids(problem(bias=True), 16)
     leaves = x.leaves()

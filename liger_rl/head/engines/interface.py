@@ -106,16 +106,14 @@ def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSe
     if live.mask is not None:
         live = live.restricted(has_gradient(tokens))
         assert live.mask is not None
-        return live, tokens.silenced(live.mask)
-    picked = select_rows(tokens)
+        return live, tokens._replace(wanted=None).silenced(live.mask)
+    picked, tokens = select_rows(tokens), tokens._replace(wanted=None)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
-    # A gradient at the target alone has grad_logps of 0: dL/dlse may take away what dL/dlogp brings.
-    there = tokens.at_target != 0
-    wanted = (tokens.grad_logps != 0) | (there.any(1) if there.dim() == 2 else there)
+    wanted = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
     return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
 
 

@@ -142,10 +142,11 @@ def backward(
         transform = options.transform.of_tokens(temperatures)
         # Beyond the targets stands the gradient of lse.
         listed = torch.where(ids >= 0, tokens.grad_logps[:, : ids.shape[1]], 0.0)
-        total = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1).sum(1)
+        gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
+        total = gradients.sum(1)
         at_targets = _at_targets(ids, logps, listed, total, tokens)
         at_targets = times_derivative(at_targets, logps + tokens.lse[:, None], transform)
-        tokens = tokens._replace(grad_logps=total, at_target=at_targets)
+        tokens = tokens._replace(grad_logps=total, at_target=at_targets, wanted=(gradients != 0).any(1))
     return two_pass.backward(head, options, statistics, None, tokens, needs)
 
 
