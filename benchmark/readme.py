@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
-from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support
+from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support, targets
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "support", "distillation")))
+NAMES = ("results", "support", "distillation", "targets")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
     row_losses.PREFIX: row_losses.markdown,
@@ -15,6 +16,7 @@ OTHERS = {
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
+    targets.PREFIX: targets.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

@@ -40,6 +40,7 @@ from liger_rl.policy.reductions import (
 )
 from liger_rl.policy.segments import Segments
 from liger_rl.reference_loss import ReferenceHead
+from liger_rl.topk import TopKDivergence, topk_divergence
 
 __version__ = "0.1.0"
 
@@ -83,6 +84,7 @@ __all__ = [
     "TokenMean",
     "TokenSum",
     "TopEntropyMask",
+    "TopKDivergence",
     "VocabParallel",
     "grpo_loss_from_logits",
     "linear_divergence",
@@ -93,4 +95,5 @@ __all__ = [
     "ppo_loss_fn",
     "reduce_metrics",
     "sum_over",
+    "topk_divergence",
 ]

@@ -146,6 +146,12 @@ class VocabShard:
         dist.all_reduce(values, dist.ReduceOp.SUM, self.place.group)
         return values
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """A collective: (n, K) on each rank -> (n, ranks K)."""
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.place.group))]
+        dist.all_gather(parts, values, self.place.group)
+        return torch.cat(parts, dim=1)
+
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
         """Of the gradients of inputs that every rank holds whole."""
         wanted = inputs if self.place.sum_hidden_grad else ()

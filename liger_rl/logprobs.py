@@ -52,8 +52,11 @@ def linear_logprobs(
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
         weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
             compute_dtype).
-        targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token.
-        mask: shaped like targets, bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
+        targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token. With K ids for each
+            token (B, T, K) or (N, K), K at most 1024, repeats allowed: logps then has that shape, a negative id has 0
+            there, and a token of negative ids alone is masked. Not with a support, grad_tolerance, max_extra_bytes or
+            is_top1. See docs/targets.md.
+        mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
             raise, but count as 1 with fixed_shape and under torch.compile, where nothing reads them.
         bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
         low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
@@ -69,15 +72,17 @@ def linear_logprobs(
             that one's forward, unless in `no_sync()`, any other tensor is refused.
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
-            group. Two collectives of (N,) statistics in the forward, one of the gradient of hidden in the backward.
+            group. Two collectives of (N,) statistics in the forward, a third of (N, K) logits with several targets and
+            of (N, K) keys with topk, one of the gradient of hidden in the backward.
             Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
             with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
             mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
-        options: the fields of `HeadOptions`: transform, entropy, extras, grad_tolerance, compute_dtype, gather,
-            chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
+        options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
+            gather, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
 
     Returns:
-        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target), None where not asked for.
+        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target, lse, topk_logps, topk_ids),
+        None where not asked for.
 
     Raises:
         TypeError: an argument of a type or dtype that is not listed above, an unknown option.
@@ -98,6 +103,7 @@ def linear_logprobs(
         vocab_parallel=vocab_parallel,
         weight_grad=weight_grad,
         options=asked,
+        may_be_several=True,
     )
     return log_probs(call)
 

@@ -263,7 +263,15 @@ def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
         policy_terms_triton.launch_per_token(prepared._replace(weights=None), ones(N), indicator)
 
 
-EVERYWHERE = (tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, pairs_of_tiles, policy_terms)
+def several_ids(transform: LogitTransform, entropy: bool) -> None:
+    bias, count = ones(V) if entropy else None, 5 if entropy else 128
+    compiled.keep_largest(ones(N, V), 0, bias, transform, torch.zeros(N, count, dtype=torch.long))
+    compiled.put(ones(N, V, dtype=torch.bfloat16), torch.zeros(N, count, dtype=torch.long), ones(N, count), 0)
+
+
+EVERYWHERE = (
+    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+)  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 

@@ -25,6 +25,7 @@ ALLOWED = {
         "from_logits",
         "logprobs",
         "divergence",
+        "topk",
         "head",
         "policy",
         "distributed",
@@ -37,6 +38,7 @@ ALLOWED = {
     "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
     "logprobs": ["head", "given_logits", "distributed", "kernels"],
     "divergence": ["head", "distributed", "kernels.transform"],
+    "topk": ["head", "distributed"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
     "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
@@ -51,7 +53,7 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
-        "hopper_gluon", "support_triton", "divergence_triton",
+        "hopper_gluon", "several_triton", "support_triton", "divergence_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

@@ -17,12 +17,14 @@ from liger_rl.head.options import HeadOptions
 from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import counted_tokens
 
+MOST_IDS = 1024  # of a token: a program of the kernels holds them all, and pairs of them are compared
+
 
 class LogProbs(NamedTuple):
-    """Per-token results, float32, shaped like `targets`, 0 at masked tokens."""
+    """Per-token results, float32, shaped like the tokens (B, T) or (N,), 0 at masked tokens."""
 
     logps: Tensor
-    """log-probability of the target in nats, <= 0, differentiable."""
+    """log-probability of the target in nats, <= 0, differentiable. Of K targets (..., K), 0 at negative ones."""
     entropy: Tensor | None
     """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
     log_sum_sq_probs: Tensor | None = None
@@ -33,6 +35,12 @@ class LogProbs(NamedTuple):
     """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
     missing_target: Tensor | None = None
     """bool: the target was not among the ids that its token lists, and was added to them; None without a support."""
+    lse: Tensor | None = None
+    """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
+    topk_logps: Tensor | None = None
+    """(..., K) the K largest log-probabilities in descending order, no gradient; None unless asked for."""
+    topk_ids: Tensor | None = None
+    """(..., K) int64: their token ids, the smaller of equally likely ones first, -1 at masked tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +49,30 @@ class HeadCall:
 
     hidden: Tensor  # (B, T, H) or (N, H)
     weight: Tensor  # (V, H), or this rank's rows of it
-    targets: Tensor  # (B, T) or (N,)
-    mask: Tensor | None = None  # like targets
+    targets: Tensor  # (B, T) or (N,); with K ids for each token (B, T, K) or (N, K), where `may_be_several`
+    mask: Tensor | None = None  # (B, T) or (N,)
     bias: Tensor | None = None  # (V,)
     low_rank: Sequence[LowRank] = ()
     vocab_parallel: VocabParallel | None = None
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
-    # Like targets or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
+    # Like mask or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
     needed_mask: Tensor | None = None
     support: Support | None = None
     options: HeadOptions
     targets_name: str = "targets"  # the caller's name for them, for messages
+    may_be_several: bool = False
 
     @property
     def tensors(self) -> tuple[object, ...]:
         """Everything that may be a tensor, for those who ask what kind each is."""
         given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
         return (*given, *low_rank_tensors(self.low_rank))
+
+    @property
+    def several(self) -> bool:
+        """Whether each token has a list of targets."""
+        tensors = isinstance(self.targets, Tensor) and isinstance(self.hidden, Tensor)
+        return self.may_be_several and tensors and self.targets.dim() == self.hidden.dim()
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -101,7 +116,11 @@ class HeadCall:
                 )
         if self.support is not None:
             self._check_support(self.support)
+        if self.several:
+            self._check_several()
         if torch.compiler.is_compiling():
+            if options.topk is not None:
+                raise ValueError("topk must be None under torch.compile, whose operator has none")
             if options.transform.per_token:
                 raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
             if options.gather is not None:
@@ -111,8 +130,26 @@ class HeadCall:
                     "weight_grad must be None under torch.compile, whose graphs write to no tensor from outside"
                 )
 
+    def _check_several(self) -> None:
+        options = self.options
+        for name, given in (
+            ("grad_tolerance", options.grad_tolerance),
+            ("max_extra_bytes", options.max_extra_bytes),
+            ("support", self.support),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name} must not be given with several targets for each token, got "
+                    f"{'a Support' if given is self.support else given}"
+                )
+        if "is_top1" in options.extras:
+            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
+
     def _check_support(self, support: Support) -> None:
         options = self.options
+        for name, given in (("lse", options.lse), ("topk", options.topk is not None)):
+            if given:
+                raise ValueError(f"{name} must not be asked for with a support, whose engine does not keep it")
         check_usable(support, fixed_shape=options.fixed_shape)
         if options.grad_tolerance != 0.0:
             raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
@@ -156,11 +193,29 @@ class HeadCall:
                 raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
             check_device("bias", bias, hidden, "hidden")
         check_low_rank(self.low_rank, hidden, weight)
-        check_tokens(self.targets, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
+        first = self._first_targets()
+        check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
-            self.support.check_together(self.targets, self.targets_name)
-        check_temperature(self.options.transform, self.targets, self.targets_name)
+            self.support.check_together(first, self.targets_name)
+        check_temperature(self.options.transform, first, self.targets_name)
         return self._compute_dtype()
+
+    def _first_targets(self) -> Tensor:
+        """One of several; raises for what is no list of K for each token."""
+        targets, lead = self.targets, self.hidden.shape[:-1]
+        if not self.several:
+            return targets
+        if targets.shape[:-1] != lead or targets.shape[-1] == 0:
+            expected = "(B, T)" if len(lead) == 2 else "(N,)"
+            raise ValueError(
+                f"{self.targets_name} must be {expected} = {tuple(lead)} from hidden, or with K ids for each token, K "
+                f"at least 1, ({', '.join(map(str, lead))}, K), got {tuple(targets.shape)}"
+            )
+        if targets.shape[-1] > MOST_IDS:
+            raise ValueError(
+                f"{self.targets_name} must have at most {MOST_IDS} ids for each token, got {tuple(targets.shape)}"
+            )
+        return targets[..., 0]
 
     def _compute_dtype(self) -> torch.dtype:
         hidden, kind = self.hidden, self.hidden.device.type
@@ -214,10 +269,13 @@ class HeadCall:
     def facts(self) -> dict[str, object]:
         """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as the checks do."""
         options, dtype = self.options, self.check_tensors()
-        live = counted_tokens(self.targets, self.mask, self.needed_mask)
+        targets = self.targets.amax(-1) if self.several else self.targets
+        live = counted_tokens(targets, self.mask, self.needed_mask)
         return {
             "transform": "a temperature for each token" if options.transform.per_token else options.transform,
             "entropy": options.entropy,
+            "lse": options.lse,
+            "topk": options.topk,
             "extras": sorted(options.extras),
             "fixed_shape": options.fixed_shape,
             "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
@@ -225,11 +283,19 @@ class HeadCall:
             "compute_dtype": dtype,
             "bias": None if self.bias is None else self.bias.dtype,
             "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "targets": tuple(self.targets.shape),
             "the number of tokens that count": int(live.sum()),
-            "the sum of targets": int(torch.where(live, self.targets, 0).sum()),
+            "the sum of targets": int(torch.where(live, targets, 0).sum()),
             "requires_grad of hidden": self.hidden.requires_grad,
             "the ids of support": None if self.support is None else self.support.token_ids.numel(),
         }
+
+
+def check_topk(topk: int | None, vocab: int) -> None:
+    if topk is not None and topk > min(vocab, MOST_IDS):
+        raise ValueError(
+            f"topk must be at most {MOST_IDS}, and at most the {vocab} vocabulary entries of weight; got {topk}"
+        )
 
 
 def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:

@@ -73,6 +73,8 @@ WITHOUT = {
     "extras": "they are not folded with two heads; ask linear_logprobs for them",
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
+    "lse": "it is not returned of two heads; ask linear_logprobs for it",
+    "topk": "no list is kept of two heads; ask linear_logprobs for it",
 }
 
 

@@ -1,6 +1,6 @@
 """The one way of a head's engines into autograd, in eager mode and in a graph of torch.compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple
@@ -8,20 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import block_sparse, support, two_pass
+from liger_rl.head.engines import block_sparse, several, support, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
 
-Values = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# What a call may give, in the order of `linear_values`.
+VALUES = ("logps", "entropy", "lse", *EXTRAS, "topk_logps", "topk_ids")
+DIFFERENTIABLE = 3
+Values = Sequence[Tensor | None]
 
 
 def engine_of(head: Head, options: EngineOptions) -> ModuleType:
     """The engine of a call: bounds are not free, and only a backward needs them."""
     if head.listed is not None:
         return support
+    if head.targets.dim() == 2 or options.topk is not None:
+        return several
     tolerant = options.grad_tolerance != 0.0 and head.wants_gradient
     return block_sparse if tolerant and options.chunks_are_free and head.low_inputs is None else two_pass
 
@@ -34,7 +39,7 @@ class Way(NamedTuple):
 
 
 def linear_values(head: Head, options: EngineOptions, way: Way | None = None) -> Values:
-    """(logps, entropy, *EXTRAS) of the live tokens, None where not asked for, differentiable where that is wanted.
+    """VALUES of the live tokens, None where not asked for, the first three differentiable where that is wanted.
 
     If `head.live` keeps places, they cover all N tokens; entries of tokens that do not count are undefined.
     """
@@ -45,16 +50,17 @@ def linear_values(head: Head, options: EngineOptions, way: Way | None = None) ->
         return LinearLogProbs.apply(*head.differentiable, head, options, way)
     with gemm.without_autocast(head.hidden.device):
         statistics, _ = way.fold(head, options)
-    return _values(statistics, head)
+    return _values(statistics, head, options)
 
 
-def _values(statistics: TokenStatistics, head: Head) -> Values:
-    mean_logits = statistics.mean_logits(head.vocab)
-    return statistics.logps, statistics.entropy, statistics.log_sum_sq_probs, mean_logits, statistics.is_top1
+def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> Values:
+    mean_logits, lse = statistics.mean_logits(head.vocab), statistics.lse if options.lse else None
+    extras = statistics.log_sum_sq_probs, mean_logits, statistics.is_top1
+    return statistics.logps, statistics.entropy, lse, *extras, statistics.topk_logps, statistics.topk_ids
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """`linear_values`, and the gradients of logps and entropy for all that is differentiable.
+    """`linear_values`, and the gradients of logps, entropy and lse for all that is differentiable.
 
     A sharded head must be whole around the forward, whose caller has read its shape before; the backward enters
     `options.gather` by itself, once, whatever its rows are.
@@ -69,15 +75,16 @@ class LinearLogProbs(torch.autograd.Function):
         tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
         ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
         ctx.rest, ctx.options, ctx.gradients = head[len(tensors) :], options, way.gradients
-        logps, entropy, *extras = _values(statistics, head)
-        ctx.mark_non_differentiable(*(part for part in extras if part is not None))
-        return logps.clone(), None if entropy is None else entropy.clone(), *extras
+        values = _values(statistics, head, options)
+        others = values[DIFFERENTIABLE:]
+        ctx.mark_non_differentiable(*(part for part in others if part is not None))
+        return *(None if part is None else part.clone() for part in values[:DIFFERENTIABLE]), *others
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, saved, grad_logps, grad_entropy, *_):
+    def backward(ctx, saved, *grads):
         head, statistics = Head(*saved[:6], *ctx.rest), TokenStatistics(*saved[6:9])
-        grads, needs = (grad_logps, grad_entropy), ctx.needs_input_grad[:5]
+        grads, needs = grads[:DIFFERENTIABLE], ctx.needs_input_grad[:5]
         return *ctx.gradients(head, ctx.options, statistics, saved[9:] or None, grads, needs), None, None, None
 
 
@@ -87,17 +94,18 @@ def token_gradients(
     options: EngineOptions,
     statistics: TokenStatistics,  # (n,) each, as the engine's forward gave them
     saved: tuple[Tensor | None, ...] | None,
-    grads: tuple[Tensor | None, Tensor | None],  # (n,) each, of logps and entropy
+    grads: Sequence[Tensor | None],  # of logps, entropy and lse
     needs: Needs,
 ) -> Gradients:
     """Gradients shaped like the inputs and of their dtypes."""
-    grad_logps, grad_entropy = grads
-    if grad_logps is None and grad_entropy is None:
+    grad_logps, grad_entropy, grad_lse = grads
+    if grad_logps is None and grad_entropy is None and grad_lse is None:
         return Gradients()
     with gemm.without_autocast(head.hidden.device), whole_head(options.gather, head.weight, head.bias):
         if grad_logps is None:
-            assert grad_entropy is not None
-            grad_logps = torch.zeros_like(grad_entropy)
+            grad_logps = torch.zeros_like(statistics.logps)
         tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+        if grad_lse is not None:
+            tokens = tokens.with_lse(grad_lse, statistics.logps)
         known = None if saved is None else engine.Saved(*saved)
         return engine.backward(head, options, statistics, known, tokens, needs)

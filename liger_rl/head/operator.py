@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import block_sparse, two_pass
+from liger_rl.head.engines import block_sparse, several, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.function import Way, engine_of, linear_values, token_gradients
 from liger_rl.head.low_rank import inputs_backward, inputs_forward, low_rank_inputs
@@ -35,6 +35,7 @@ class OpOptions(NamedTuple):
     softcap: float | None
     scale: float
     entropy: bool
+    lse: bool
     extras: str  # names with commas between
     compute_dtype: torch.dtype
     chunk_tokens: int | None
@@ -49,6 +50,7 @@ class OpOptions(NamedTuple):
         return EngineOptions(
             transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
             entropy=self.entropy,
+            lse=self.lse,
             extras=frozenset(filter(None, self.extras.split(","))),
             grad_tolerance=self.grad_tolerance,
             compute_dtype=self.compute_dtype,
@@ -65,9 +67,9 @@ TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
 )
 OPTIONS = (
-    "float temperature, float? softcap, float scale, bool entropy, str extras, ScalarType compute_dtype, "
-    "SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, bool batch_invariant, "
-    "bool kernels_fit, str targets_name"
+    "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
+    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, "
+    "bool batch_invariant, bool kernels_fit, str targets_name"
 )
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
@@ -80,7 +82,10 @@ def taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
 
 
 class Outputs(NamedTuple):
-    """(N,) each, zero or meaningless at tokens that do not count; what is None does not leave the operator."""
+    """(N,) each, (N, K) log-probabilities of several targets; zero or meaningless at tokens that do not count.
+
+    What is None does not leave the operator.
+    """
 
     statistics: TokenStatistics
     known: TileBounds | None  # what a backward with a tolerance needs
@@ -102,8 +107,8 @@ class Outputs(NamedTuple):
         return cls(statistics, known, *_wanted(parts, bounded))
 
     @classmethod
-    def empty(cls, hidden: Tensor, weight: Tensor, options: OpOptions, *, bounded: bool) -> "Outputs":
-        tokens, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
+    def empty(cls, head: Head, options: OpOptions, *, bounded: bool) -> "Outputs":
+        tokens, vocab, device = head.hidden.shape[0], head.weight.shape[0], head.hidden.device
 
         def made(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(tokens, dtype=dtype, device=device)
@@ -112,7 +117,8 @@ class Outputs(NamedTuple):
             made(torch.bool if name == "is_top1" else torch.float32) if name in options.extras.split(",") else None
             for name in EXTRAS
         ]
-        statistics = TokenStatistics(made(), made(), made() if options.entropy else None, *extras)
+        logps = torch.empty(head.targets.shape, dtype=torch.float32, device=device)
+        statistics = TokenStatistics(logps, made(), made() if options.entropy else None, *extras)
         if not bounded:
             return cls(statistics, None, None)
         known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
@@ -123,7 +129,9 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
     return [next(parts) if is_there else None for is_there in there]
 
 
-def _engine(bounded: bool) -> ModuleType:
+def _engine(head: Head, bounded: bool) -> ModuleType:
+    if head.targets.dim() == 2:
+        return several
     return block_sparse if bounded else two_pass
 
 
@@ -132,23 +140,24 @@ def _fold(*arguments: Any) -> list[Tensor]:
     head, options = taken_apart(given)
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
-        live = live_tokens(head.targets, head.live.mask, vocab, "weight", targets_name=name)().selection
+        targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
+        live = live_tokens(targets, head.live.mask, vocab, "weight", targets_name=name)().selection
         head = head._replace(live=live)
     index = head.live.index
     with gemm.without_autocast(head.hidden.device):
-        statistics, known = _engine(bounded).forward(head, options.resolved())
-    out = Outputs.empty(head.hidden, head.weight, options, bounded=bounded)
+        statistics, known = _engine(head, bounded).forward(head, options.resolved())
+    out = Outputs.empty(head, options, bounded=bounded)
     for whole, part in zip(out.statistics, statistics, strict=True):
-        _place(whole, part, index)
+        _place(whole, part, index, 0)
     if out.known is not None and out.has_bounds is not None:
         out.has_bounds.fill_(known is not None)
         for whole, part in zip(out.known, known or [None] * len(out.known), strict=True):
-            _place(whole, part, index)
+            _place(whole, part, index, -1)
     return out.flat()
 
 
-def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> None:
-    """(..., n) values -> their tokens of (..., N), zero elsewhere; zero everywhere for None."""
+def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None, dim: int) -> None:
+    """Values of n tokens along `dim` -> theirs of N, zero elsewhere; zero everywhere for None."""
     if whole is None:
         return
     if part is None:
@@ -156,36 +165,37 @@ def _place(whole: Tensor | None, part: Tensor | None, index: Tensor | None) -> N
     elif index is None:
         whole.copy_(part)
     else:
-        whole.zero_().index_copy_(-1, index, part)
+        whole.zero_().index_copy_(dim, index, part)
 
 
 def _fake_fold(*arguments: Any) -> list[Tensor]:
     *given, bounded = arguments
     head, options = taken_apart(given)
-    return Outputs.empty(head.hidden, head.weight, options, bounded=bounded).flat()
+    return Outputs.empty(head, options, bounded=bounded).flat()
 
 
 def _grad(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
-) -> list[Tensor]:
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+) -> list[Tensor]:  # fmt: skip
     *given, bounded = arguments
     head, options = taken_apart(given)
     out = Outputs.named(outputs, options, bounded=bounded)
     # Zero where no token counts: those are then dropped with the other tokens that have no gradient, by one sync.
-    grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy)]
+    grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy, grad_lse)]
     if not options.fixed_shape:
         everything = TokenSelection(head.targets.numel())
         head = head._replace(targets=head.live.gather(head.targets), live=everything)
     known = out.known if out.has_bounds is not None and bool(out.has_bounds) else None
-    found = token_gradients(
-        _engine(bounded), head, options.resolved(), out.statistics, known, (grads[0], grads[1]), tuple(needs)
-    )
+    engine = _engine(head, bounded)
+    found = token_gradients(engine, head, options.resolved(), out.statistics, known, grads, tuple(needs))
     return [part.contiguous() for part in found if part is not None]
 
 
 def _fake_grad(
-    grad_logps: Tensor | None, grad_entropy: Tensor | None, outputs: list[Tensor], needs: list[bool], *arguments: Any
-) -> list[Tensor]:
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+) -> list[Tensor]:  # fmt: skip
     return contiguous_like(arguments[:DIFFERENTIABLE], needs)
 
 
@@ -199,7 +209,7 @@ def contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> l
 
 def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
     """The operator, and that of its gradients."""
-    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
+    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
     found = []
     for full_name, function, fake, first in (
         (name, _fold, _fake_fold, ""),
@@ -219,22 +229,25 @@ waiting, waiting_backward = _registered("linear_logprobs", **WAITING_OPERATOR)
 never_waiting, never_waiting_backward = _registered("linear_logprobs_fixed_shape")
 
 
-def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any) -> Callable[..., Gradients]:
-    """`token_gradients` of an engine from the operator of its gradients; `rest` is what follows the head's tensors."""
+def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any, outputs: int = 3) -> Callable[..., Gradients]:
+    """`token_gradients` of an engine from the operator of its gradients; `rest` is what follows the head's tensors.
+
+    The operator takes the gradients of so many outputs.
+    """
 
     def gradients(
         head: Head,
         options: EngineOptions,
         statistics: TokenStatistics,
         saved: tuple[Tensor | None, ...] | None,
-        grads: tuple[Tensor | None, Tensor | None],
+        grads: Sequence[Tensor | None],
         needs: Needs,
     ) -> Gradients:
-        if grads == (None, None):
+        if all(grad is None for grad in grads):
             return Gradients()
         # What has no part in a gradient was not saved.
-        outputs = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
-        found = iter(backward(*grads, outputs, list(needs), *tensors_of(head), *rest))
+        known = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
+        found = iter(backward(*grads[:outputs], known, list(needs), *tensors_of(head), *rest))
         wanted = zip(head.differentiable, needs, strict=True)
         return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
 
@@ -278,6 +291,7 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         transform.softcap,
         transform.scale,
         options.entropy,
+        options.lse,
         ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
         options.chunk_tokens,
@@ -290,8 +304,8 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
     )
 
 
-def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple[Any, ...]:
-    """What `linear_values` gives, of all N tokens; `head.live` has the mask of those that count.
+def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> dict[str, Tensor | None]:
+    """What `linear_values` gives, of all N tokens, by name; `head.live` has the mask of those that count.
 
     The others get 0, or with `fixed_shape` what means nothing.
 
@@ -300,8 +314,10 @@ def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> tuple
     """
     flat = flat_options(options, targets_name)
     found = iter(torch.ops.liger_rl.linear_values(*tensors_of(head), *flat))
-    logps, entropy = next(found), next(found) if options.entropy else None
-    return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS)
+    asked = {"logps": True, "entropy": options.entropy, "lse": options.lse}
+    for name in EXTRAS:
+        asked[name] = name in options.extras
+    return {name: next(found) if wanted else None for name, wanted in asked.items()}
 
 
 @torch.library.custom_op("liger_rl::low_rank_inputs_forward", mutates_args=())

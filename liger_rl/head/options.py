@@ -11,6 +11,7 @@ from liger_rl.head.checks import (
     FLOAT_DTYPES,
     check_budget,
     check_chunk,
+    check_count,
     check_extras,
     check_flag,
     check_tolerance,
@@ -30,6 +31,10 @@ class HeadOptions:
     Attributes:
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
+        lse: also return log sum_v exp z_v of each token, differentiable; not with a grad_tolerance or a support.
+        topk: K of at most 1024, also return each token's K largest log-probabilities and their ids, without a
+            gradient, in descending order, of equal ones the smaller id first. It takes tiles of logits in memory, and
+            goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
             Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
@@ -63,6 +68,8 @@ class HeadOptions:
 
     transform: LogitTransform = IDENTITY
     entropy: bool = False
+    lse: bool = False
+    topk: int | None = None
     extras: Collection[str] = ()
     grad_tolerance: float = 0.0
     compute_dtype: torch.dtype | None = None
@@ -76,6 +83,9 @@ class HeadOptions:
     def __post_init__(self) -> None:
         check_transform(self.transform)
         check_flag("entropy", self.entropy)
+        check_flag("lse", self.lse)
+        if self.topk is not None:
+            check_count("topk", self.topk, least=1)
         check_extras(self.extras)
         check_flag("fixed_shape", self.fixed_shape)
         chunks = (("chunk_tokens", self.chunk_tokens), ("chunk_vocab", self.chunk_vocab))
@@ -98,6 +108,15 @@ class HeadOptions:
                     )
             if self.grad_tolerance != 0.0:
                 raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {self.grad_tolerance}")
+        if self.grad_tolerance != 0.0:
+            for name, given in (("lse", self.lse), ("topk", self.topk is not None)):
+                if given:
+                    raise ValueError(f"grad_tolerance must be 0.0 with {name}, got {self.grad_tolerance}")
+        if self.topk is not None and self.max_extra_bytes is not None:
+            raise ValueError(
+                "max_extra_bytes must be None with topk, whose memory is not planned; bound the tiles with "
+                f"chunk_tokens and chunk_vocab; got {self.max_extra_bytes}"
+            )
         if self.fixed_shape and self.grad_tolerance != 0.0:
             raise ValueError(
                 "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
@@ -114,6 +133,8 @@ class HeadKeywords(TypedDict, total=False):
 
     transform: LogitTransform
     entropy: bool
+    lse: bool
+    topk: int | None
     extras: Collection[str]
     grad_tolerance: float
     compute_dtype: torch.dtype | None
@@ -173,6 +194,8 @@ def resolved(
     return EngineOptions(
         transform=options.transform,
         entropy=options.entropy,
+        lse=options.lse,
+        topk=options.topk,
         extras=options.extras,
         grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
         compute_dtype=compute_dtype,

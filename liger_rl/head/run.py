@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_rl.distributed import VocabShard
-from liger_rl.head.call import HeadCall, LogProbs, shared_errors
+from liger_rl.head.call import HeadCall, LogProbs, check_topk, shared_errors
 from liger_rl.head.dtensors import localized
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
 from liger_rl.head.engines.support import support_slots
-from liger_rl.head.function import linear_values
+from liger_rl.head.function import VALUES, linear_values
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
@@ -54,8 +54,11 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         if dtype is None or call is not given:
             dtype = call.check_tensors()
         call.check_weight_grad(original)
-        ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+        targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
+        check_topk(options.topk, vocab)
+        # One that is negative if all of them are, and too large if any of them is.
+        ids = targets.amax(-1) if call.several else targets
         engine_options = _engine_options(call, dtype)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
@@ -63,6 +66,8 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
             selected = _asked(call, ids, vocab)
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
+        if call.several:
+            flat_targets = targets.view(-1, targets.shape[-1])
         if counted is not None:
             live = counted.selection
         elif selected is not None:
@@ -72,13 +77,15 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             live = _masked(call, ids, vocab)
         head = _head(call, flat_targets, live, shard)
         if torch.compiler.is_compiling():
-            values = linear_op(head, engine_options, targets_name=call.targets_name)
+            named = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            values = linear_values(head, engine_options)
-    logps, *others = values
-    shape = call.targets.shape
-    return LogProbs(live.spread(logps, shape), *(None if part is None else live.spread(part, shape) for part in others))
+            named = dict(zip(VALUES, linear_values(head, engine_options), strict=True))
+    found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
+    topk_ids = named.get("topk_ids")
+    if topk_ids is not None:
+        found["topk_ids"] = live.spread(topk_ids + 1, ids.shape) - 1  # -1 elsewhere
+    return LogProbs(**found)  # type: ignore[arg-type]
 
 
 def _over_support(
@@ -91,7 +98,7 @@ def _over_support(
     if torch.compiler.is_compiling():
         head = _head(call, flat, _masked(call, ids, vocab), shard)
         found = support_op(head, options, support, targets_name=call.targets_name)
-        return LogProbs._make([None if part is None else part.view(shape) for part in found])
+        return LogProbs(*[None if part is None else part.view(shape) for part in found])  # type: ignore[arg-type]
 
     def listed_ids() -> ListedIds:
         flat_mask, wanted = (None if part is None else part.reshape(-1) for part in (call.mask, call.needed_mask))
@@ -112,8 +119,9 @@ def _over_support(
     sorts = torch.is_grad_enabled() and call.head_needs
     found = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
     # A copy, because the support may keep its slots and the caller may write to what it gets.
-    missing = listed.slots.missing.clone()
-    return LogProbs._make(None if part is None else part.view(shape) for part in (*found, missing))
+    named = dict(zip(VALUES, found, strict=True), missing_target=listed.slots.missing.clone())
+    views = {name: None if part is None else part.view(shape) for name, part in named.items()}
+    return LogProbs(**views)  # type: ignore[arg-type]
 
 
 def _checked(

@@ -87,7 +87,7 @@ def _grad(
     found = iter(outputs)
     statistics = TokenStatistics(next(found), next(found), next(found) if flat.entropy else None)
     slots = Slots(*(next(found) for _ in range(6)), head.weight.shape[0], 0)  # type: ignore[call-arg, arg-type]
-    saved, grads = engine.Saved(*found), (grad_logps, grad_entropy)
+    saved, grads = engine.Saved(*found), (grad_logps, grad_entropy, None)
 
     def check() -> tuple[list[int], int]:
         numbers = slots.numbers.tolist()
@@ -133,7 +133,7 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
         missing.append(saved[4])
         return TokenStatistics(*parts), saved  # type: ignore[arg-type]
 
-    values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest)))
+    values = linear_values(head, flat.resolved(), Way(fold, gradients_by(backward, *rest, outputs=2)))
     return [part for part in (*values, missing[0].clone()) if part is not None]
 
 

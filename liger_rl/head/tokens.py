@@ -55,12 +55,13 @@ class TokenSelection:
         return out
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """(count,) -> `shape` of N tokens, 0 at tokens that do not count."""
+        """(count, ...) -> `shape` of N tokens, 0 at tokens that do not count."""
+        beyond = values.shape[1:]
         if self.mask is not None:
-            values = values.masked_fill(~self.mask, 0)
+            values = values.masked_fill(~self.mask.view(-1, *[1] * len(beyond)), 0)
         elif self.index is not None:
-            values = values.new_zeros(self.total).index_copy(0, self.index, values)
-        return values.view(shape)
+            values = values.new_zeros(self.total, *beyond).index_copy(0, self.index, values)
+        return values.view(*shape, *beyond)
 
     def restricted(self, wanted: Tensor) -> "TokenSelection":
         """Those of a mask that are among `wanted` (N,) too."""

@@ -14,13 +14,19 @@ EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 class TokenStatistics(NamedTuple):
     """The softmax of n tokens in one number each, float32."""
 
-    logps: Tensor  # (n,) log-probability of the target
+    logps: Tensor  # (n,) log-probability of the target; (n, K) of several targets
     lse: Tensor  # (n,) log sum_v exp z_v
     entropy: Tensor | None  # (n,) in nats
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the ids with the largest z
     target: Tensor | None = None  # (n,) z at the target, on demand
+    topk_logps: Tensor | None = None  # (n, K) the largest log-probabilities, descending, on demand
+    topk_ids: Tensor | None = None  # (n, K) int64, their ids of the whole vocabulary
+
+    def first(self, count: int) -> "TokenStatistics":
+        """Of the first so many tokens."""
+        return TokenStatistics._make(None if part is None else part[:count] for part in self)
 
     def mean_logits(self, vocab: int) -> Tensor | None:
         return None if self.sum_logits is None else self.sum_logits / vocab
@@ -197,13 +203,18 @@ class BlockPlan(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """What the gradient of a tile of logits needs of each token, float32."""
+    """What the gradient of a tile of logits needs of each token, float32.
+
+    Without an entropy's gradient dL/dz_v is at_target at the target, and -grad_logps p_v elsewhere.
+    """
 
     lse: Tensor  # (n,)
-    grad_logps: Tensor  # (n,) dL/dlogp
-    at_target: Tensor  # (n,) dL/dlogp (1 - p_target)
+    grad_logps: Tensor  # (n,) dL/dlogp, without dL/dlse
+    at_target: Tensor  # (n,) dL/dlogp (1 - p_target), with dL/dlse p_target
     entropy: Tensor | None  # (n,) given together with grad_entropy
     grad_entropy: Tensor | None  # (n,) dL/dentropy
+    # (n,) bool: there is a gradient, where grad_logps may be 0 and does not tell. No kernel is given it.
+    wanted: Tensor | None = None
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
@@ -212,6 +223,13 @@ class TokenGradients(NamedTuple):
         at_target = -torch.expm1(statistics.logps) * grad_logps
         entropy = statistics.entropy if grad_entropy is not None else None
         return cls(statistics.lse, grad_logps, at_target, entropy, grad_entropy)
+
+    def with_lse(self, grad_lse: Tensor, logps: Tensor) -> "TokenGradients":
+        """With dL/dlse (n,) too, whose part of dL/dz_v is dL/dlse p_v."""
+        if logps.dim() == 2:  # of several targets lse is minus the log-probability of one more, whose logit is always 0
+            return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
+        wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
+        return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
     def contiguous(self) -> "TokenGradients":
         return TokenGradients._make(None if part is None else part.contiguous() for part in self)
@@ -222,6 +240,9 @@ class TokenGradients(NamedTuple):
     def silenced(self, live: Tensor) -> "TokenGradients":
         """Zero gradients where the mask is False, whatever finite logits their rows have."""
 
-        parts = TokenGradients._make(None if part is None else torch.where(live, part, 0.0) for part in self)
+        def silent(part: Tensor) -> Tensor:
+            return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, 0.0)
+
+        parts = TokenGradients._make(None if part is None else silent(part) for part in self)
         # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
         return parts._replace(lse=torch.where(live, self.lse, math.inf))

@@ -162,7 +162,8 @@ class HeadCase(Shown):
     options: dict = field(default_factory=dict)  # chunks, budget, fixed_shape, batch_invariant, entropy, extras
     weight_grad: Tensor | None = None  # what stands in it before
     support: dict | None = None  # fields of a Support
-    upstream: tuple[Tensor, Tensor] | None = None
+    upstream: tuple[Tensor, ...] | None = None
+    ids: Tensor | None = None  # (..., K), in place of the targets, which are the largest of each token's
 
     @property
     def live(self) -> Tensor:
@@ -282,6 +283,27 @@ def head_cases(draw, device: str) -> HeadCase:
     case.upstream = tuple(upstreams(draw, numbers, case.targets.shape) for _ in range(2))
     if case.wants["weight"] and rarely(draw):
         case.weight_grad = numbers.normal(*case.weight.shape)
+    return case
+
+
+@strategy
+def several_cases(draw, device: str) -> HeadCase:
+    """K targets for each token, some of them repeated, some negative; the largest; lse."""
+    case = head_cases.build(draw, device)
+    case.support, options = None, case.options
+    for name in ("spare_bytes", "extras"):
+        options.pop(name, None)
+    vocab, count = case.weight.shape[0], one(draw, 1, 2, 7, 70)
+    options |= {"lse": draw.choice((False, True)), "topk": min(vocab, one(draw, 1, 2, 30, 10000))}
+    numbers = Numbers(draw.getrandbits(62), device)
+    shape = (*case.targets.shape, count)
+    ids = numbers.below(vocab, shape)
+    ids[..., :1] = case.targets[..., None]
+    ids = torch.where(numbers.share(shape, one(draw, 0.0, 0.5)), ids[..., :1], ids)
+    # A token that does not count may hold anything, and stays one.
+    case.ids = torch.where(numbers.share(shape, one(draw, 0.0, 0.3)) | (ids[..., :1] < 0), -100, ids)
+    case.targets = case.ids.amax(-1)
+    case.upstream = tuple(upstreams(draw, numbers, s) for s in (shape, shape[:-1], shape[:-1]))
     return case
 
 

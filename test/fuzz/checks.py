@@ -73,9 +73,10 @@ class Call:
 
     def __call__(self, rows=slice(None), **more):
         case = self.case
+        targets = case.targets if case.ids is None else case.ids
         with self.autocast:
             return linear_logprobs(
-                self.hidden[rows], self.weight, case.targets[rows], mask=None if case.mask is None else case.mask[rows],
+                self.hidden[rows], self.weight, targets[rows], mask=None if case.mask is None else case.mask[rows],
                 bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
                 compute_dtype=case.compute_dtype, weight_grad=self.weight_grad,
                 support=self.support, **(self.options() | more),

@@ -49,6 +49,9 @@ MUTANTS = (
     ("the target's gradient is another id's", "kernels/support.py", "torch.where(own, tokens.at_target[token], -tokens.grad_logps[token] * p)", "-tokens.grad_logps[token] * p"),
     ("tokens whose row is empty get nothing", "head/support_slots.py", "return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None", "return None"),
     ("a target that its row does not list is left out", "kernels/support.py", "missing = counts & (end > begin) & (first_hit == pairs)", "missing = counts & (end > begin) & (first_hit == pairs); counts = counts & ~missing; kinds = torch.where(missing, IGNORED, kinds).to(torch.uint8)"),
+    ("gradients of a repeated target do not add up", "head/engines/several.py", "torch.where(same, part[:, None, :], 0.0).sum(2)", "part"),
+    ("a gradient of lse is lost beside several targets", "kernels/statistics.py", "-grad_lse[:, None]]", "0 * grad_lse[:, None]]"),
+    ("a tile's first entry is never among the largest", "kernels/several.py", "[keys, found]", "[keys, found[:, 1:]]"),
     ("merged metrics lose a count", "policy/metrics.py", "else a.count + b.count", "else a.count"),
 )  # fmt: skip
 

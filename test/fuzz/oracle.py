@@ -155,6 +155,42 @@ class Logits:
         return grad, budget.masked_fill(~self.listed, 0.0)
 
 
+class Several(NamedTuple):
+    values: dict[str, Tensor]  # logps (N, K), entropy and lse (N,), topk_logps (N, k), the largest first
+    budgets: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    grad_budgets: dict[str, Tensor]
+
+
+def several(case, g: Tensor, e: Tensor, r: Tensor) -> Several:
+    """With the ids (N, K) of a `HeadCase`; g (N, K), e, r (N,) are the gradients of logps, entropy and lse."""
+    runs = Head(case)
+    logits, live, ids = runs.logits, runs.live, case.ids.flatten(0, -2).long()
+    listed, inverse = (ids >= 0) & live[:, None], logits.scale / logits.temperature
+    log_p, lse = logits.z.log_softmax(-1), logits.z.logsumexp(-1)
+    logps = torch.where(listed, log_p.gather(-1, ids.clamp(min=0)), 0.0)
+    unit_row = (ROUNDINGS * EPS * logits.amp).masked_fill(~live, 0.0)
+    values = {"logps": logps, "entropy": logits.values["entropy"], "lse": lse.masked_fill(~live, 0.0)}
+    values["topk_logps"] = log_p.topk(case.options["topk"]).values.masked_fill(~live[:, None], 0.0)
+    budgets = {name: unit_row[:, None] + EPS * values[name].abs() for name in ("logps", "topk_logps")}
+    budgets |= {"entropy": logits.budgets["entropy"], "lse": unit_row + EPS * values["lse"].abs()}
+    g, e, r = g.double().masked_fill(~listed, 0.0), *(part.double().masked_fill(~live, 0.0) for part in (e, r))
+    total = torch.where(g != 0, logps * g, 0.0).sum() + (values["entropy"] * e).sum() + (values["lse"] * r).sum()
+    (dlogits,) = torch.autograd.grad(total, logits.raw, retain_graph=True)
+    dlogits = dlogits.nan_to_num(0.0)  # a softcap's slope is 0 at a banned entry
+    with torch.no_grad():
+        around = logits.p * (logits._log_p + logits.values["entropy"][:, None] + 1)
+        at_ids = torch.zeros_like(dlogits).scatter_add_(1, ids.clamp(min=0), g.abs())
+        size = at_ids + (g.abs().sum(1) + r.abs())[:, None] * logits.p + e.abs()[:, None] * around
+        size = inverse * size
+        budget = ROUNDINGS * EPS * (logits.amp[:, None] * size + size.amax(-1, keepdim=True)) + _least(torch.float32)
+        if case.compute != torch.float32:
+            moved = dlogits.abs() + logits.slope * inverse * e.abs()[:, None] * around
+            budget = budget + 2 * unit(case.compute) * moved + _least(case.compute) * (dlogits != 0)
+    grads, grad_budgets = runs.gradients(dlogits, budget)
+    return Several({name: part.detach() for name, part in values.items()}, budgets, grads, grad_budgets)
+
+
 def head(case, g: Tensor, e: Tensor, upstream: tuple[Tensor, Tensor] | None = None) -> HeadResult:
     """linear_logprobs for a `HeadCase`, flat over tokens; g, e (N,) are the gradients of logps and entropy."""
     runs = Head(case)

@@ -1,10 +1,12 @@
 """linear_logprobs and logits_logprobs against full logits in float64, on random cases."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 
 import oracle
-from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, tolerance_cases
+from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, several_cases, tolerance_cases
 from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import LogitTransform, logits_logprobs
 
@@ -44,6 +46,33 @@ def test_linear_logprobs(case: HeadCase) -> None:
             part = call(rows)
             for name in names:
                 same(f"{name} beside other neighbours", getattr(part, name), getattr(out, name)[rows], case)
+
+
+@fuzz(0.12)
+@given(case=several_cases())
+def test_several_targets(case: HeadCase) -> None:
+    call, upstream = Call(case), list(case.upstream)
+    out = call()
+    names = ["logps", *(name for name in ("entropy", "lse") if case.options[name])]
+    given = [part if name in names else torch.zeros_like(part) for name, part in zip(NAMES, upstream, strict=True)]
+    expected = oracle.several(case, *(part.reshape(-1, *part.shape[case.targets.dim() :]) for part in given))
+    for name in (*names, "topk_logps"):
+        within(name, getattr(out, name), expected.values[name], expected.budgets[name], case)
+    assert all(getattr(out, name) is None for name in ("entropy", "lse") if name not in names)
+    assert ((out.topk_ids >= 0) == case.live[..., None]).all()
+    outputs = [getattr(out, name) for name in names]
+    check_gradients(
+        call.gradients(outputs, [g for n, g in zip(NAMES, given, strict=True) if n in names]), expected, call
+    )
+    same("the largest as targets", call_again(case, out.topk_ids).logps, out.topk_logps, case)
+
+
+NAMES = ("logps", "entropy", "lse")
+
+
+def call_again(case: HeadCase, ids: torch.Tensor):
+    """With the ids that a call gave as its largest."""
+    return Call(replace(case, ids=ids))()
 
 
 @fuzz(0.06)

@@ -23,12 +23,14 @@ from liger_rl import (
     linear_logprobs,
     logits_logprobs,
     plan_linear_logprobs,
+    topk_divergence,
 )
 
 VOCAB, HIDDEN, SHAPE = 133, 16, (3, 7)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "entropy and extras": {"entropy": True, "extras": ("is_top1", "log_sum_sq_probs", "mean_logits")},
+    "lse": {"lse": True, "entropy": True},
     "transform": {"transform": LogitTransform(temperature=0.7, softcap=4.0, scale=1.5)},
     "chunks": {"chunk_tokens": 4, "chunk_vocab": 32},
     "fixed shape": {"fixed_shape": True, "entropy": True},
@@ -116,6 +118,31 @@ def test_linear_logprobs(options, device):
         assert_same(first, expected)
     for mine, other in zip(first, expected, strict=True):  # blocks of tokens may be sorted in another order
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
+def test_several_targets(fixed, device):
+    x = tensors(device)
+    ids = torch.cat([x["targets"][..., None], torch.randint(-20, VOCAB, (*SHAPE, 4), device=device)], dim=-1)
+    ids[..., 3] = ids[..., 1]
+
+    def head(hidden, weight, bias):
+        given = {"mask": x["mask"], "bias": bias, "entropy": True, "lse": True, "fixed_shape": fixed}
+        return linear_logprobs(hidden, weight, ids, **given)
+
+    leaves = x["hidden"], x["weight"], x["bias"]
+    assert_same(solve(compiled(head), *leaves), solve(head, *leaves))
+
+
+def test_distillation_from_lists(device):
+    x = tensors(device)
+    ids, teacher = torch.randn(*SHAPE, VOCAB, device=device).log_softmax(-1).topk(5)[::-1]
+
+    def divergence(hidden, weight):
+        return (topk_divergence(hidden, weight, ids, teacher, mask=x["mask"]).divergence,)
+
+    leaves = x["hidden"], x["weight"]
+    assert_same(solve(compiled(divergence), *leaves), solve(divergence, *leaves))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
@@ -279,10 +306,15 @@ def test_what_a_graph_cannot_hold():
         total = torch.zeros_like(x["weight"])
         return linear_logprobs(hidden, x["weight"], x["targets"], weight_grad=total).logps
 
+    def largest(hidden):
+        return linear_logprobs(hidden, x["weight"], x["targets"], topk=3).topk_ids
+
     def in_place(logits):
         return logits_logprobs(logits, x["targets"], grad_buffer=torch.zeros_like(logits)).logps
 
-    for function, leaf in ((gathered, x["hidden"]), (added, x["hidden"]), (in_place, x["logits"])):
+    for function, leaf in (
+        (gathered, x["hidden"]), (added, x["hidden"]), (largest, x["hidden"]), (in_place, x["logits"]),
+    ):  # fmt: skip
         assert torch.equal(torch.compile(function, backend="eager")(leaf), function(leaf))
         torch._dynamo.reset()
         with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match=REFUSAL):

@@ -103,6 +103,7 @@ class HeadShape:
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
             or ("a head without low_rank terms" if self.rank else None)
+            or ("no topk" if self.options.topk is not None else None)
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
             or call_lacks(tokens, self.hidden_size, *dtypes)
             or (None if self.aligned else "rows of the weight that start at multiples of 16 bytes")

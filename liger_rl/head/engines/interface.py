@@ -32,7 +32,7 @@ class Head(NamedTuple):
     bias: Tensor | None  # (V,)
     low_inputs: Tensor | None  # (N, r), and
     low_weight: Tensor | None  # (V, r): the product of the two is added to the logits
-    targets: Tensor  # (N,)
+    targets: Tensor  # (N,); (N, K) of several, ids of the whole vocabulary even beside a shard
     live: TokenSelection
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
@@ -106,14 +106,14 @@ def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSe
     if live.mask is not None:
         live = live.restricted(has_gradient(tokens))
         assert live.mask is not None
-        return live, tokens.silenced(live.mask)
-    picked = select_rows(tokens)
+        return live, tokens._replace(wanted=None).silenced(live.mask)
+    picked, tokens = select_rows(tokens), tokens._replace(wanted=None)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
-    wanted = tokens.grad_logps != 0
+    wanted = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
     return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
 
 

@@ -5,8 +5,9 @@ the tiles of the others and turns each into its two products at once. Vocabulary
 so that a tile of the weight is read, and under autocast converted, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,8 +22,13 @@ from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import Fold, TileBounds, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
 
 INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
+NOWHERE = -1  # the target of a token that has none in the tiles
+
+# (float32 logits of a tile, its tokens, first vocabulary entry, bias of its entries, transform of its tokens)
+Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
@@ -64,18 +70,30 @@ def fold(
     Without bounds a backward is exact: they are made in the product's epilogue alone, where it applies, no chunk is
     named and no low-rank term joins the weight.
     """
-    hidden, weight, bias, targets, shard = rows.hidden, rows.weight, rows.bias, rows.targets, rows.shard
+    shard, epilogue = rows.shard, fold_epilogue(rows, options)
+    if epilogue is None:
+        return fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None), None
+    over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
+    return epilogue.gemm_fold(
+        rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
+        extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks,
+    )  # fmt: skip
+
+
+def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
+    """The module that folds in the epilogue of the product; None where tiles of logits are needed, or nothing has it.
+
+    It reads the whole weight, which is joined with a low-rank term only tile by tile.
+    """
+    free = options.chunks_are_free and options.topk is None and rows.low_inputs is None and rows.temperatures is None
+    return epilogue_for(rows.hidden, rows.weight) if free else None
+
+
+def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
+    """As `fold`, from tiles of logits in memory, each of which is shown to `seen`; over all ranks."""
+    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
-    # The fold in an epilogue reads the whole weight, which is joined with a low-rank term only tile by tile.
-    free = options.chunks_are_free and low_rank is None and rows.temperatures is None
-    epilogue = epilogue_for(hidden, weight) if free else None
-    over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-    if epilogue is not None:
-        return epilogue.gemm_fold(
-            hidden, weight, bias, targets, options.transform, entropy=options.entropy, extras=options.extras,
-            bounded=bounded, kept=kept, over_parts=over_ranks,
-        )  # fmt: skip
     kernels = for_device(hidden.device)
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
@@ -91,12 +109,15 @@ def fold(
         for start, stop in spans(n, tiles.tokens):
             part = slice(start, stop)
             logits = gemm.matmul(hidden[part], weight_tile.T)
-            kernels.fold(logits, targets[part], first, bias_tile, rows.transform(options, part), state.take(part))
+            transform = rows.transform(options, part)
+            kernels.fold(logits, targets[part], first, bias_tile, transform, state.take(part))
             if kept is not None:
                 kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
+            for look in seen:
+                look(logits, part, first, bias_tile, transform)
             del logits  # or it would stay alive while the next tile is allocated
-    state = state if over_ranks is None else over_ranks(state)
-    return state.finish(with_target=kept is not None), None
+    shard = rows.shard
+    return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
 def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -109,17 +130,21 @@ def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
     left to the library is to treat all rows of one product alike, wherever they lie. The tests shuffle rows to see that
     it does; numpy's OpenBLAS is one that does not.
     """
-    n, weight = rows.hidden.shape[0], rows.weight
-    whole = _made_up(rows, MIN_TOKENS)
-    if epilogue_for(whole.hidden, weight) is None or rows.temperatures is not None:
+    statistics, _ = fold(*invariant(rows, options))
+    return statistics.first(rows.hidden.shape[0])
+
+
+def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
+    """The rows, made up with zeros, and the tiles of `fold_invariant`."""
+    weight, whole = rows.weight, _made_up(rows, MIN_TOKENS)
+    if fold_epilogue(whole, options) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
         free = replace(options, kernels_fit=False, chunk_tokens=None, chunk_vocab=None)
         bytes_per_logit = 4 if compiles(device) else 12
         tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, free, bytes_per_logit=bytes_per_logit)
         options = replace(free, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
-    statistics, _ = fold(whole, options)
-    return TokenStatistics._make(None if part is None else part[:n] for part in statistics)
+    return whole, options
 
 
 def _made_up(rows: Head, multiple: int) -> Head:
@@ -128,7 +153,8 @@ def _made_up(rows: Head, multiple: int) -> Head:
     if not missing:
         return rows
     temperatures = None if rows.temperatures is None else pad(rows.temperatures, (0, missing), value=1.0)
-    hidden, targets = pad(rows.hidden, (0, 0, 0, missing)), pad(rows.targets, (0, missing))
+    hidden, targets = pad(rows.hidden, (0, 0, 0, missing)), rows.targets
+    targets = pad(targets, (*[0, 0] * (targets.dim() - 1), 0, missing))
     return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
 
 
@@ -147,7 +173,7 @@ def gradients(
     vocab: int | None = None,  # entries that count; the others get 0
 ) -> Gradients:
     """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
-    weight.
+    weight. Of several targets, `tokens.at_target` (n, K) is dL/dx itself, as the same number where an id is repeated.
 
     Those of hidden and of the low-rank inputs are float32 rows, summed over the ranks of a sharded vocabulary beneath
     the last product of the weight's.
@@ -155,6 +181,11 @@ def gradients(
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
+    several = None
+    if targets.dim() == 2:
+        assert tokens is not None
+        several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
+        targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
     factor = hidden  # what a tile of logits is recomputed from
     if low_rank is not None:
         low_inputs = low_rank.inputs.to(options.compute_dtype)
@@ -185,11 +216,15 @@ def gradients(
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
         if epilogue is not None:
-            return epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
-        logits = gemm.matmul(part, weight_tile.T)
-        out = logits if logits.dtype == options.compute_dtype else torch.empty_like(logits, dtype=options.compute_dtype)
-        transform = rows.transform(options, slice(start, stop))
-        kernels.grad(logits, part_targets, first, bias_tile, transform, part_tokens, out)
+            out = epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
+        else:
+            logits, dtype = gemm.matmul(part, weight_tile.T), options.compute_dtype
+            out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+            transform = rows.transform(options, slice(start, stop))
+            kernels.grad(logits, part_targets, first, bias_tile, transform, part_tokens, out)
+        if several is not None:
+            ids, values = several
+            kernels.put(out, ids[start:stop], values[start:stop], first)
         return out
 
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)

@@ -1,0 +1,100 @@
+"""Several vocabulary entries a token, as Triton kernels without atomics; as `liger_rl.kernels.several` has them."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.several import ID_BITS, LARGEST_ID, LEAST_KEY
+from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.tile_triton import loaded
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+BLOCK, WARPS = 1024, 1  # one warp, whose maxima need no barrier
+PUT_BLOCK = 128  # ids of a program
+LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
+BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
+
+
+@triton.jit(do_not_specialize=["first", "columns"])
+def _largest_kernel(
+    logits,
+    row_stride,
+    bias,
+    keys,  # (n, COUNT) int64, updated
+    first,
+    columns,
+    steps,  # LogitSteps
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,  # a power of two
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * row_stride
+    place = tl.arange(0, SIZE)
+    kept = tl.load(keys + token * COUNT + place, mask=place < COUNT, other=MOST)
+    least = tl.min(kept)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z, _square = transformed(loaded(logits, bias, column, inside), steps)
+        if steps.temperatures is not None:
+            z /= tl.load(steps.temperatures + token)
+        bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        found = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
+        found = tl.where(inside, found, LEAST)
+        largest = tl.max(found)
+        # Few blocks have one, because the least of what is kept soon is large.
+        while largest > least:
+            kept = tl.where(kept == least, largest, kept)
+            least = tl.min(kept)
+            found = tl.where(found == largest, LEAST, found)
+            largest = tl.max(found)
+    tl.store(keys + token * COUNT + place, kept, mask=place < COUNT)
+
+
+def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
+    """As `several.keep_largest`; the last dimensions must be contiguous."""
+    assert logits.stride(-1) == 1
+    assert keys.is_contiguous()
+    n, count = keys.shape
+    if n == 0:
+        return
+    with on(logits.device):
+        _largest_kernel[(n,)](
+            logits,
+            logits.stride(0),
+            None if bias is None else bias.contiguous(),
+            keys,
+            first,
+            logits.shape[1],
+            LogitSteps.of(transform),
+            COUNT=count,
+            SIZE=triton.next_power_of_2(count),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+@triton.jit(do_not_specialize=["first", "columns"])
+def _put_kernel(tile, row_stride, ids, values, first, columns, count, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(ids + token * count + place, mask=place < count, other=-1) - first
+    inside = (place < count) & (column >= 0) & (column < columns)
+    value = tl.load(values + token * count + place, mask=inside, other=0.0)
+    tl.store(tile + token * row_stride + column, value.to(tile.dtype.element_ty), mask=inside)
+
+
+def put(tile: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
+    """As `several.put`; the tile's last dimension must be contiguous."""
+    assert tile.stride(-1) == 1
+    n, count = ids.shape
+    if n == 0:
+        return
+    block = min(PUT_BLOCK, triton.next_power_of_2(count))
+    with on(tile.device):
+        _put_kernel[(n, triton.cdiv(count, block))](
+            tile, tile.stride(0), ids.contiguous(), values.contiguous(), first, tile.shape[1], count, block, num_warps=1
+        )

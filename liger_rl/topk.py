@@ -1,0 +1,137 @@
+"""Distillation from a teacher's lists of likely ids: the public function."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from liger_rl.distributed import VocabParallel
+from liger_rl.head.call import HeadCall, LogProbs, shared_errors
+from liger_rl.head.checks import check_device, check_floating
+from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.head.low_rank import LowRank
+from liger_rl.head.options import HeadKeywords, options_of
+from liger_rl.head.run import log_probs
+from liger_rl.head.tokens import counted_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tail = Literal["bucket", "none", "renormalized"]
+TAILS: tuple[str, ...] = get_args(Tail)
+LARGEST_LOG_MASS = -1e-7  # of the listed ids, TRL's: the log-probability of what is left is then finite
+
+
+class TopKDivergence(NamedTuple):
+    """Of each token, as far as its list tells."""
+
+    divergence: Tensor
+    """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
+    student: LogProbs
+    """The student's log-probabilities (..., K) of the teacher's ids, and what `options` ask for beside them."""
+
+
+def topk_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_logps: Tensor,
+    *,
+    tail: Tail = "bucket",
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    low_rank: Sequence[LowRank] = (),
+    weight_grad: Tensor | None = None,
+    vocab_parallel: VocabParallel | None = None,
+    **options: "Unpack[HeadKeywords]",
+) -> TopKDivergence:
+    """Forward KL divergence of a student from a teacher that is known at K ids of each token alone.
+
+    With q_k the teacher's probabilities at its ids and p_k the student's there, both of the whole vocabulary:
+
+        bucket         sum_k q_k (log q_k - log p_k) + q' (log q' - log p'),  q' = 1 - sum_k q_k,  p' = 1 - sum_k p_k
+        none           sum_k q_k (log q_k - log p_k)
+        renormalized   sum_k u_k (log u_k - log v_k),  u_k = q_k / sum_j q_j,  v_k = p_k / sum_j p_j
+
+    "bucket" is the divergence of two distributions over K + 1 outcomes, a lower bound of the divergence over the whole
+    vocabulary: TRL 1.16's server distillation at beta = 0 with `loss_add_tail=True`, whose bound on the listed mass,
+    exp(-1e-7), is kept. "renormalized" is the same with `loss_add_tail=False`. "none" is verl 0.9.1's
+    `compute_forward_kl_topk` with `log_prob_min_clamp=None`. It may be negative, and lets the student put the mass of
+    the tail where it wants.
+
+    Args:
+        hidden, weight, mask, bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
+        teacher_ids: (B, T, K) or (N, K) integer token ids in [0, V), those of a token distinct; a negative one is no
+            entry, for lists of different lengths. A token of negative ids alone is masked.
+        teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16: log-probabilities in nats over the whole
+            vocabulary. No gradient. -inf is a probability of 0. What stands beside a negative id or at a masked token
+            changes nothing.
+        tail: what the probability of all other ids becomes, as above.
+        options: as in `linear_logprobs`.
+
+    Returns:
+        TopKDivergence(divergence, student). Infinite where the student gives 0 to what the teacher may say.
+
+    Raises:
+        As `linear_logprobs` with several targets. Also ValueError: teacher_logps that require a gradient; a DTensor
+        among teacher_ids, teacher_logps and mask.
+    """
+    given = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
+    with shared_errors(vocab_parallel, weight, *given):
+        asked = options_of("topk_divergence", options)
+        for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
+            if is_dtensor(tensor):
+                raise ValueError(f"{name} must be no DTensor; call full_tensor()")
+        _check_teacher(teacher_ids, teacher_logps, tail)
+    call = HeadCall(
+        hidden=hidden,
+        weight=weight,
+        targets=teacher_ids,
+        mask=mask,
+        bias=bias,
+        low_rank=low_rank,
+        vocab_parallel=vocab_parallel,
+        weight_grad=weight_grad,
+        options=asked,
+        targets_name="teacher_ids",
+        may_be_several=True,
+    )
+    student = log_probs(call)
+    listed = counted_tokens(teacher_ids, None if mask is None else mask[..., None])
+    return TopKDivergence(_forward_kl(student.logps, teacher_logps.float(), listed, tail), student)
+
+
+def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> None:
+    if not isinstance(tail, str) or tail not in TAILS:
+        raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
+    check_floating("teacher_logps", teacher_logps)
+    if not isinstance(teacher_ids, Tensor) or teacher_ids.dim() < 2:
+        found = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
+        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {found}")
+    if teacher_logps.shape != teacher_ids.shape:
+        raise ValueError(
+            f"teacher_logps must be {tuple(teacher_ids.shape)} from teacher_ids, got {tuple(teacher_logps.shape)}"
+        )
+    check_device("teacher_logps", teacher_logps, teacher_ids, "teacher_ids")
+    if teacher_logps.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "teacher_logps must require no gradient, because only the student's side gets one; detach them"
+        )
+
+
+def _forward_kl(logps: Tensor, teacher_logps: Tensor, listed: Tensor, tail: str) -> Tensor:
+    """(..., K) each -> (...). Where nothing is listed, 0."""
+    both = [torch.where(listed, part, -torch.inf) for part in (logps, teacher_logps)]
+    if tail == "bucket":
+        both = [torch.cat([part, _log_rest(part)], dim=-1) for part in both]
+    elif tail == "renormalized":
+        both = [part - part.logsumexp(-1, keepdim=True) for part in both]
+    log_p, log_q = both
+    q = log_q.exp()
+    return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+
+
+def _log_rest(log_p: Tensor) -> Tensor:
+    """(..., K) -> log of what is left of 1, (..., 1)."""
+    return torch.log(-torch.expm1(log_p.logsumexp(-1, keepdim=True).clamp(max=LARGEST_LOG_MASS)))
