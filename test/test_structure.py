@@ -20,6 +20,7 @@ SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
 # from_logits -> logprobs, divergence, policy -> head, given_logits -> kernels.
 ALLOWED = {
     "__init__": ["grpo", "from_logits", "logprobs", "divergence", "head", "policy", "distributed", "kernels.transform"],
+    "__main__": ["__init__", "logprobs", "head", "kernels"],
     "integrations": [""],
     "grpo": ["one_pass_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
     "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
