@@ -41,7 +41,9 @@ def report() -> str:
     lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
-        lines.append(f"no CUDA device; PyTorch is built for {torch.version.cuda or torch.version.hip or 'CPU'}")
+        built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        names = [f"{name} {version}" for name, version in built.items() if version]
+        lines.append(f"no GPU that PyTorch sees; it is built for {', '.join(names) or 'CPU alone'}")
     for device in [*(torch.device("cuda", index) for index in range(gpus)), torch.device("cpu")]:
         lines += ["", f"{device}: {_said(_hardware, device)}"]
         lines.append(f"  kernels: {_said(_kernels, device)}")
