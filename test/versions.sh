@@ -12,7 +12,7 @@ if [[ -z ${VERSIONS_ENVIRONMENT:-} ]]; then trap 'rm -rf "$environment"' EXIT; f
 install() { "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 # One by one and in their order: a later one may replace what an earlier one has brought, which is what is tried here.
 for requirement in "$@"; do install "$requirement"; done
-install hypothesis "numpy<2.4" "peft>=0.17" pytest pytest-timeout setuptools wheel
+install hypothesis "numpy<2.4" "peft>=0.17" pytest pytest-timeout "setuptools>=77" wheel
 install --no-deps --no-build-isolation .
 export OMP_NUM_THREADS=1
 "$environment/bin/python" -m liger_rl
