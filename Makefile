@@ -11,14 +11,15 @@ WORKERS ?= 2
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark lint format typecheck docs notebook clean
+.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark dist hub-kernel lint format typecheck docs
+.PHONY: notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## Create .venv with the pinned development set (once).
 
-$(STAMP): requirements-dev.txt setup.py
+$(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -50,6 +51,14 @@ test-convergence: $(STAMP) ## Train small models with full logits and with the f
 benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
 	$(BIN)/python -m benchmark.run
 
+dist: $(STAMP) ## Build the source distribution and the wheel into dist/, and check their metadata.
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+hub-kernel: $(STAMP) ## Build what HuggingFace's `kernels` library loads into build/hub.
+	$(BIN)/python hub/build.py build/hub
+
 lint: $(STAMP) ## Check style and formatting; changes nothing.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +77,4 @@ notebook: $(STAMP) ## Run the notebook again and keep its outputs.
 	$(BIN)/python test/quickstart.py
 
 clean: ## Remove the virtual environment and every cache.
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -31,6 +31,7 @@ ALLOWED = {
         "distributed",
         "kernels.transform",
     ],
+    "__main__": ["__init__", "logprobs", "head", "kernels"],
     "integrations": [""],
     "grpo": ["one_pass_loss", "reference_loss", "logprobs", "head", "policy", "distributed", "kernels.transform"],
     "reference_loss": ["one_pass_loss", "head", "policy", "kernels"],

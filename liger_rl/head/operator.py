@@ -256,7 +256,8 @@ def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any, outputs: int
 
 def tensors_of(head: Head) -> tuple[Tensor | None, ...]:
     """In the order of TENSORS."""
-    return *head.differentiable, head.targets, head.live.mask
+    # Field by field: torch.compile of 2.8 knows no property of a NamedTuple.
+    return head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight, head.targets, head.live.mask
 
 
 def _way(flat: OpOptions, *, bounded: bool) -> Way:

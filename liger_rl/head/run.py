@@ -117,9 +117,9 @@ def _over_support(
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     sorts = torch.is_grad_enabled() and call.head_needs
-    found = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
+    results = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
     # A copy, because the support may keep its slots and the caller may write to what it gets.
-    named = dict(zip(VALUES, found, strict=True), missing_target=listed.slots.missing.clone())
+    named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
     views = {name: None if part is None else part.view(shape) for name, part in named.items()}
     return LogProbs(**views)  # type: ignore[arg-type]
 

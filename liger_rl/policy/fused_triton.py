@@ -1,8 +1,8 @@
 """Token-local policy losses with their derivative as one Triton kernel.
 
 The losses are those of `liger_rl.policy`, which states them readably; here each has its derivative beside it, taken
-from those very formulas as autograd takes it: a clamp passes the gradient at its bounds, the smaller of two equal
-numbers is half the one and half the other, and what is NaN there is NaN here.
+from those very formulas as autograd takes it: a clamp passes the gradient at its bounds if PyTorch's does, the smaller
+of two equal numbers is half the one and half the other, and what is NaN there is NaN here.
 """
 
 import math
@@ -25,6 +25,8 @@ from liger_rl.policy.objectives import CISPO, DPPO, SAPO, PPOClip, Reinforce
 BLOCK, WARPS = 1024, 4
 NUMBERS = 4  # of an objective, at most
 LARGEST = tl.constexpr(MAX_LOG_RATIO)
+# From 2.14 on, a clamp's gradient is 0 at its bounds: pytorch#195931.
+PASSES_AT_BOUNDS = tl.constexpr(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
 
 @triton.jit
@@ -39,6 +41,14 @@ def _exp(x):
 def _at_most(x, bound):
     """NaN stays, which tl.minimum drops."""
     return tl.where(x > bound, bound, x)
+
+
+@triton.jit
+def _within(x, bound):
+    """Whether a clamp to at most `bound` passes the gradient of x."""
+    if PASSES_AT_BOUNDS:
+        return x <= bound
+    return x < bound
 
 
 @triton.jit
@@ -68,8 +78,8 @@ def _ppo_clip(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     grad = -tl.where(dual, _share_of_smaller(single, most, grad), grad)
     to_unclipped = _share_of_smaller(unclipped, clipped, grad) * advantage
     to_clipped = _share_of_smaller(clipped, unclipped, grad) * advantage
-    to_ratio = tl.where(ratio <= delta, to_unclipped, 0.0)
-    to_ratio += tl.where((ratio >= low) & (ratio <= high), to_clipped, 0.0)
+    to_ratio = tl.where(_within(ratio, delta), to_unclipped, 0.0)
+    to_ratio += tl.where(_within(low, ratio) & _within(ratio, high), to_clipped, 0.0)
     return loss, tl.zeros_like(logp), to_ratio, ratio < low, ratio > high
 
 
@@ -133,7 +143,7 @@ def _k3(logp, ref, grad):
     near, exp = tl.abs(d) < 1.0, _exp(d)
     kl = tl.where(near, d * d * tail, (exp - 1.0) - d)
     slope = -tl.where(near, d + d * d * tail, exp - 1.0)
-    return kl, tl.where(difference <= LARGEST, grad * slope, 0.0)
+    return kl, tl.where(_within(difference, LARGEST), grad * slope, 0.0)
 
 
 # How many tokens there are and which is the first differs from call to call, and where in an index it starts too.
@@ -197,7 +207,7 @@ def _policy_terms_kernel(
         slope += to_logp
         loss += beta * kl
     if out.slopes is not None:
-        slope += tl.where(log_ratio <= LARGEST, to_ratio * ratio, 0.0)
+        slope += tl.where(_within(log_ratio, LARGEST), to_ratio * ratio, 0.0)
         tl.store(out.slopes + place, tl.where(counts, slope, 0.0), mask=inside)
     if out.losses is not None:
         tl.store(out.losses + place, tl.where(counts, loss, 0.0), mask=inside)

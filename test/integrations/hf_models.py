@@ -94,7 +94,10 @@ def randomised(model: nn.Module) -> nn.Module:
 def build(name: str, device="cpu", attention: str = "sdpa", **overrides) -> "transformers.PreTrainedModel":
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**CONFIGS[name], **overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except ValueError:  # transformers 5.23 has no "sdpa" for Gemma 2
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return randomised(model).to(device)
 
 

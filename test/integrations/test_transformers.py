@@ -290,7 +290,7 @@ def test_a_model_without_gradients_and_with_what_else_it_returns():
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_no_tensor_has_all_logits_of_a_token(name):
-    vocab, length = 8192, 2048
+    vocab, length = 32768, 512  # so few tokens that attention is small beside the logits, "eager" too
     model = swapped(name, vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(1))
     logits = 4 * vocab * length
