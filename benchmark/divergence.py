@@ -109,8 +109,9 @@ def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, T
         own = (p * (log_p - log_m)).sum(-1)
         value = (own + (q * (log_q - log_m)).sum(-1)) / 2
         slopes = p * (log_p - log_m - own[:, None]) / 2
-    parts = zip(slopes.split(1 << 14, dim=1), weight.split(1 << 14), strict=True)
-    grad_hidden = torch.stack([slope @ part.double() for slope, part in parts]).sum(0)
+    grad_hidden = torch.zeros(slopes.shape[0], weight.shape[1], dtype=torch.float64, device=weight.device)
+    for slope, part in zip(slopes.split(1 << 14, dim=1), weight.split(1 << 14), strict=True):
+        grad_hidden += slope @ part.double()
     return value, grad_hidden, slopes[:, :ENTRIES].T @ hidden[rows].double()
 
 

@@ -161,5 +161,5 @@ def test_sums_and_bounds_of_tiles(kernels, measure, transforms):
     assert (bounds.most >= norm).all()
     assert (bounds.least <= norm.square().sum(1)).all()
     assert (bounds.most[:4] <= 1.1 * norm[:4] + 1e-6).all()
-    assert (bounds.least[:4] >= 0.9 * norm[:4].square().sum(1)).all()
+    assert (bounds.least[:4].sqrt() >= 0.94 * norm[:4].square().sum(1).sqrt() - 3e-4).all()
     torch.testing.assert_close(bounds.total.double(), grad.sum(2), rtol=1e-4, atol=1e-5)
