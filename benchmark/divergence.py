@@ -89,6 +89,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 }
 
 
+@torch.no_grad()
 def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of some tokens: divergence, gradient of hidden, and of the weight's first ENTRIES for a loss of these alone."""
     hidden, weight, teacher_hidden, teacher_weight = heads

@@ -7,6 +7,7 @@ learning the vocabulary take a minute more.
 """
 
 import argparse
+import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ def make_pair(minutes: float, device: str) -> Heads:
         model.train()
         real_policy.train(model, tokens, recipe, 60 * minutes * share, device)
         heads += real_policy.head_of(model, contexts, device)
+    del model
+    gc.collect()  # an optimizer and its parameters refer to each other
     return Heads(*heads)
 
 
@@ -69,9 +72,13 @@ def kept_share(way: Way, heads: Heads, kind: str) -> float | None:
 def gold_of_all(heads: Heads, kind: str) -> Gold:
     """A tolerance finds what is negligible among all tokens, so the errors are of all."""
     rows = torch.arange(heads.hidden.shape[0], device=heads.hidden.device)
-    parts = [in_float64(heads, kind, part) for part in rows.split(GOLD_TOKENS)]
-    values, grad_hidden, grad_weight = zip(*parts, strict=True)
-    return Gold(rows, (torch.cat(values), torch.cat(grad_hidden), torch.stack(grad_weight).sum(0)))
+    values, grads_hidden, grad_weight = [], [], torch.zeros((), dtype=torch.float64, device=rows.device)
+    for part in rows.split(GOLD_TOKENS):
+        value, grad_hidden, of_weight = in_float64(heads, kind, part)
+        values.append(value)
+        grads_hidden.append(grad_hidden)
+        grad_weight = grad_weight + of_weight
+    return Gold(rows, (torch.cat(values), torch.cat(grads_hidden), grad_weight))
 
 
 def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
