@@ -43,8 +43,8 @@ def test_tables_of_numbers_are_those_of_the_results():
         "README.md": {"nvidia-h200"},
         "results.md": {"row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "cpu"},
         "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
-        "distillation.md": {"divergence-nvidia-h200"},
-        "targets.md": set(),
+        "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200"},
+        "targets.md": {"targets-nvidia-h200"},
     }
     found = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     assert {page.name for page in readme.PAGES} == tables.keys()
