@@ -74,8 +74,8 @@ def topk_divergence(
         TopKDivergence(divergence, student). Infinite where the student gives 0 to what the teacher may say.
 
     Raises:
-        As `linear_logprobs` with several targets. Also ValueError: teacher_logps that require a gradient; a DTensor
-        among teacher_ids, teacher_logps and mask.
+        TypeError, ValueError: as `linear_logprobs` with several targets; teacher_logps that require a gradient; a
+            DTensor among teacher_ids, teacher_logps and mask.
     """
     given = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *given):
