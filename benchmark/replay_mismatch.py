@@ -215,8 +215,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         environment_line(results["environment"], ()),
         f"{results['policy']['parameters'] / 1e9:.2f} billion parameters, top-p {plan['top_p']}; at each step "
-        f"{completions} completions of {plan['completion_length']} tokens. Before training {first['ids']:.1f} ids a "
-        f"token in the mean, {first['single']:.0%} of the tokens with one.",
+        f"{completions} completions of {plan['completion_length']} tokens. Before training the sampler could "
+        f"draw {first['ids']:,.1f} ids a token on average. {first['single']:.0%} of the tokens had one id.",
     ]
     rows = []
     for place, when in ((0, "before training"), (-1, f"after {plan['steps']} steps")):

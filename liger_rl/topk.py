@@ -24,7 +24,7 @@ LARGEST_LOG_MASS = -1e-7  # of the listed ids, TRL's: the log-probability of wha
 
 
 class TopKDivergence(NamedTuple):
-    """Of each token, as far as its list tells."""
+    """Per-token results of `topk_divergence`."""
 
     divergence: Tensor
     """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
@@ -46,7 +46,7 @@ def topk_divergence(
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[HeadKeywords]",
 ) -> TopKDivergence:
-    """Forward KL divergence of a student from a teacher that is known at K ids of each token alone.
+    """Forward KL divergence of a student from a teacher whose log-probabilities are known at K ids of each token.
 
     With q_k the teacher's probabilities at its ids and p_k the student's there, both of the whole vocabulary:
 
@@ -62,8 +62,8 @@ def topk_divergence(
 
     Args:
         hidden, weight, mask, bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
-        teacher_ids: (B, T, K) or (N, K) integer token ids in [0, V), those of a token distinct; a negative one is no
-            entry, for lists of different lengths. A token of negative ids alone is masked.
+        teacher_ids: (B, T, K) or (N, K) integer token ids in [0, V), those of a token distinct. Negative ids are left
+            out, so lists may differ in length. A token with only negative ids is masked.
         teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16: log-probabilities in nats over the whole
             vocabulary. No gradient. -inf is a probability of 0. What stands beside a negative id or at a masked token
             changes nothing.
@@ -71,11 +71,12 @@ def topk_divergence(
         options: as in `linear_logprobs`.
 
     Returns:
-        TopKDivergence(divergence, student). Infinite where the student gives 0 to what the teacher may say.
+        TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id
+        that the teacher may say.
 
     Raises:
-        As `linear_logprobs` with several targets. Also ValueError: teacher_logps that require a gradient; a DTensor
-        among teacher_ids, teacher_logps and mask.
+        TypeError, ValueError: as `linear_logprobs` with several targets; teacher_logps that require a gradient; a
+            DTensor among teacher_ids, teacher_logps and mask.
     """
     given = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
     with shared_errors(vocab_parallel, weight, *given):

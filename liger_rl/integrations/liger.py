@@ -29,7 +29,7 @@ from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
 
-__all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "patched_liger", "unpatch_liger"]
+__all__ = ["LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss", "patch_liger", "patched_liger", "unpatch_liger"]
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Options that change what is computed only where the loss has them -> the value that asks for nothing.

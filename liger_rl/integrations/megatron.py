@@ -24,6 +24,8 @@ from liger_rl.integrations.patching import check_version
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
+__all__ = ["FusedOutput", "fused_loss", "fused_output"]
+
 # What `output_processor_context` may hold.
 OPTIONS = (
     "temperature",
@@ -66,7 +68,7 @@ def fused_output(
     inference_context: Any = None,
     scale_logits: Callable[[Tensor], Tensor],
     context: Mapping[str, Any] | None = None,
-    **_others: Any,
+    **others: Any,
 ) -> FusedOutput:
     """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19, called by it with keywords.
 
@@ -86,6 +88,10 @@ def fused_output(
         context: `output_processor_context`: temperature (a number or (b, s)), entropy, a support of b s rows, and
             grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant
             as in `linear_logprobs`.
+        others: what else the model passes; not used.
+
+    Returns:
+        FusedOutput(logps, entropy, missing_target).
 
     Raises:
         ImportError: a version of Megatron-Core that is not supported.
@@ -112,7 +118,17 @@ def fused_output(
 
 
 def fused_loss(**keywords: Any) -> Tensor:
-    """`fused_output` for a caller of `GPTModel` that expects losses: -logps, (b, s), 0 at masked tokens."""
+    """`fused_output` for a caller of `GPTModel` that expects losses.
+
+    Args:
+        keywords: as for `fused_output`.
+
+    Returns:
+        -logps, (b, s) float32 in nats, differentiable; 0 at masked tokens.
+
+    Raises:
+        ImportError, TypeError, ValueError: as `fused_output`.
+    """
     return fused_output(**keywords).logps.neg()
 
 

@@ -18,6 +18,8 @@ from liger_rl.integrations.megatron import checked_place
 from liger_rl.integrations.patching import GlobalPatch, check_parameters, check_version
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
+
 NAME = "from_parallel_hidden_states_to_logprobs"
 PARAMETERS = (
     "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
@@ -39,10 +41,10 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`. Where NeMo-RL's differs:
 
-        A negative target masks its token: 0, and no gradient. NeMo-RL returns 0 and pushes all probabilities down.
-        Targets beyond the vocabulary raise. NeMo-RL treats them as negative ones.
-        Several context parallel ranks are taken, as in its `from_parallel_logits_to_logprobs`. NeMo-RL asserts one.
-        The gradient of the weight is summed in float32. NeMo-RL rounds the sum after each chunk.
+    - A negative target masks its token: 0, and no gradient. NeMo-RL returns 0 and pushes all probabilities down.
+    - Targets beyond the vocabulary raise. NeMo-RL treats them as negative ones.
+    - Several context parallel ranks are taken, as in its `from_parallel_logits_to_logprobs`. NeMo-RL asserts one.
+    - The gradient of the weight is summed in float32. NeMo-RL rounds the sum after each chunk.
 
     Args:
         tensor_parallel_hidden_states: (s, b, h) of the s / context parallel / tensor parallel positions of this rank.

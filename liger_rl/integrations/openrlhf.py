@@ -21,6 +21,8 @@ from liger_rl.integrations.patching import (
     undo_all,
 )
 
+__all__ = ["patch_openrlhf", "patched_openrlhf", "unpatch_openrlhf"]
+
 LOWEST, BELOW = (0, 11), (0, 12)
 HOME = "openrlhf.models.actor"
 PARAMETERS = (
@@ -136,7 +138,8 @@ def patch_openrlhf() -> None:
     Raises:
         ImportError: OpenRLHF is not installed, or not of a supported version, which is named.
         RuntimeError: OpenRLHF's Actor does not take what that of its version takes.
-        In each case nothing is changed.
+
+    In each case nothing is changed.
     """
     apply_all(_FORWARD)
 

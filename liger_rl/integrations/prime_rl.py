@@ -26,6 +26,8 @@ from liger_rl.integrations.patching import (
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = ["fused_output", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
+
 LOWEST, BELOW = (0, 8), (0, 10)
 LAYERS = "prime_rl.trainer.models.layers"
 PARAMETERS = ("self", "hidden_states", "labels", "temperature")
@@ -142,7 +144,8 @@ def patch_prime_rl() -> None:
     Raises:
         ImportError: prime-rl is not installed, or not of a supported version, which is named.
         RuntimeError: prime-rl's heads do not take what those of its version take.
-        In each case nothing is changed.
+
+    In each case nothing is changed.
     """
     apply_all(*_patches())
 

@@ -31,6 +31,14 @@ from liger_rl.integrations.patching import (
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
+__all__ = [
+    "fused_lm_head_logprob_apply",
+    "fused_vocab_parallel_entropy_from_hidden",
+    "patch_skyrl",
+    "patched_skyrl",
+    "unpatch_skyrl",
+]
+
 MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
 SKYRL = ("skyrl",)
@@ -52,9 +60,9 @@ def fused_lm_head_logprob_apply(
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends. Where SkyRL's differs:
 
-        A negative target masks its token: 0, and no gradient. SkyRL returns 0 and pushes all probabilities down.
-        Targets beyond the vocabulary raise. SkyRL treats them as negative ones.
-        Logits are never rounded, and gradients once.
+    - A negative target masks its token: 0, and no gradient. SkyRL returns 0 and pushes all probabilities down.
+    - Targets beyond the vocabulary raise. SkyRL treats them as negative ones.
+    - Logits are never rounded, and gradients once.
 
     Args:
         backend: not used.
@@ -90,10 +98,20 @@ def fused_vocab_parallel_entropy_from_hidden(
     chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`: (B, S, H) -> (B, S) float32 in nats.
+    """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`. It is differentiable. SkyRL's is not.
 
-    It is differentiable, which SkyRL's is not, with this rank's part of the gradient of hidden. `lm_head_weight` is
-    (V / ranks, H); `chunk_size` is not used.
+    Args:
+        hidden: (B, S, H), brought to the weight's dtype.
+        lm_head_weight: (V / ranks, H).
+        tp_group: the ranks that hold the vocabulary. The gradient of hidden is this rank's part.
+        chunk_size: not used: the tiles are chosen by what fits.
+        temperature: divisor of the logits, > 0.
+
+    Returns:
+        (B, S) float32 in nats, the same on every rank of the group.
+
+    Raises:
+        TypeError, ValueError: before anything is computed, naming the argument.
     """
     rows = lm_head_weight.shape[0]
     start = dist.get_rank(tp_group) * rows
@@ -290,12 +308,13 @@ _PATCHES: dict[str, tuple[GlobalPatch, ...]] = {
 
 
 def patch_skyrl(backend: str) -> None:
-    """Put this package's head under SkyRL's training with that backend, SkyRL's word for it in `trainer.strategy`.
+    """Put this package's head under SkyRL's training. Call it in every worker process. Patching twice is harmless.
 
-    "megatron": in place of the fused head that SkyRL takes with `trainer.fused_lm_head_logprob=true`, whichever
-    `fused_lm_head_logprob_backend` is. "fsdp": in `HFModelWrapper.forward`, for every wrapper, made before or later;
-    its models' heads are swapped (see `swap_lm_head`), which needs no option of SkyRL. Call it in every worker process.
-    Patching twice is harmless.
+    Args:
+        backend: as SkyRL's `trainer.strategy`. "megatron" replaces the fused head that SkyRL takes with
+            `trainer.fused_lm_head_logprob=true`, whichever `fused_lm_head_logprob_backend` is. "fsdp" replaces
+            `HFModelWrapper.forward` in every wrapper, made before or later, and swaps their models' heads (see
+            `swap_lm_head`). It needs no option of SkyRL.
 
     Raises:
         ImportError: SkyRL is not installed, or not of a supported version, which is named; nothing is changed.
@@ -306,13 +325,22 @@ def patch_skyrl(backend: str) -> None:
 
 
 def unpatch_skyrl() -> None:
-    """Undo `patch_skyrl`; harmless where nothing is patched. Heads that were swapped stay so, which changes nothing
-    until they are asked."""
+    """Undo `patch_skyrl`; harmless where nothing is patched.
+
+    Heads that were swapped stay swapped. They give logits as before unless they are called with `fused=True`.
+    """
     undo_all(*(patch for patches in _PATCHES.values() for patch in patches))
 
 
 def patched_skyrl(backend: str) -> AbstractContextManager[None]:
-    """`patch_skyrl` for the length of a `with` block."""
+    """`patch_skyrl` for the length of a `with` block.
+
+    Args:
+        backend: as in `patch_skyrl`.
+
+    Raises:
+        ImportError, RuntimeError, ValueError: as `patch_skyrl`.
+    """
     return all_within(*_patches(backend))
 
 

@@ -24,6 +24,8 @@ from liger_rl.integrations.patching import (
 )
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
+__all__ = ["patch_torchtitan", "patched_torchtitan", "unpatch_torchtitan"]
+
 LOWEST, BELOW = (0, 3), (0, 4)
 LOSSES = "torchtitan.components.loss"
 # The losses of logits that ask for log-probabilities by the functions that are replaced, and for nothing else.
@@ -143,8 +145,9 @@ def patch_torchtitan() -> None:
     Raises:
         ImportError: torchtitan is not installed, or not of a supported version, which is named.
         RuntimeError: torchtitan's loss is not what its version is known to have.
-        In each case nothing is changed. With the patch, `set_lm_head` and the loss raise ValueError for a head or an
-        inner loss that is not served. A head under tensor parallelism is such a head.
+
+    In each case nothing is changed. With the patch, `set_lm_head` and the loss raise ValueError for an inner loss that
+    is not served, for a head with a forward of its own, and for a head under tensor parallelism.
     """
     apply_all(*_PATCHES)
 

@@ -179,7 +179,8 @@ def patch_verl() -> None:
     Raises:
         ImportError: verl is not installed, or not of a supported version, which is named.
         RuntimeError: verl's functions do not take what those of its version take.
-        In each case nothing is changed.
+
+    In each case nothing is changed.
     """
     apply_all(*_PATCHES)
 
