@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import HALVINGS, column_of, fold_tile, halves, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, tile_place, tokens_together
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product,
@@ -107,7 +107,7 @@ def _with_bias(logits, bias, vocab_tile, vocab):
 
 
 @gluon.jit
-def _at_column(tile, column):
+def _at_column(tile, column, HALVINGS: gl.constexpr):
     """As `tile_epilogues.at_column`, with layouts said to be what they are."""
     given: gl.constexpr = column.type.layout
     for _level in gl.static_range(HALVINGS):

@@ -24,8 +24,6 @@ from liger_rl.kernels.softmax import (
 )
 
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
-# Of a tile's columns: in NVIDIA's layouts of a product 32 of 256 are on all threads, in AMD's they never are.
-HALVINGS = tl.constexpr(3)
 # Rows of hidden states that stay in the cache while all of the vocabulary goes by. On one H200, whose cache has 50 MB,
 # of 4, 8, 16 and 32 MB these had the fastest folds at H = 4096, and 8 and 16 MB at H = 2048: 2% less than 8 tiles of
 # 128 tokens whatever their size, as long as the clock is bound by power, which memory takes too.
@@ -99,10 +97,10 @@ def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def at_column(tile, column):
+def at_column(tile, column, HALVINGS: tl.constexpr):
     """-> (M,) what a tile (M, N) has at `column` (M,), anything where that is not one of its own; N a power of two.
 
-    Halves are chosen between as long as both are on the same threads.
+    Halves are chosen between as long as both are on the same threads, which AMD's never are.
     """
     for _level in tl.static_range(0 if PORTABLE else HALVINGS):
         left, right = halves(tile)
@@ -135,6 +133,7 @@ def fold_tile(
     if tiles.sum_logits is not None:
         z, _ = transformed(logits, steps)
         tl.store(tiles.sum_logits + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
+    full = 0.0
     # For each vocabulary entry a number that says how large its logit is: what it leaves of the cap, or z itself.
     if LEVELLED:
         full = steps.cap
@@ -152,17 +151,10 @@ def fold_tile(
         # The lowest finite number where every id is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(level, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
-    target_z = AT_COLUMN(level, target)
-    if LEVELLED:
-        target_z = _under_cap(target_z, full)
-    tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < TILE_VOCAB))
-    if tiles.rival is not None:
-        before = column[None, :] < target[:, None]
-        if LEVELLED:
-            rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
-        else:
-            rival = tl.max(tl.where(before, level, float("-inf")), 1)
-        tl.store(tiles.rival + place, rival, mask=live)
+    # Where registers are short, before the exponentials, whose logits then need not be kept.
+    FIRST: tl.constexpr = PARTS > 1 or PORTABLE
+    if FIRST:
+        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS, AT_COLUMN)
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         own = part_of(level, part, PARTS)
@@ -186,6 +178,28 @@ def fold_tile(
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
     if tiles.sum_sq_exp is not None:
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
+    if not FIRST:
+        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS, AT_COLUMN)
+
+
+@triton.jit
+def _fold_target(
+    level, token, target, column, live, place, tiles, full,
+    LEVELLED: tl.constexpr, PARTS: tl.constexpr, AT_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """The target's logit, and the largest before it."""
+    # Products before Hopper's have 32 of 256 columns on all threads.
+    target_z = AT_COLUMN(level, target, 5 if PARTS == 1 else 3)
+    if LEVELLED:
+        target_z = _under_cap(target_z, full)
+    tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < level.shape[1]))
+    if tiles.rival is not None:
+        before = column[None, :] < target[:, None]
+        if LEVELLED:
+            rival = _under_cap(tl.min(tl.where(before, level, float("inf")), 1), full)
+        else:
+            rival = tl.max(tl.where(before, level, float("-inf")), 1)
+        tl.store(tiles.rival + place, rival, mask=live)
 
 
 @triton.jit
