@@ -124,15 +124,18 @@ def loss_with_reference(
             counted = counted & (ids < (given.vocab or given.weight.shape[0]))
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
+    chunks, made, one = None, None, lacks is None and passes != "two"
     with paired(given) as (call, pair, pair_options):
-        made, one = None, lacks is None and passes != "two"
         if one and (passes == "one" or one_pass_is_free(call, pair, pair_options)):
-            found, made = in_one_pass(call, pair, pair_options, _Chunks(prepare, pair, call))
+            chunks = _Chunks(prepare, pair, call)
+            found, made = in_one_pass(call, pair, pair_options, chunks)
         else:
             found = in_two_passes(call, pair, pair_options)
     assert found.logps is not None
     assert found.teacher_logps is not None
-    loss, metrics = evaluate(prepare(found.teacher_logps), found.logps, found.entropy, found.divergence)
+    # Once in either case: ranks with parts of the same sequences may take different ones, and add their lengths up.
+    prepared = prepare(found.teacher_logps) if chunks is None else chunks.with_reference(found.teacher_logps)
+    loss, metrics = evaluate(prepared, found.logps, found.entropy, found.divergence)
     return PolicyLoss(with_gradients(call, loss, made), metrics)
 
 
@@ -164,6 +167,10 @@ class _Chunks:
         self.shape = call.hidden.shape[:-1]
         # Of no reference's log-probabilities: each chunk brings its own.
         self.prepared = prepare(torch.zeros(self.shape, device=call.hidden.device))
+
+    def with_reference(self, ref_per_token_logps: Tensor) -> PreparedLoss:
+        """Of all tokens, with these log-probabilities, 0 where a token does not count."""
+        return self.prepared._replace(batch=replace(self.prepared.batch, ref_per_token_logps=ref_per_token_logps))
 
     def __call__(
         self, chunk: slice, exact_kl: Tensor, known: PairStatistics

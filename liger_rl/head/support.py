@@ -22,8 +22,10 @@ class Support:
     that is repeated counts once. The rows of tokens that do not count are not used, but their ids are checked.
 
     What a call finds out from these tensors, the targets and the mask is kept here for the next call with the same
-    ones, unless it has over a million ids or fixed_shape. Writes by PyTorch's operators are noticed. After any other
-    write to the memory of these tensors, make a new Support.
+    ones, unless it has over a million ids or fixed_shape. Writes that PyTorch counts are noticed: those of operators,
+    through views too. After any other write to the memory of these tensors, make a new Support: by a collective such as
+    `torch.distributed.broadcast`, through `tensor.data` or an array of NumPy, by a kernel of your own, or when a CUDA
+    graph is replayed.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.

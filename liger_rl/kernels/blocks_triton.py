@@ -327,7 +327,7 @@ def _store_blocks(
     _blocks_kernel[(programs,)](
         matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
         matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
-        matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB // family.parts, tma=family.tma),
+        matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
         span,
         span.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,

@@ -269,7 +269,7 @@ def gemm_grad(
         _gemm_grad_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            matrix(out, TILE_TOKENS, TILE_VOCAB // parts, tma=family.tma),
+            matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
             tokens.contiguous(),

@@ -35,10 +35,12 @@ class RaggedRows(NamedTuple):
     columns: int
 
 
-def matrix(values: Tensor, rows: int, columns: int, *, tma: bool) -> TensorDescriptor | Rows | RaggedRows:
-    """What a kernel that reads or writes tiles of (rows, columns) of `values` is given."""
+def matrix(
+    values: Tensor, rows: int, columns: int, *, tma: bool, parts: int = 1
+) -> TensorDescriptor | Rows | RaggedRows:
+    """What a kernel that reads or writes tiles of (rows, columns) of `values`, in so many parts, is given."""
     if tma:
-        return TensorDescriptor.from_tensor(values, [rows, columns])
+        return TensorDescriptor.from_tensor(values, [rows, columns // parts])
     whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
     return whole if width % columns == 0 else RaggedRows(*whole, width)
 

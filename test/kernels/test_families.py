@@ -125,6 +125,24 @@ def test_families_agree(family, sizes, transform, entropy, bias, monkeypatch):
     torch.testing.assert_close(statistics.logps.double(), logps, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", [PORTABLE[1], PORTABLE[2]])
+def test_a_gradient_whose_last_tile_is_half_a_tile(family, monkeypatch):
+    """The part of it that the vocabulary does not have, 151936 for one, must not be written onto the next row."""
+    use(family, monkeypatch)
+    allocated = torch.empty  # a row more, which is written instead of what lies behind
+    monkeypatch.setattr(torch, "empty", lambda n, *rest, **options: allocated(n + 1, *rest, **options)[:n])
+    torch.manual_seed(0)
+    tokens, vocab = 130, BLOCK_VOCAB + BLOCK_VOCAB // 2
+    hidden, weight = (torch.randn(rows, 16).to(DEVICE, torch.float16) for rows in (tokens, vocab))
+    logits = hidden.double() @ weight.double().T
+    lse = logits.logsumexp(1)
+    gradients = TokenGradients(lse.float(), torch.ones_like(lse).float(), torch.zeros_like(lse).float(), None, None)
+    targets = torch.full((tokens,), -1, device=DEVICE)  # in no tile
+    tile = epilogue.gemm_grad(hidden, weight, None, targets, 0, LogitTransform(), gradients)
+    expected = -torch.exp(logits - lse[:, None])
+    torch.testing.assert_close(tile.double(), expected, rtol=0.0, atol=torch.finfo(torch.float16).eps)
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3])
 def test_the_choice_of_blocks_is_that_of_tma(tolerance, monkeypatch):

@@ -18,6 +18,7 @@ from liger_rl import (
     PolicyBatch,
     PPOClip,
     ReferenceHead,
+    Segments,
     TokenLoss,
     TokenMean,
     grpo_loss_from_logits,
@@ -252,6 +253,24 @@ def test_the_references_log_probabilities_come_out_of_the_same_call(passes):
     torch.testing.assert_close(objective.seen[-1][mask].double(), expected[mask], rtol=1e-5, atol=1e-5)
     others = FusedLinearGRPOLoss(SeesReference(), reduction=TokenMean(), beta=BETA, kl_estimator="exact", passes="two")
     torch.testing.assert_close(grads["weight"], step(others, data, reference)[2]["weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_of_a_sequence_may_take_different_passes():
+    """Each all-reduces the lengths of sequences as often as the others, or they would wait for one another for ever."""
+    data, reference = heads(rows=2)
+    reference = ReferenceHead(hidden=reference.hidden.flatten(0, 1), weight=reference.weight, bias=reference.bias)
+    leaves, tokens, calls = data.head.leaves(), data.head.targets.numel(), {}
+    for passes in ("one", "two", "auto"):
+
+        def all_reduce(lengths, name=passes):
+            calls[name] = calls.get(name, 0) + 1
+            return 2 * lengths
+
+        segments = Segments(index=torch.arange(tokens) * 2 // tokens, count=2, all_reduce=all_reduce)
+        loss = FusedLinearGRPOLoss("grpo", beta=BETA, kl_estimator="exact", passes=passes)
+        given = leaves.hidden.flatten(0, 1), leaves.weight, leaves.targets.flatten(), torch.ones(tokens)
+        loss(*given, bias=leaves.bias, reference=reference, segments=segments).loss.backward()
+    assert calls == {"one": 1, "two": 1, "auto": 1}
 
 
 @pytest.mark.parametrize(
