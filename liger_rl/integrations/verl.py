@@ -24,8 +24,8 @@ from liger_rl.integrations.patching import (
     MethodPatch,
     all_within,
     apply_all,
-    check_parameters,
     check_version,
+    class_with,
     undo_all,
 )
 from liger_rl.kernels.transform import LogitTransform
@@ -214,26 +214,19 @@ def _home(name: str, lowest: tuple[int, int] = LOWEST) -> Any:
 
 def _find_kernel() -> Any:
     home = _home(KERNEL)
-    _check_method(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
+    class_with(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
     return home.linear_cross_entropy
 
 
 def _find_torch() -> Any:
-    home = _home(TORCH)
-    _check_method(home, "FusedLinearForPPO", "forward", TORCH_PARAMETERS)
-    return home.FusedLinearForPPO
+    return class_with(_home(TORCH), "FusedLinearForPPO", "forward", TORCH_PARAMETERS)
 
 
 def _find_engine() -> Any:
     home = _home(ENGINE, LOWEST_ENGINE)
     for method, expected in ENGINE_PARAMETERS.items():
-        _check_method(home, "FSDPEngineWithLMHead", method, expected)
-    return home.FSDPEngineWithLMHead
-
-
-def _check_method(home: Any, name: str, method: str, expected: tuple[str, ...]) -> None:
-    found = getattr(getattr(home, name, None), method, None)
-    check_parameters(f"{home.__name__}.{name}.{method}", found, expected)
+        found = class_with(home, "FSDPEngineWithLMHead", method, expected)
+    return found
 
 
 _PATCHES = (

@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkouts
 import oracles
+from liger_rl import topk_divergence
 from liger_rl.integrations.verl import (
+    forward_kl_topk,
     fused_linear_for_ppo,
     linear_cross_entropy,
     patch_verl,
@@ -343,6 +345,27 @@ def topk_batch(**given):
         use_fused_kernels=True,
         **given,
     )
+
+
+def test_the_loss_of_lists():
+    """As `topk_divergence` has it, but for the clamp: of what lies under it, the student gets no gradient."""
+    hidden, weight, _ = problem()
+    teacher, ids = torch.randn(TOKENS, VOCAB).mul(3).log_softmax(-1).topk(LISTED)
+    student = linear_cross_entropy(hidden, weight, ids)[0].detach().requires_grad_()
+    found = forward_kl_topk(student, teacher, None)
+    expected = topk_divergence(hidden, weight, ids, teacher, tail="none").divergence
+    torch.testing.assert_close(found.distillation_losses, expected)
+    torch.testing.assert_close(found.student_mass, student.exp().sum(-1))
+    torch.testing.assert_close(found.teacher_mass, teacher.exp().sum(-1))
+    clamped = forward_kl_topk(student, teacher, -4.0)
+    (gradient,) = torch.autograd.grad(clamped.distillation_losses.sum(), student)
+    under = student < -4
+    assert under.any()
+    assert not under.all()
+    assert torch.equal(gradient == 0, under)
+    assert torch.equal(clamped.student_mass, found.student_mass)
+    low, high = student.clamp(min=-4), teacher.clamp(min=-4)
+    torch.testing.assert_close(clamped.distillation_losses, (high.exp() * (high - low)).sum(-1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
