@@ -10,10 +10,9 @@ Constructor, call and results are those of liger-kernel 0.8.5. `LigerFusedLinear
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.integrations.liger_jsd import LigerFusedLinearJSDLoss, kept_whole
-from liger_rl.integrations.patching import GlobalPatch, apply_all, check_version
+from liger_rl.integrations.patching import GlobalPatch, apply_all, check_version, installed_version, undo_all
 from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
@@ -322,11 +321,7 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
 
 def _installed(loss: type) -> type:
     """-> liger-kernel's class of the same name."""
-    version = None
-    for name in ("liger-kernel-nightly", "liger-kernel"):
-        with suppress(metadata.PackageNotFoundError):
-            version = metadata.version(name)
-    check_version("liger-kernel", version, (0, 8), (0, 9))
+    check_version("liger-kernel", installed_version("liger-kernel", "liger-kernel-nightly"), (0, 8), (0, 9))
     import liger_kernel.chunked_loss
 
     return getattr(liger_kernel.chunked_loss, loss.__name__)
@@ -359,8 +354,7 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
 
 def unpatch_liger() -> None:
     """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
-    for patch in _PATCHES:
-        patch.undo()
+    undo_all(*_PATCHES)
 
 
 @contextmanager

@@ -6,8 +6,7 @@ patch_openrlhf()  # before the actors are built or later, in every worker proces
 """
 
 import importlib
-from contextlib import AbstractContextManager, suppress
-from importlib import metadata
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +15,9 @@ from liger_rl.integrations.patching import (
     MethodPatch,
     all_within,
     apply_all,
-    check_parameters,
     check_version,
+    class_with,
+    installed_version,
     undo_all,
 )
 
@@ -117,13 +117,8 @@ def _swap(actor: Any) -> None:
 
 
 def _find() -> Any:
-    version = None
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("openrlhf")
-    check_version("openrlhf", version, LOWEST, BELOW)
-    found = getattr(importlib.import_module(HOME), "Actor", None)
-    check_parameters(f"{HOME}.Actor.forward", getattr(found, "forward", None), PARAMETERS)
-    return found
+    check_version("openrlhf", installed_version("openrlhf"), LOWEST, BELOW)
+    return class_with(importlib.import_module(HOME), "Actor", "forward", PARAMETERS)
 
 
 _FORWARD = MethodPatch(_forward, _find)

@@ -5,7 +5,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +152,21 @@ def check_parameters(name: str, function: Any, expected: tuple[str, ...]) -> Non
     found = tuple(inspect.signature(function).parameters) if callable(function) else (str(function),)
     if found != expected:
         raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(found)}); nothing was patched")
+
+
+def installed_version(*packages: str) -> str | None:
+    """Of the first that is installed; None where none is."""
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
+
+
+def class_with(home: ModuleType, name: str, method: str, expected: tuple[str, ...]) -> Any:
+    """-> the class of that name; RuntimeError unless it has the method, with the parameters that are expected."""
+    found = getattr(home, name, None)
+    check_parameters(f"{home.__name__}.{name}.{method}", getattr(found, method, None), expected)
+    return found
 
 
 def check_version(

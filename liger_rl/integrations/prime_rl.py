@@ -7,8 +7,7 @@ patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given 
 
 import importlib
 import inspect
-from contextlib import AbstractContextManager, suppress
-from importlib import metadata
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from liger_rl.integrations.patching import (
     apply_all,
     check_parameters,
     check_version,
+    installed_version,
     undo_all,
 )
 from liger_rl.kernels.transform import LogitTransform
@@ -123,10 +123,7 @@ _GEMMA = _patch_of("lm_head_gemma", "GemmaFusedOutputLinear")
 
 def _patches() -> tuple[MethodPatch, ...]:
     """What this prime-rl has."""
-    version = None
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("prime-rl")
-    check_version("prime-rl", version, LOWEST, BELOW)
+    check_version("prime-rl", installed_version("prime-rl"), LOWEST, BELOW)
     try:
         importlib.import_module(f"{LAYERS}.lm_head_gemma")
     except ModuleNotFoundError:

@@ -7,8 +7,7 @@ patch_torchtitan()  # before the trainer is built
 
 import importlib
 import threading
-from contextlib import AbstractContextManager, suppress
-from importlib import metadata
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,8 @@ from liger_rl.integrations.patching import (
     apply_all,
     check_parameters,
     check_version,
+    class_with,
+    installed_version,
     undo_all,
 )
 from liger_rl.logprobs import LogProbs, linear_logprobs
@@ -102,17 +103,12 @@ def compute_logprobs(logits: Tensor, labels: Tensor, *, return_entropy: bool = F
 
 
 def _home() -> Any:
-    version = None
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("torchtitan")
-    check_version("torchtitan", version, LOWEST, BELOW)
+    check_version("torchtitan", installed_version("torchtitan"), LOWEST, BELOW)
     return importlib.import_module(LOSSES)
 
 
 def _find(name: str, method: str, *parameters: str) -> Any:
-    found = getattr(_home(), name, None)
-    check_parameters(f"{LOSSES}.{name}.{method}", getattr(found, method, None), ("self", *parameters))
-    return found
+    return class_with(_home(), name, method, ("self", *parameters))
 
 
 def _find_logprobs() -> Any:

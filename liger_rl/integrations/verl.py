@@ -4,14 +4,17 @@
 
     logprobs, entropy = linear_cross_entropy(hidden, weight, labels, temperature)
     patch_verl()  # or: in all of verl, whatever backend of its fused kernels is chosen
+    patch_verl(distillation=True)  # and distillation from a teacher's top-K lists, for FSDP
 
 Arguments, outputs, signs and gradients are those of verl 0.9.1.
 """
 
 import importlib
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,8 +24,8 @@ from liger_rl.integrations.patching import (
     MethodPatch,
     all_within,
     apply_all,
-    check_parameters,
     check_version,
+    class_with,
     undo_all,
 )
 from liger_rl.kernels.transform import LogitTransform
@@ -41,6 +44,12 @@ TORCH, TORCH_PARAMETERS = (
     "verl.utils.experimental.torch_functional",
     ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),
 )
+# Where its engine for FSDP makes what goes into the model, and reads what comes out.
+ENGINE, LOWEST_ENGINE = "verl.workers.engine.fsdp.transformer_impl", (0, 8)
+ENGINE_PARAMETERS = {
+    "prepare_model_inputs": ("self", "micro_batch"),
+    "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
+}
 
 
 def linear_cross_entropy(
@@ -64,15 +73,16 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
         weight: (V, H) of the lm_head; dtype of `hidden` (any float dtype under autocast).
-        labels: as many integer token ids as hidden has rows, in any shape.
-        temperature: divisor of the logits, > 0; or a float tensor of as many elements as `labels`.
+        labels: as many integer token ids as hidden has rows, in any shape; or K ids for each row, (..., K). verl takes
+            one.
+        temperature: divisor of the logits, > 0; or a float tensor of as many elements as hidden has rows.
         reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
         dist_process_group: the ranks over which the vocabulary is split in equal parts, in their order, with the same
             hidden and labels on all; None for the whole vocabulary here. As in verl the gradient of hidden is then this
             rank's part, and the gather before it (Megatron's sequence_parallel) adds the parts up.
 
     Returns:
-        logprobs: float32 in nats, <= 0, differentiable: (N,), N = labels.numel(), or () with "sum" or "mean".
+        logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
         entropy: (N,) float32 in nats, differentiable, whatever the reduction.
 
     Raises:
@@ -83,10 +93,11 @@ def linear_cross_entropy(
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if hidden.dim() < 2:
         raise ValueError(f"hidden must be (..., H) with at least two dimensions, got {tuple(hidden.shape)}")
-    if labels.numel() != hidden.shape[:-1].numel():
+    rows = hidden.shape[:-1].numel()
+    several = labels.numel() > rows == labels.shape[:-1].numel() and labels.dim() > 1
+    if labels.numel() != rows and not several:
         raise ValueError(
-            f"labels must have {hidden.shape[:-1].numel()} elements, one per row of hidden {tuple(hidden.shape)}, "
-            f"got {tuple(labels.shape)}"
+            f"labels must have {rows} elements, one per row of hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
         )
     if not isinstance(reduction, str) or reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {reduction!r}")
@@ -95,7 +106,7 @@ def linear_cross_entropy(
     logprobs, entropy, *_ = linear_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        labels.reshape(-1),
+        labels.reshape(rows, -1) if several else labels.reshape(-1),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
         vocab_parallel=_place(dist_process_group, weight),
@@ -128,47 +139,105 @@ def fused_linear_for_ppo(
         module: verl's, or None; not used.
         hidden_states: (N, H), or (B, T, H) with input_ids of (B, T).
         vocab_weights, temperature: as the weight and temperature of `linear_cross_entropy`.
-        input_ids: the integer token ids that hidden_states predict.
+        input_ids: the integer token ids that hidden_states predict; or K for each, (N, K) or (B, T, K).
 
     Returns:
-        (log_probs, entropy), both float32 in nats, shaped like input_ids and differentiable.
+        (log_probs, entropy), both float32 in nats and differentiable: shaped like input_ids and like hidden_states
+        without H.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
     """
     log_probs, entropy = linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
-    return log_probs.view(input_ids.shape), entropy.view(input_ids.shape)
+    return log_probs.view(input_ids.shape), entropy.view(hidden_states.shape[:-1])
 
 
-def _home(name: str) -> Any:
-    check_version("verl", getattr(importlib.import_module("verl"), "__version__", None), LOWEST, BELOW)
+def inputs_with_teacher(engine: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """In place of `FSDPEngineWithLMHead.prepare_model_inputs`: a teacher's ids of a token stand behind its label.
+
+    verl's fused forwards hand `shift_labels` on as they are, so the head gets 1 + K ids for each token.
+
+    Raises:
+        ValueError: a teacher's lists with `use_fused_kernels`, but without `use_remove_padding`.
+    """
+    inputs, others = _INPUTS.original(engine, micro_batch)
+    teacher = _teacher(engine, micro_batch)
+    if teacher is not None:
+        if "shift_labels" not in inputs:
+            raise ValueError("use_remove_padding must be True for top-K distillation with use_fused_kernels, got False")
+        inputs["shift_labels"] = torch.cat([inputs["shift_labels"][..., None], teacher[0]], dim=-1)
+    return inputs, others
+
+
+def outputs_with_losses(
+    engine: Any, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+) -> dict[str, Any]:
+    """In place of `FSDPEngineWithLMHead.prepare_model_outputs`: the losses that it makes from logits otherwise."""
+    teacher = _teacher(engine, micro_batch)
+    # VeOmni's engine derives from this one. It gives its models no such labels, because they compute the losses.
+    if teacher is not None and getattr(output, "fused_linear_aux", None) is None:
+        logps = output.log_probs.view(*teacher[0].shape[:-1], 1 + teacher[0].shape[-1])
+        output.log_probs = logps[..., 0]
+        settings = logits_processor_func.keywords["distillation_config"].distillation_loss
+        output.fused_linear_aux = forward_kl_topk(logps[..., 1:], teacher[1].float(), settings.log_prob_min_clamp)
+    return _OUTPUTS.original(engine, output, output_args, micro_batch, logits_processor_func)
+
+
+def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
+    """Of log-probabilities (..., K) at a teacher's ids, float32 each, what verl's `compute_forward_kl_topk` gives.
+
+    sum_k q_k (log q_k - log p_k), both log-probabilities not under `lowest`; and the mass of the lists before that.
+    """
+    student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
+    log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
+    losses = (log_q.exp() * (log_q - log_p)).sum(-1)
+    return SimpleNamespace(distillation_losses=losses, student_mass=student_mass, teacher_mass=teacher_mass)
+
+
+def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Ids and log-probabilities (1, N, K) of this rank's tokens; None unless verl wants losses without logits."""
+    asked = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
+    wanted = all(asked(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
+    if not wanted or micro_batch.get("teacher_ids", None) is None:
+        return None
+    ids, logps = (micro_batch[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
+    if engine.use_ulysses_sp:
+        part = importlib.import_module("verl.utils.ulysses").slice_input_tensor
+        ids, logps = part(ids, dim=1), part(logps, dim=1)
+    return ids, logps
+
+
+def _home(name: str, lowest: tuple[int, int] = LOWEST) -> Any:
+    check_version("verl", getattr(importlib.import_module("verl"), "__version__", None), lowest, BELOW)
     return importlib.import_module(name)
 
 
 def _find_kernel() -> Any:
     home = _home(KERNEL)
-    _check_forward(home, "LinearCrossEntropy", KERNEL_PARAMETERS)
+    class_with(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
     return home.linear_cross_entropy
 
 
 def _find_torch() -> Any:
-    home = _home(TORCH)
-    _check_forward(home, "FusedLinearForPPO", TORCH_PARAMETERS)
-    return home.FusedLinearForPPO
+    return class_with(_home(TORCH), "FusedLinearForPPO", "forward", TORCH_PARAMETERS)
 
 
-def _check_forward(home: Any, name: str, expected: tuple[str, ...]) -> None:
-    found = getattr(getattr(home, name, None), "forward", None)
-    check_parameters(f"{home.__name__}.{name}.forward", found, expected)
+def _find_engine() -> Any:
+    home = _home(ENGINE, LOWEST_ENGINE)
+    for method, expected in ENGINE_PARAMETERS.items():
+        found = class_with(home, "FSDPEngineWithLMHead", method, expected)
+    return found
 
 
 _PATCHES = (
     GlobalPatch(linear_cross_entropy, _find_kernel, modules=("verl",)),
     MethodPatch(fused_linear_for_ppo, _find_torch),
 )
+_INPUTS = MethodPatch(inputs_with_teacher, _find_engine, "prepare_model_inputs")
+_OUTPUTS = MethodPatch(outputs_with_losses, _find_engine, "prepare_model_outputs")
 
 
-def patch_verl() -> None:
+def patch_verl(*, distillation: bool = False) -> None:
     """Put this module's functions in place of verl's two fused backends, in all of verl's modules.
 
     `linear_cross_entropy` for `impl_backend=triton` and for Megatron, `fused_linear_for_ppo` for `impl_backend=torch`,
@@ -176,20 +245,25 @@ def patch_verl() -> None:
     each forward, those for Megatron import them once: all get them. Call it in every worker process. Patching twice is
     harmless. Code outside of verl that has imported `linear_cross_entropy` keeps what it has imported.
 
+    Args:
+        distillation: also make verl's `forward_kl_topk` without logits, in its engine for FSDP, with
+            `use_fused_kernels=True` and `use_remove_padding=True`, where verl 0.8 to 0.10 has no such loss. Its engines
+            are imported then.
+
     Raises:
         ImportError: verl is not installed, or not of a supported version, which is named.
         RuntimeError: verl's functions do not take what those of its version take.
 
     In each case nothing is changed.
     """
-    apply_all(*_PATCHES)
+    apply_all(*_PATCHES, *((_INPUTS, _OUTPUTS) if distillation else ()))
 
 
 def unpatch_verl() -> None:
     """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
-    undo_all(*_PATCHES)
+    undo_all(*_PATCHES, _INPUTS, _OUTPUTS)
 
 
 def patched_verl() -> AbstractContextManager[None]:
-    """`patch_verl` for the length of a `with` block."""
+    """`patch_verl()` for the length of a `with` block."""
     return all_within(*_PATCHES)

@@ -1,6 +1,6 @@
 """Megatron-Core's output layer, its own or one like it.
 
-It is its own where there is a checkout or an unpacked wheel (see `checked_out`). No CUDA is needed.
+It is its own where there is a checkout or an unpacked wheel (see `checkouts`). No CUDA is needed.
 """
 
 import sys
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import checked_out
+import checkouts
 
-SOURCE = checked_out.folder("Megatron-LM")
+SOURCE = checkouts.found("Megatron-LM")
 
 
 class ColumnParallelLinear(nn.Module):
@@ -57,7 +57,7 @@ def load() -> None:
         sys.modules |= {"megatron": ModuleType("megatron"), core.__name__: core, layers.__name__: layers}
         sys.modules["megatron"].core = core
         return
-    sys.path.append(SOURCE)
+    sys.path.append(str(SOURCE.parent))
     load_from_bytes = torch.storage._load_from_bytes
     import megatron.core.tensor_parallel  # noqa: F401
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import nn
 
-import checked_out
+import checkouts
 import megatron_layers
 from liger_rl.integrations import skyrl as integration
 
@@ -18,7 +18,7 @@ ABSENT = ("jaxtyping", "loguru", "flash_attn.bert_padding")
 
 def load(name: str) -> ModuleType:
     """SkyRL's module of that name; `megatron.core` is real, or one without anything in it."""
-    path = checked_out.folder("SkyRL")
+    path = str(checkouts.source("SkyRL").parent)
     if path not in sys.path:
         sys.path.append(path)
         megatron_layers.load()

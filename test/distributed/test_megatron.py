@@ -1,6 +1,6 @@
 """Megatron-Core's output processor over ranks: against full logits, and in Megatron's own GPTModel.
 
-The layer is Megatron's own where it is there (see `checked_out`). Then its model and cross entropy are compared, too.
+The layer is Megatron's own where it is there (see `checkouts`). Then its model and cross entropy are compared, too.
 """
 
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatron_layers
 import oracles
-from checked_out import needs
+from checkouts import needs
 from liger_rl import Support
 from liger_rl.integrations.megatron import fused_loss, fused_output
 from ranks import message_of

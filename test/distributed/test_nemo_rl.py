@@ -1,4 +1,4 @@
-"""NeMo-RL's function over ranks: against full logits, and against its own where it is there (see `checked_out`)."""
+"""NeMo-RL's function over ranks: against full logits, and against its own where it is there (see `checkouts`)."""
 
 import sys
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import checked_out
+import checkouts
 import oracles
 from liger_rl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs, patched_nemo_rl
 from megatron_layers import gpt_model
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(ranks):
 
 
 def its_module():
-    path = checked_out.folder("RL")
+    path = str(checkouts.source("RL").parent)
     if path not in sys.path:
         sys.path.append(path)
     import nemo_rl.distributed.model_utils as module
@@ -144,7 +144,7 @@ def its_own(rank, tensor_ranks, inference_only):
     return results
 
 
-@checked_out.needs("RL")
+@checkouts.needs("RL")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("inference_only", [False, True])
 def test_equals_its_own(ranks, world, inference_only):
@@ -173,7 +173,7 @@ def its_gathered_logits(rank, pad):
     return solve(rank, from_logits, 2, pad)[0], found[0]
 
 
-@checked_out.needs("RL")
+@checkouts.needs("RL")
 @pytest.mark.parametrize("pad", [0, 1])
 def test_context_parallel_ranks_as_its_function_for_logits(ranks, pad):
     """Values: its backward needs CUDA."""
@@ -208,8 +208,8 @@ def in_its_model(rank):
     return results
 
 
-@checked_out.needs("RL")
-@checked_out.needs("Megatron-LM")
+@checkouts.needs("RL")
+@checkouts.needs("Megatron-LM")
 def test_in_its_forward_of_megatrons_model(ranks):
     for (logps, grads), (found, found_grads) in ranks.run(in_its_model, world=4):
         torch.testing.assert_close(found, logps, rtol=1e-5, atol=1e-5)
@@ -217,7 +217,7 @@ def test_in_its_forward_of_megatrons_model(ranks):
             torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@checked_out.needs("RL")
+@checkouts.needs("RL")
 def test_other_versions_are_refused(monkeypatch):
     module = its_module()
     own = module.from_parallel_hidden_states_to_logprobs

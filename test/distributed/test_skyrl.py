@@ -1,4 +1,4 @@
-"""SkyRL's functions over ranks: against full logits, and against its own where it is there (see `checked_out`)."""
+"""SkyRL's functions over ranks: against full logits, and against its own where it is there (see `checkouts`)."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import checked_out
+import checkouts
 import oracles
 import skyrl_modules
 from liger_rl.integrations import skyrl as integration
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(ranks):
 
 # --- SkyRL's own ------------------------------------------------------------------------------------------------------
 
-NEEDS_SKYRL = checked_out.needs("SkyRL")
+NEEDS_SKYRL = checkouts.needs("SkyRL")
 
 
 def its_calls(module, rank):
@@ -152,10 +152,8 @@ def test_equals_its_own(ranks, world):
 
 OWN_TEST = "tests/backends/skyrl_train/gpu/gpu_ci/megatron/test_fused_linear_logprob.py"
 OWN_IMPORTS = re.compile(r"from skyrl\.backends\S+ import \(.*?\)\n|from skyrl\.train\S+ import \w+\n", re.DOTALL)
-OURS = f"""
-import sys
+OURS = """
 from types import SimpleNamespace
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 import skyrl_modules
 from liger_rl.integrations import skyrl as integration
 ChunkedDistributedLogprob = skyrl_modules.load(integration.MEGATRON_MODULE).ChunkedDistributedLogprob
@@ -170,7 +168,7 @@ get_free_port = lambda: 29512
 def test_its_own_test(tmp_path):
     """On CPU, with our function for its. Left out: ids beyond the vocabulary, which raise here; bfloat16 weights,
     where it expects logits rounded to bfloat16; CUDA and Liger's kernel."""
-    own = Path(checked_out.folder("SkyRL"), OWN_TEST)
+    own = checkouts.source("SkyRL").parent / OWN_TEST
     if not own.is_file():
         pytest.skip("an installed SkyRL has no tests")
     text = own.read_text(encoding="utf-8")
@@ -180,10 +178,8 @@ def test_its_own_test(tmp_path):
     (tmp_path / "test_its_own.py").write_text(text, encoding="utf-8")
     left_out = "True or all_out or liger or logprob_tp or dtype0"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({left_out})", tmp_path]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*map(str, command)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:3]))}
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "11 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -36,7 +36,7 @@ FLASH = {
 @pytest.fixture
 def actors(monkeypatch):
     """-> a function that makes an Actor of OpenRLHF's."""
-    root = checkouts.source("OpenRLHF", "openrlhf")
+    root = checkouts.source("OpenRLHF")
     pytest.importorskip("peft", reason="OpenRLHF needs it")
     flash = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
     for name in ("deepspeed", *flash):

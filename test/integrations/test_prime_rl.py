@@ -221,7 +221,7 @@ def test_a_head_that_takes_something_else(heads, monkeypatch):
 def layers(monkeypatch):
     """prime-rl's lm_head and lm_head_gemma."""
     pytest.importorskip("loguru", reason="prime-rl's heads log with it")
-    root = checkouts.source("prime-rl", "prime_rl", inside="src")
+    root = checkouts.source("prime-rl")
     if (project := root.parent.parent).joinpath("pyproject.toml").is_file():
         checkouts.say_version(monkeypatch, "prime-rl", checkouts.project_version(project))
     inner = ("utils", "trainer", "trainer.models", "trainer.models.layers")
