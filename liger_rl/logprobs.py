@@ -78,7 +78,7 @@ def linear_logprobs(
             with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
             mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
         options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
-            gather, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
+            precision, gather, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target, lse, topk_logps, topk_ids),

@@ -1,5 +1,6 @@
 """Products and sums of matrices that take low-precision numbers and keep their float32 accumulators."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -53,6 +54,29 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
             total += torch.mm(a, b, out_dtype=torch.float32)
     else:
         total.addmm_(a.float(), b.float())
+
+
+def planes(matrix: Tensor, count: int) -> Tensor:
+    """(m, k) float32, overwritten -> (m, count * k) bfloat16: matrices side by side, the largest first, that add up.
+
+    Each is the rounding of what the ones before it leave, 8 significant bits: one leaves up to 2^-8 of an entry, two
+    2^-16, three nothing of a float32's 24 bits.
+    """
+    rows, columns = matrix.shape
+    out = torch.empty(rows, count * columns, dtype=torch.bfloat16, device=matrix.device)
+    *others, last = out.split(columns, dim=1)
+    for plane in others:
+        matrix -= plane.copy_(matrix)
+    last.copy_(matrix)
+    return out
+
+
+def accumulate_planes(total: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """total (m, n) float32 += sum(a) (m, k) @ sum(b) (k, n), without products that are less than what planes leave."""
+    kept = max(len(a), len(b))
+    for i, left in enumerate(a):
+        for right in b[: kept - i]:
+            accumulate(total, left, right)
 
 
 def column_sums(matrix: Tensor) -> Tensor:
