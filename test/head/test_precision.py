@@ -99,7 +99,7 @@ def test_planes_add_up():
 
 @pytest.mark.parametrize("precision", ERRORS)
 def test_products_take_planes_of_a_tile(precision):
-    """One product for each plane in the forward, as many for the tiles of the backward, and three and two after them."""
+    """One product for each plane of the weight in either direction, and three and two for the gradients."""
     inputs, planes = mixed((26,)).leaves(), int(precision[-1])
     with Products() as forward:
         logps = call(inputs, chunk_tokens=13, chunk_vocab=100, **options_of(precision)).logps

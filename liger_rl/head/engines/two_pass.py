@@ -262,7 +262,7 @@ def gradients(
             tile = tile_gradient(factor_tile, first, start, stop)
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
-            tile_planes = (tile,)
+            tile_planes: tuple[Tensor, ...] = (tile,)
             if options.planes:
                 tile_planes = gemm.planes(tile, GRADIENT_PLANES).chunk(GRADIENT_PLANES, dim=1)
             if grad_hidden is not None:
