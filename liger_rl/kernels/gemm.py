@@ -56,21 +56,6 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def planes(matrix: Tensor, count: int) -> Tensor:
-    """(m, k) float32, overwritten -> (m, count * k) bfloat16: matrices side by side, the largest first, that add up.
-
-    Each is the rounding of what the ones before it leave, 8 significant bits: one leaves up to 2^-8 of an entry, two
-    2^-16, three nothing of a float32's 24 bits.
-    """
-    rows, columns = matrix.shape
-    out = torch.empty(rows, count * columns, dtype=torch.bfloat16, device=matrix.device)
-    *others, last = out.split(columns, dim=1)
-    for plane in others:
-        matrix -= plane.copy_(matrix)
-    last.copy_(matrix)
-    return out
-
-
 def accumulate_planes(total: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     """total (m, n) float32 += sum(a) (m, k) @ sum(b) (k, n), without products that are less than what planes leave."""
     kept = max(len(a), len(b))

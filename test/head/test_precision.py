@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from head_calls import Products, call, functional, problem, solve, truth
+from head_calls import Products, call, functional, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, LowRank, Support, linear_divergence, linear_logprobs, plan_linear_logprobs
-from liger_rl.kernels import gemm
+from liger_rl.kernels import gemm, planes, planes_triton
 from oracles import norm_error
 from peaks import tensor_peak
 
@@ -81,20 +81,29 @@ def test_the_gradient_of_hidden_in_float32(precision):
     """What the products leave before it is rounded."""
     left, right = torch.randn(40, 300), torch.randn(300, 50)
     exact = left.double() @ right.double()
-    planes = [gemm.planes(right.T.clone(), 2).split(300, dim=1)[i].T for i in range(2)]
     total = torch.zeros(40, 50)
-    gemm.accumulate_planes(total, gemm.planes(left.clone(), 2).split(300, dim=1), planes)
+    of_right = [plane.T for plane in planes.planes(right.T, 2).split(300, dim=1)]
+    gemm.accumulate_planes(total, planes.planes(left, 2).split(300, dim=1), of_right)
     assert norm_error(total, exact) < 2**-15 * exact.norm()
 
 
-def test_planes_add_up():
-    values = torch.cat([torch.randn(30, 7) * 10.0**power for power in (-30, -3, 0, 30)])
+@pytest.mark.parametrize("kernels", [planes, planes_triton], ids=["eager", "triton"])
+def test_planes_add_up(kernels, monkeypatch):
+    monkeypatch.setattr(planes_triton, "BLOCK", 4)
+    on_gpu = torch.cuda.is_available()
+    values = torch.cat([torch.randn(6, 7) * 10.0**power for power in (-30, -3, 0, 30)])
     values[0] = torch.tensor([0.0, 1.0, -1.0, 1 + 2**-23, 1 - 2**-24, 257.0, -3.0e38])
+    values = values.cuda() if on_gpu else values
+    truncates = kernels is planes_triton and not on_gpu  # Triton's interpreter does, where its compiler rounds
     for count, left_out in ((1, 2.0**-8), (2, 2.0**-16), (3, 0.0)):
-        planes = gemm.planes(values.clone(), count)
-        assert (planes.shape, planes.dtype) == ((120, count * 7), BF16)
-        total = sum(plane.double() for plane in planes.split(7, dim=1))
-        assert ((total - values.double()).abs() <= left_out * values.double().abs()).all()
+        found = kernels.planes(values, count)
+        assert (found.shape, found.dtype) == ((24, count * 7), BF16)
+        assert truncates or torch.equal(found, planes.planes(values, count))
+        assert torch.equal(found, kernels.planes(values.T.contiguous().T, count))
+        total = sum(plane.double() for plane in found.split(7, dim=1))
+        most = 2.0 ** (-7 * count) if truncates else left_out
+        assert ((total - values.double()).abs() <= most * values.double().abs()).all()
+    assert kernels.planes(values[:0], 2).shape == (0, 14)
 
 
 @pytest.mark.parametrize("precision", ERRORS)
@@ -121,6 +130,17 @@ def test_the_weights_gradient_in_place(precision, device):
     assert found.grads["weight"] is None
     assert torch.equal(found.grads["hidden"], plain.grads["hidden"])
     torch.testing.assert_close(total - 1, plain.grads["weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_in_triton(monkeypatch):
+    inputs, options = mixed((9,), 24, 130, bias=True), {"chunk_vocab": 100, **options_of("bf16x3")}
+    plain = solve(inputs, **options)
+    run_triton(monkeypatch)
+    found = solve(inputs, **options)
+    torch.testing.assert_close(found.logps, plain.logps, rtol=1e-5, atol=1e-5)
+    for name in ("weight", "bias"):
+        assert norm_error(found.grads[name], plain.grads[name]) < 2**-12 * plain.grads[name].norm()
+    assert norm_error(found.grads["hidden"], plain.grads["hidden"]) < 2**-7 * plain.grads["hidden"].double().norm()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

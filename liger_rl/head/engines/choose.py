@@ -137,9 +137,9 @@ class HeadShape:
 
     @property
     def factor_bytes(self) -> int:
-        """Of one entry of a tile of the weight: copies, and what its planes are made from."""
+        """Of one entry of a tile of the weight: copies, or planes and what they are made from."""
         if self.options.planes:
-            return 2 * self.options.planes + (4 if self.cuda else 8)
+            return 2 * self.options.planes + (0 if compiles(self.device) else 8)
         return self.options.compute_dtype.itemsize * (self.copies_weight + (self.rank > 0))
 
     @property

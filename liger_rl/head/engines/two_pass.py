@@ -128,7 +128,9 @@ def _row_factor(hidden: Tensor, options: EngineOptions) -> Tensor:
 
 
 def _tile_factor(weight: Tensor, options: EngineOptions) -> Tensor:
-    return gemm.planes(weight.clone(), options.planes) if options.planes else weight.to(options.compute_dtype)
+    if options.planes:
+        return for_device(weight.device).planes(weight, options.planes)
+    return weight.to(options.compute_dtype)
 
 
 def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -264,7 +266,7 @@ def gradients(
                 bias_total += gemm.column_sums(tile)
             tile_planes: tuple[Tensor, ...] = (tile,)
             if options.planes:
-                tile_planes = gemm.planes(tile, GRADIENT_PLANES).chunk(GRADIENT_PLANES, dim=1)
+                tile_planes = kernels.planes(tile, GRADIENT_PLANES).chunk(GRADIENT_PLANES, dim=1)
             if grad_hidden is not None:
                 gemm.accumulate_planes(grad_hidden[start:stop], tile_planes, weight_planes)
             if low_rank is not None and grad_inputs is not None:
