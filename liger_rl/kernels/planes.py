@@ -8,7 +8,7 @@ def planes(matrix: Tensor, count: int) -> Tensor:
     """(m, k) float32 -> (m, count * k) bfloat16: matrices side by side, the largest first, that add up.
 
     Each is the rounding of what the ones before it leave, 8 significant bits: one leaves up to 2^-8 of an entry, two
-    2^-16, three nothing of a float32's 24 bits.
+    2^-16, three nothing of the 24 bits of an entry from 2^-109 on.
     """
     out = torch.empty(matrix.shape[0], count * matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
     rest = matrix.clone()

@@ -91,7 +91,7 @@ def test_the_gradient_of_hidden_in_float32(precision):
 def test_planes_add_up(kernels, monkeypatch):
     monkeypatch.setattr(planes_triton, "BLOCK", 4)
     on_gpu = torch.cuda.is_available()
-    values = torch.cat([torch.randn(6, 7) * 10.0**power for power in (-30, -3, 0, 30)])
+    values = torch.cat([torch.randn(6, 7) * 10.0**power for power in (-20, -3, 0, 30)])
     values[0] = torch.tensor([0.0, 1.0, -1.0, 1 + 2**-23, 1 - 2**-24, 257.0, -3.0e38])
     values = values.cuda() if on_gpu else values
     truncates = kernels is planes_triton and not on_gpu  # Triton's interpreter does, where its compiler rounds
