@@ -269,13 +269,8 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
     compiled.put(ones(N, V, dtype=torch.bfloat16), torch.zeros(N, count, dtype=torch.long), ones(N, count), 0)
 
 
-def split_factors(_transform: LogitTransform, entropy: bool) -> None:
-    compiled.planes(ones(N, V), 3 if entropy else 2)
-
-
 EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
-    split_factors,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

@@ -54,7 +54,7 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
-        "hopper_gluon", "several_triton", "support_triton", "divergence_triton", "planes_triton",
+        "hopper_gluon", "several_triton", "support_triton", "divergence_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

@@ -9,13 +9,11 @@ import torch
 
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
-    PLANES,
     check_budget,
     check_chunk,
     check_count,
     check_extras,
     check_flag,
-    check_precision,
     check_tolerance,
     check_transform,
 )
@@ -49,14 +47,6 @@ class HeadOptions:
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
-        precision: "bf16x2" or "bf16x3": a float32 weight beside bfloat16 hidden states, with compute_dtype float32, in
-            bfloat16 products. A tile of the weight becomes two or three bfloat16 matrices, w = w1 + w2 (+ w3), each the
-            rounding of what the ones before it leave; hidden @ w.T is the sum of their products, in float32. Two leave
-            out up to 2^-16 of each entry of the weight, three nothing. In the backward, with either,
-            dz = dL/dlogits becomes dz1 + dz2: dL/dhidden = dz1 w1 + dz1 w2 + dz2 w1 and dL/dweight =
-            (dz1 + dz2).T hidden leave out about 2^-16 of each factor. Two passes in float32 tiles, with an exact
-            gradient whatever grad_tolerance says; not with low_rank terms or a support. None multiplies the weight
-            itself, in compute_dtype.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
@@ -83,7 +73,6 @@ class HeadOptions:
     extras: Collection[str] = ()
     grad_tolerance: float = 0.0
     compute_dtype: torch.dtype | None = None
-    precision: str | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -107,7 +96,6 @@ class HeadOptions:
         check_budget(self.max_extra_bytes)
         if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
             raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
-        check_precision(self.precision, self.compute_dtype)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
         if self.max_extra_bytes is not None and self.names_chunk:
@@ -150,7 +138,6 @@ class HeadKeywords(TypedDict, total=False):
     extras: Collection[str]
     grad_tolerance: float
     compute_dtype: torch.dtype | None
-    precision: str | None
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
@@ -187,16 +174,6 @@ class EngineOptions(HeadOptions):
         return self.kernels_fit or not self.names_chunk
 
     @property
-    def planes(self) -> int:
-        """Bfloat16 matrices in place of a tile of the weight; 0 for the tile itself in the compute dtype."""
-        return 0 if self.precision is None else PLANES[self.precision]
-
-    @property
-    def rows_dtype(self) -> torch.dtype:
-        """Of the hidden states in products."""
-        return torch.bfloat16 if self.planes else self.compute_dtype
-
-    @property
     def blocks_bytes(self) -> int:
         """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
         if self.chunk_tokens is None or self.chunk_vocab is None:
@@ -222,7 +199,6 @@ def resolved(
         extras=options.extras,
         grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
         compute_dtype=compute_dtype,
-        precision=options.precision,
         gather=options.gather,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,

@@ -1,7 +1,6 @@
 """Every kernel in Triton, under the names of `plain`."""
 
 from liger_rl.kernels.divergence_triton import fold_pair, grad_pair, mix_pair
-from liger_rl.kernels.planes_triton import planes
 from liger_rl.kernels.saved_exponentials_triton import grad_kept, keep, scale_
 from liger_rl.kernels.selection_triton import scatter_rows, select
 from liger_rl.kernels.several_triton import keep_largest, put
@@ -18,7 +17,6 @@ __all__ = [
     "keep",
     "keep_largest",
     "mix_pair",
-    "planes",
     "put",
     "scale_",
     "scatter_rows",

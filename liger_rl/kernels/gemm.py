@@ -1,6 +1,5 @@
 """Products and sums of matrices that take low-precision numbers and keep their float32 accumulators."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -54,14 +53,6 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
             total += torch.mm(a, b, out_dtype=torch.float32)
     else:
         total.addmm_(a.float(), b.float())
-
-
-def accumulate_planes(total: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    """total (m, n) float32 += sum(a) (m, k) @ sum(b) (k, n), without products that are less than what planes leave."""
-    kept = max(len(a), len(b))
-    for i, left in enumerate(a):
-        for right in b[: kept - i]:
-            accumulate(total, left, right)
 
 
 def column_sums(matrix: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from liger_rl.kernels.divergence import fold_pair, grad_pair, mix_pair
 from liger_rl.kernels.eager import fold, grad
 from liger_rl.kernels.given_logits import fold_rows, grad_rows
-from liger_rl.kernels.planes import planes
 from liger_rl.kernels.saved_exponentials import grad_kept, keep, scale_
 from liger_rl.kernels.selection import scatter_rows, select
 from liger_rl.kernels.several import keep_largest, put
@@ -19,7 +18,6 @@ __all__ = [
     "keep",
     "keep_largest",
     "mix_pair",
-    "planes",
     "put",
     "scale_",
     "scatter_rows",

@@ -40,7 +40,6 @@ class Case:
     ids_below: int = 601  # targets are under it, so that some ranks may hold none of them
     shards: int = 0  # which of SHARDS
     fixed_shape: bool = False
-    precision: str | None = None
     support: tuple[int, ...] = ()  # ids that the tokens list, one token after the other; without any, no support
 
     def __str__(self):
@@ -60,7 +59,6 @@ CASES = [
     Case(frozen="hidden"),
     Case(tokens=48, dtype=torch.bfloat16, temperature=0.8, shards=1),
     Case(fixed_shape=True, shards=1),
-    Case(precision="bf16x2", bias=True, shards=1, chunk_vocab=100),
     Case(fixed_shape=True, rank=2, bias=True, chunk_vocab=100),
     Case(support=(1, 2, 7, 50, 600), temperature=0.7, softcap=3.0, bias=True, rank=2),
     Case(support=(3, 0, 1, 40), shards=1, bias=True, rank=2),
@@ -98,7 +96,7 @@ class Problem:
         upstream = torch.randn(2, case.tokens)
         upstream[:, ::3] = 0.0  # tokens without a gradient are left out of the backward
         problem = cls(
-            (made(case.tokens, HIDDEN) * 2).to(torch.bfloat16 if case.precision else case.dtype),
+            made(case.tokens, HIDDEN) * 2,
             made(vocab, HIDDEN),
             made(vocab) if case.bias else None,
             made(case.rank, HIDDEN) if case.rank else None,
@@ -155,8 +153,6 @@ class Problem:
             chunk_tokens=case.chunk_tokens,
             chunk_vocab=case.chunk_vocab,
             fixed_shape=case.fixed_shape,
-            compute_dtype=torch.float32 if case.precision else None,
-            precision=case.precision,
             support=self.support,
             vocab_parallel=vocab_parallel,
         )
@@ -198,7 +194,7 @@ def test_equals_the_whole_head(ranks, world, case):
             whole[name] = torch.cat([result[name] for result in results])
     assert whole.keys() == expected.keys()
     # In bfloat16 the gradients are rounded once more, to another neighbour here and there.
-    tolerance = 1e-6 if case.dtype == torch.float32 and not case.precision else 4e-3
+    tolerance = 1e-6 if case.dtype == torch.float32 else 4e-3
     for name, truth in expected.items():
         assert whole[name].shape == truth.shape
         assert whole[name].dtype == truth.dtype

@@ -86,7 +86,7 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, TileBounds | None]:
     """No bounds where the product with the fold in its epilogue does not apply."""
-    return two_pass.fold(head.gathered(options.rows_dtype), options, bounded=True)
+    return two_pass.fold(head.gathered(options.compute_dtype), options, bounded=True)
 
 
 def backward(

@@ -133,14 +133,7 @@ class HeadShape:
     @property
     def widened_bytes(self) -> int:
         """Of one element of a product's factor, which becomes float32 first on CPU."""
-        return 4 * (self.options.planes or 1) if not self.cuda and self.options.rows_dtype.itemsize < 4 else 0
-
-    @property
-    def factor_bytes(self) -> int:
-        """Of one entry of a tile of the weight: copies, or planes and what they are made from."""
-        if self.options.planes:
-            return 2 * self.options.planes + (0 if compiles(self.device) else 8)
-        return self.options.compute_dtype.itemsize * (self.copies_weight + (self.rank > 0))
+        return 4 if not self.cuda and self.options.compute_dtype.itemsize < 4 else 0
 
     @property
     def sum_bytes(self) -> int:
@@ -162,16 +155,15 @@ class HeadShape:
         """
         n, c, s = self.tokens, self.options.compute_dtype.itemsize, self.dtype.itemsize
         columns = self.hidden_size + (3 * self.rank + 8 if self.rank else 0)  # low-rank factors, split and aligned
-        rows = 2 * self.options.planes or c * (self.dtype != self.options.compute_dtype)
-        kept = self.base_bytes + n * self.hidden_size * (s + rows)
+        kept = self.base_bytes + n * self.hidden_size * (s + c * (self.dtype != self.options.compute_dtype))
         kept += n * (columns * c + 16 * self.rank) if self.rank else 0
 
         def tile_bytes(tiles: Tiles, gradient: int) -> int:
             # In the epilogue: float32 tiles after all, where few tokens count.
             tokens = min(tiles.tokens, MIN_TOKENS) if epilogue else tiles.tokens
             logits = max(tokens * (self.logit_bytes + gradient), tiles.tokens * gradient)
-            factors = tiles.vocab * self.factor_bytes + self.widened_bytes * sum(tiles)
-            return tiles.vocab * logits + columns * factors
+            factors = tiles.vocab * c * (self.copies_weight + (self.rank > 0))
+            return tiles.vocab * logits + columns * (factors + self.widened_bytes * sum(tiles))
 
         first = tile_bytes(forward, 0)
         if epilogue:
@@ -375,7 +367,6 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     asked = options_of("plan_linear_logprobs", options)
-    checks.check_split(asked.precision, dtype, weight_dtype or dtype)
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
@@ -473,8 +464,6 @@ def one_pass_obstacle(shape: HeadShape) -> str | None:
         return f"grad_tolerance = 0.0, got {options.grad_tolerance}: blocks are left out of a second pass"
     if options.fixed_shape:
         return "fixed_shape = False: the host has to know which rows make a chunk"
-    if options.planes:
-        return f"precision = None, got {options.precision!r}: kept exponentials are not split"
     if options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
     if isinstance(transform.temperature, torch.Tensor):

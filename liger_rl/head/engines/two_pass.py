@@ -25,7 +25,6 @@ from liger_rl.kernels.statistics import Fold, TileBounds, TokenGradients, TokenS
 from liger_rl.kernels.transform import LogitTransform
 
 INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
-GRADIENT_PLANES = 2  # of a tile of the gradient, and of the weight beside it, where the weight is split
 NOWHERE = -1  # the target of a token that has none in the tiles
 
 # (float32 logits of a tile, its tokens, first vocabulary entry, bias of its entries, transform of its tokens)
@@ -33,7 +32,7 @@ Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
-    rows = head.gathered(options.rows_dtype)
+    rows = head.gathered(options.compute_dtype)
     if options.batch_invariant:
         return fold_invariant(rows, options), None
     return fold(rows, options)[0], None
@@ -55,7 +54,7 @@ def dense_backward(
 ) -> Gradients:
     """Gradients of the tokens in `live`, whose numbers `tokens` are."""
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    return gradients(head.gathered(options.rows_dtype, live), options, tokens, needs).of_all_tokens(live, head)
+    return gradients(head.gathered(options.compute_dtype, live), options, tokens, needs).of_all_tokens(live, head)
 
 
 def fold(
@@ -96,15 +95,14 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
-    hidden_size, hidden = hidden.shape[1], _row_factor(hidden, options)
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
     # Eager kernels work on float32 copies of a tile; Triton's read it once.
     bytes_per_logit = 4 if compiles(hidden.device) else 12
-    tiles = plan_tiles(n, vocab, hidden_size, hidden.device, options, bytes_per_logit=bytes_per_logit)
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
     for first, last in spans(vocab, tiles.vocab):
-        weight_tile = _tile_factor(weight[first:last], options)
+        weight_tile = weight[first:last].to(options.compute_dtype)
         if low_rank is not None:
             weight_tile = low_rank.beside_tile(weight_tile, first)
         bias_tile = None if bias is None else bias[first:last]
@@ -120,17 +118,6 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
             del logits  # or it would stay alive while the next tile is allocated
     shard = rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
-
-
-def _row_factor(hidden: Tensor, options: EngineOptions) -> Tensor:
-    """The hidden states as often as a tile of the weight has planes: one product with all of these is their sum."""
-    return hidden.repeat(1, options.planes) if options.planes else hidden
-
-
-def _tile_factor(weight: Tensor, options: EngineOptions) -> Tensor:
-    if options.planes:
-        return for_device(weight.device).planes(weight, options.planes)
-    return weight.to(options.compute_dtype)
 
 
 def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -199,7 +186,7 @@ def gradients(
         assert tokens is not None
         several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
         targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
-    factor = _row_factor(hidden, options)  # what a tile of logits is recomputed from
+    factor = hidden  # what a tile of logits is recomputed from
     if low_rank is not None:
         low_inputs = low_rank.inputs.to(options.compute_dtype)
         if known is None:
@@ -246,8 +233,7 @@ def gradients(
         pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
         vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
     for first, last in vocab_spans:
-        weight_tile = factor_tile = _tile_factor(weight[first:last], options)
-        weight_planes = weight_tile.split(hidden.shape[1], dim=1)[:GRADIENT_PLANES]
+        weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
         parts = len(token_spans)
         weight_total = _WeightTotal(
             grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
@@ -262,22 +248,18 @@ def gradients(
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
             tile = tile_gradient(factor_tile, first, start, stop)
-            if bias_total is not None:
-                bias_total += gemm.column_sums(tile)
-            tile_planes: tuple[Tensor, ...] = (tile,)
-            if options.planes:
-                tile_planes = kernels.planes(tile, GRADIENT_PLANES).chunk(GRADIENT_PLANES, dim=1)
             if grad_hidden is not None:
-                gemm.accumulate_planes(grad_hidden[start:stop], tile_planes, weight_planes)
+                gemm.accumulate(grad_hidden[start:stop], tile, weight_tile)
             if low_rank is not None and grad_inputs is not None:
                 gemm.accumulate(grad_inputs[start:stop], tile, low_tile)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            for plane in tile_planes:
-                weight_total.add(plane, hidden[start:stop])
+            weight_total.add(tile, hidden[start:stop])
             if low_rank is not None:
                 low_total.add(tile, low_inputs[start:stop])
-            del tile, tile_planes
+            if bias_total is not None:
+                bias_total += gemm.column_sums(tile)
+            del tile
         weight_total.store()
         low_total.store()
         if grad_bias is not None and bias_total is not None:
