@@ -212,7 +212,7 @@ def _home(name: str, lowest: tuple[int, int] = LOWEST) -> Any:
     return importlib.import_module(name)
 
 
-def _find_kernel() -> Any:
+def _find_cross_entropy() -> Any:
     home = _home(KERNEL)
     class_with(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
     return home.linear_cross_entropy
@@ -230,7 +230,7 @@ def _find_engine() -> Any:
 
 
 _PATCHES = (
-    GlobalPatch(linear_cross_entropy, _find_kernel, modules=("verl",)),
+    GlobalPatch(linear_cross_entropy, _find_cross_entropy, modules=("verl",)),
     MethodPatch(fused_linear_for_ppo, _find_torch),
 )
 _INPUTS = MethodPatch(inputs_with_teacher, _find_engine, "prepare_model_inputs")
