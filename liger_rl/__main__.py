@@ -72,7 +72,7 @@ def _hardware(device: torch.device) -> str:
 
 def _epilogue(device: torch.device) -> str:
     lacks = "a GPU" if device.type == "cpu" else devices.gpu_lacks(devices.gpu_of(device))
-    return "yes" if lacks is None else f"no, needs {lacks}"
+    return f"no, needs {lacks}" if lacks else f"yes, the {devices.family_of(device).name} family"
 
 
 def _kernels(device: torch.device) -> str:
