@@ -183,7 +183,8 @@ def family_of_gpu(gpu: Gpu) -> Family:
     if gpu.amd:
         return PORTABLE_AMD
     if gpu.capability[0] == BLACKWELL[0]:
-        return PORTABLE[-1]  # what it multiplies and what it loads share its memory
+        # What it multiplies and what it loads share its memory, and halves of a tile lie on different threads.
+        return PORTABLE[-1]._replace(parts=1)
     return next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
 
 

@@ -31,7 +31,7 @@ def use(family, monkeypatch):
     [
         (HOPPER, None, TMA),
         (HOPPER, "portable", PORTABLE[0]),
-        (HOPPER._replace(capability=(10, 0), triton=(3, 4)), None, PORTABLE[2]),
+        (HOPPER._replace(capability=(10, 0), triton=(3, 4)), None, PORTABLE[2]._replace(parts=1)),
         (A100, None, PORTABLE[1]),
         (ADA, None, PORTABLE[2]),
         (ADA, "portable", PORTABLE[2]),
