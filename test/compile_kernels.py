@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that need not be there: `python test/compile_kernels.py --all`, or with targets.
 
-Without --all, one variant of most kernels for each target but Hopper. What is compiled for a target is what
+Without --all, one variant of most kernels for each target, and more for Hopper. What is compiled for a target is what
 `liger_rl.kernels.devices` lets its GPUs run. It has to fit their shared memory, and to spill few registers. The
 interpreter accepts what the compiler refuses (a variable that changes its type in a loop, say). So the functions that
 launch kernels are called as they are, on CPU tensors, with a driver that only knows its target and launches that
@@ -327,8 +327,7 @@ class Compiler:
 
     def compile_for(self, name: str) -> None:
         self.driver.name, target = name, TARGETS[name]
-        whole = self.everything or name == "sm90"
-        cases = tuple(itertools.product(TRANSFORMS, (False, True))) if whole else OFF_AND_ON[::-1]
+        cases = tuple(itertools.product(TRANSFORMS, (False, True))) if self.everything else OFF_AND_ON[::-1]
         if devices.gpu_lacks(target.gpu) is not None:
             raise SystemExit(f"the products of our own are kept from {name}")
         for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
