@@ -64,7 +64,11 @@ def test_several_targets(case: HeadCase) -> None:
     check_gradients(
         call.gradients(outputs, [g for n, g in zip(NAMES, given, strict=True) if n in names]), expected, call
     )
-    same("the largest as targets", call_again(case, out.topk_ids).logps, out.topk_logps, case)
+    again = call_again(case, out.topk_ids).logps
+    if oracle.CUDA:  # where listed logits are sums in another order than those of tiles
+        within("the largest as targets", again, expected.values["topk_logps"], expected.budgets["topk_logps"], case)
+    else:
+        same("the largest as targets", again, out.topk_logps, case)
 
 
 NAMES = ("logps", "entropy", "lse")
