@@ -41,10 +41,10 @@ from liger_rl.kernels.tile_epilogues import (
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
-# V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads then
-# run under this tile's epilogue (1.07, 1.19 and 1.30 x without). The gradient's kernel: 1.09 x at H = 4096 and 1.15 x
-# at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in halves,
-# 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
+# V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
+# then run under this tile's epilogue (1.07, 1.19 and 1.30 x without). The gradient's kernel: 1.09 x at H = 4096 and
+# 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
+# halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
 WARPS = 8
