@@ -18,7 +18,6 @@ from liger_rl.head.divergence import (
 )
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY
-from liger_rl.kernels.transform import LogitTransform
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,14 +32,11 @@ def linear_divergence(
     teacher_weight: Tensor,
     *,
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
-    beta: float = BETA,
     mask: Tensor | None = None,
     targets: Tensor | None = None,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    teacher_transform: LogitTransform = IDENTITY,
     low_rank: Sequence[LowRank] = (),
-    vocab: int | None = None,
     token_weights: Tensor | None = None,
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[DivergenceKeywords]",
@@ -71,17 +67,13 @@ def linear_divergence(
             compute_dtype).
         teacher_hidden: (B, T, H') or (N, H') for the same tokens; H' need not be H, and its dtype may be another.
         teacher_weight: (V, H'), as weight is to hidden. With `vocab`, its number of rows may be another.
-        kind, beta: which divergence; beta in [0, 1] is the teacher's share in the mixture of a "jsd", and must be left
-            alone with the others.
+        kind: which divergence.
         mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
             raise, but count as 1 with fixed_shape.
         targets: (B, T) or (N,) integer token ids in [0, V), whose log-probabilities are returned beside; a negative one
             masks its token, its divergence included. With fixed_shape so does one outside the vocabulary.
         bias, teacher_bias: (V,) and (V',), added to the head's output before the transform; of its dtype, or float32.
-        teacher_transform: temperature, softcap and scale of the teacher's logits; `transform` is the student's alone.
         low_rank: terms of the student's head, as in `linear_logprobs`; adapters, say.
-        vocab: entries of the vocabulary that count: both distributions are over the first so many rows of their
-            weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many rows.
         token_weights: (B, T) or (N,), float32, bfloat16 or float16, no gradient: each token's factor in a loss that is
             sum(token_weights * divergence), `1 / mask.sum()` of a mean, say. Its gradients are then made in the
             forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. It takes a chunk
@@ -91,7 +83,11 @@ def linear_divergence(
             teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
             none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
             first call with a weight, so both should be the same objects from call to call. Not with token_weights.
-        options: fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
+        options: `beta` (0.5), in [0, 1], the teacher's share in the mixture of a "jsd", which the other kinds have not.
+            `teacher_transform`, temperature, softcap and scale of the teacher's logits; `transform` is the student's.
+            `vocab`, the entries of the vocabulary that count: both distributions are over the first so many rows of
+            their weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many
+            rows. And fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
             chunk_vocab and fixed_shape. With `grad_tolerance` parts of a token and a tile of vocabulary entries that
             are negligible together leave the backward, on every device; the error of dL/dlogits is at most so much of
             it in the Frobenius norm, and docs/distillation.md says where it is 0 all the same. `gather` is called for
@@ -112,6 +108,8 @@ def linear_divergence(
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
     check_not_compiling()
+    measure = measure_of(kind, options.pop("beta", BETA))
+    teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
     return divergence_of(
         DivergenceCall(
             hidden=hidden,
@@ -122,7 +120,7 @@ def linear_divergence(
             teacher_weight=teacher_weight,
             teacher_bias=teacher_bias,
             teacher_transform=teacher_transform,
-            measure=measure_of(kind, beta),
+            measure=measure,
             mask=mask,
             targets=targets,
             vocab=vocab,

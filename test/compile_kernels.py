@@ -51,6 +51,7 @@ from liger_rl.kernels.statistics import (
     EXTRAS,
     BlockPlan,
     Fold,
+    LeftOut,
     TileBounds,
     TileStatistics,
     TokenGradients,
@@ -143,7 +144,7 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         mask = None if entropy else torch.ones(3, 4, dtype=torch.bool)
         found = compiled.fold_rows(logits, targets, mask, transform, entropy=entropy)
         upstream = (ones(12), ones(12) if entropy else None)
-        compiled.grad_rows(logits, targets, mask, transform, found, *upstream, torch.empty_like(logits), add=entropy)
+        compiled.grad_rows(logits, targets, mask, transform, found, upstream, torch.empty_like(logits), add=entropy)
         compiled.select(targets, mask, V, None if mask is None else ones(3, 1))
 
 
@@ -182,7 +183,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     index = torch.arange(N) if entropy else None
     drawn = left_out_blocks_triton.draw(index, targets, statistics(entropy), tokens)
     drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
-    shares = left_out_blocks_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
+    shares = left_out_blocks_triton.tile_shares(drawn, hidden, weight, bias, transform, torch.bfloat16)
     known = known._replace(share_squares=shares.squares)
     ranking = bounds_triton.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
@@ -190,18 +191,18 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     keep = left_out_blocks_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
     left_out_blocks_triton.count(keep, order.int())
     given = (known, statistics(entropy), tokens, targets, order, keep, transform)
-    left_out_blocks_triton.left_out_sums(*given, V, torch.bfloat16)
+    left_out_blocks_triton.left_out_sums(*given, torch.bfloat16)
     keep, counts, kept = (
         torch.ones(row_blocks, TILES, dtype=torch.bool),
         torch.full((TILES,), row_blocks),
         row_blocks * TILES,
     )
     counted = torch.cat([torch.tensor([N]), counts, counts])
-    given = (hidden, weight, bias, targets, tokens)
-    begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES)
+    inputs = blocks_triton.BlockInputs(hidden, weight, bias, targets, tokens, transform)
+    begun = blocks_triton.begin(inputs, keep, counted, 1 << 20, TILES)
     plan = BlockPlan(keep, counted, counts, kept, N)
-    left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.entries, ones(N, H), transform, needs)
+    left_out = LeftOut(ones(N, TILES, dtype=torch.bfloat16), shares.entries, ones(N, H))
+    blocks_triton.grad_blocks(begun, inputs, plan, left_out, (True, entropy))
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -209,7 +210,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
     wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    given = {"rows": V, "first": 0, "vocab": V, "keep_single": entropy}
+    given = {"part": support_triton.Rows(V, 0, V), "keep_single": entropy}
     slots = support_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
@@ -224,10 +225,10 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     )
     support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
     support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))
-    by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids)
+    by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
-        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, by_id=segments is by_id, add=add)
+        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
 
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:

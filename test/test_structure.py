@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import liger_rl
 
 PACKAGE = Path(liger_rl.__file__).parent
+FUNCTIONS_AND_CLASSES = [name for name in liger_rl.__all__ if callable(getattr(liger_rl, name))]
 FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
@@ -58,6 +60,20 @@ TRITON = {
     },
     "policy": {"fused_triton"},
 }  # fmt: skip
+# Parameters of a function, without self, cls, ctx and the keywords behind `**`.
+MOST_PUBLIC, MOST_INTERNAL = 12, 8
+# Functions that stand in for another library's, and have its parameters.
+MIRRORS = {
+    "integrations.liger": {"FusedLinearGRPOLoss.__init__", "FusedLinearGRPOLoss.forward"},
+    "integrations.megatron": {"fused_output"},
+    "integrations.nemo_rl": {"from_parallel_hidden_states_to_logprobs"},
+    "integrations.openrlhf": {"_forward"},
+    "integrations.skyrl": {"fused_lm_head_logprob_apply"},
+    "integrations.trl": {"apply"},
+    "integrations.trl_divergence": {"apply"},
+}
+# A product's operands and what its epilogue is to do with them, which go to the kernel as they are.
+LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 
@@ -219,6 +235,34 @@ def test_words(rooms, forbidden):
     assert trees
     found = {(m, name) for m, tree in trees.items() for name in identifiers(tree) if words(name) & forbidden}
     assert not found
+
+
+def host_functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function but those that Triton compiles, by its name within classes and functions."""
+    for node in ast.iter_child_nodes(tree):
+        name = f"{inside}{getattr(node, 'name', '')}"
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(each) for each in node.decorator_list):
+            yield name, node
+        nested = isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        yield from host_functions(node, f"{name}." if nested else inside)
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg]))]
+    return len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
+
+
+def test_signatures_are_short():
+    public = {name: vars(liger_rl)[name].__module__.removeprefix("liger_rl.") for name in FUNCTIONS_AND_CLASSES}
+    found = []
+    for module, tree in MODULES.items():
+        for name, function in host_functions(tree):
+            is_public = public.get(name.split(".")[0]) == module
+            if parameters(function) > (MOST_PUBLIC if is_public else MOST_INTERNAL):
+                found.append((module, name))
+    excepted = [(module, name) for module, names in (MIRRORS | LONG).items() for name in names]
+    assert sorted(found) == sorted(excepted)  # an exception that is none any more goes
 
 
 def test_public_names_are_documented():

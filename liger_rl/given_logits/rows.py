@@ -74,9 +74,8 @@ def grad_rows(
     else:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels = for_device(logits.device)
-    kernels.grad_rows(
-        _with_rows(logits), targets, mask, options.transform, statistics, grad_logps.float(), grad_entropy, out, add=add
-    )
+    grads = grad_logps.float(), grad_entropy
+    kernels.grad_rows(_with_rows(logits), targets, mask, options.transform, statistics, grads, out, add=add)
     if options.in_place:
         # Counted as a write, so that a second backward, or anyone else who saved the logits, is told.
         torch.autograd.graph.increment_version(logits)

@@ -13,7 +13,7 @@ from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import check_temperatures, improper_temperatures, live_tokens
 from liger_rl.kernels.eager import transformed
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.support import Slots
+from liger_rl.kernels.support import Rows, Slots
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
 
@@ -39,7 +39,7 @@ def support_logprobs(
     ids = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     slots = kernels_for(logits.device).make_slots(
         support.token_ids, support.offsets, ids.reshape(-1), None if mask is None else mask.reshape(-1),
-        rows=vocab, first=0, vocab=vocab, keep_single=False,
+        part=Rows(vocab, 0, vocab), keep_single=False,
     )  # fmt: skip
     empty = 0
     if not options.fixed_shape:

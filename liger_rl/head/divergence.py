@@ -52,7 +52,7 @@ class Divergence(NamedTuple):
     """(): sum of token_weights * divergence, differentiable, and then nothing else is; None without token_weights."""
 
 
-class DivergenceKeywords(TypedDict, total=False):
+class PairKeywords(TypedDict, total=False):
     """The fields of `HeadOptions` that two heads have, as keywords of a function."""
 
     transform: LogitTransform
@@ -63,6 +63,14 @@ class DivergenceKeywords(TypedDict, total=False):
     chunk_tokens: int | None
     chunk_vocab: int | None
     fixed_shape: bool
+
+
+class DivergenceKeywords(PairKeywords, total=False):
+    """These, and what else of `linear_divergence` is no tensor."""
+
+    beta: float
+    teacher_transform: LogitTransform
+    vocab: int | None
 
 
 KNOWN = tuple(DivergenceKeywords.__annotations__)
@@ -87,7 +95,7 @@ def check_not_compiling(what: str = "linear_divergence") -> None:
         )
 
 
-def divergence_options(function: str, keywords: DivergenceKeywords) -> HeadOptions:
+def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
     """HeadOptions(**keywords); a TypeError that names `function` for one that two heads do not have."""
     for name in keywords:
         if name in WITHOUT:

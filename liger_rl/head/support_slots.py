@@ -58,7 +58,7 @@ class SlotsById:
     def __init__(self, slots: Slots) -> None:
         ids, self.order = torch.sort(slots.ids, stable=True)
         rows = torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device)
-        self.segments = Segments(torch.searchsorted(ids, rows), ids)
+        self.segments = Segments(torch.searchsorted(ids, rows), ids, by_id=True)
         self.tokens = slots.tokens[self.order]  # (S,) int32
 
 

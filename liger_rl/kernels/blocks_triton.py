@@ -17,7 +17,7 @@ from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.epilogue import device_programs, tile_logits
 from liger_rl.kernels.matrix_triton import load, matrix, store
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, LeftOut, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -203,12 +203,31 @@ class LeftOutGradients(NamedTuple):
     bias: Tensor | None  # (tiles or more,), as well
 
     @classmethod
-    def of(
-        cls, left_out: Tensor, hidden: Tensor, from_left_out: Tensor | None, needs: tuple[bool, bool]
-    ) -> "LeftOutGradients":
-        """Of sums (n, tiles or more) and hidden (n, H); `from_left_out` is hidden's, `needs` for weight and bias."""
-        weight = gemm.matmul(left_out.T, hidden) if needs[0] else None
-        return cls(from_left_out, weight, gemm.column_sums(left_out) if needs[1] else None)
+    def of(cls, left_out: LeftOut, hidden: Tensor, needs: tuple[bool, bool]) -> "LeftOutGradients":
+        """Of the first tokens, those of hidden (n, H); `needs` for weight and bias."""
+        n = hidden.shape[0]
+        sums, by_row = left_out.sums[:n], None if left_out.hidden is None else left_out.hidden[:n]
+        weight = gemm.matmul(sums.T, hidden) if needs[0] else None
+        return cls(by_row, weight, gemm.column_sums(sums) if needs[1] else None)
+
+
+class BlockInputs(NamedTuple):
+    """What blocks of a gradient are computed from, with the tokens in the order of the blocks."""
+
+    hidden: Tensor  # (n, H) in the compute dtype
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (n,)
+    tokens: TokenGradients  # (n,) each
+    transform: LogitTransform
+
+
+class Span(NamedTuple):
+    """Tiles `first` to `last`, and how many blocks are kept of them."""
+
+    first: int
+    last: int
+    kept: int
 
 
 class Begun(NamedTuple):
@@ -220,14 +239,9 @@ class Begun(NamedTuple):
 
 
 def begin(
-    hidden: Tensor,  # (n, H) in the compute dtype
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (n,)
-    tokens: TokenGradients,  # (n,) each
+    inputs: BlockInputs,
     keep: Tensor,  # (row blocks, tiles) bool, see `BlockPlan`
     counted: Tensor,  # as `left_out_blocks_triton.count` gives it
-    transform: LogitTransform,
     workspace: int,  # bytes of blocks at a time
     most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
 ) -> Begun:
@@ -235,59 +249,50 @@ def begin(
 
     The device need not wait for a host that waits for it.
     """
-    rows, tiles = keep.shape
+    (rows, tiles), hidden = keep.shape, inputs.hidden
     # At least those of a tile, which is never split.
     room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)
     buffer = torch.empty(room * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=hidden.device)
     with on(hidden.device):
         lists = BlockLists.of(keep, 0, rows * tiles)
         if rows:
-            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform)
+            _store_blocks(buffer, lists, most_of_row, inputs, counted)
     return Begun(lists, buffer, most_of_row)
 
 
 def grad_blocks(
     begun: Begun,  # as `begin` gave it
-    hidden: Tensor,  # (n, H) in the compute dtype
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (n,)
-    tokens: TokenGradients,  # (n,) each
+    inputs: BlockInputs,
     plan: BlockPlan,
-    left_out: Tensor,  # (n, tiles or more) sums of what is left out of dL/dlogits, in the compute dtype
-    shares: Tensor,  # (V,) float32, of these, of a tile's vocabulary entries
-    from_left_out: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
-    transform: LogitTransform,
+    left_out: LeftOut,  # whose gradient of the hidden states is overwritten
     needs: tuple[bool, bool],  # for weight and bias
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, of the plan's blocks and all else."""
+    hidden, weight, bias = inputs[:3]
     spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
     start = grad_weight = grad_bias = None
     with on(hidden.device):
-        for first, last, total in spans:
-            span = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
+        for span in spans:
+            first, last, total = span
+            lists = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
             if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
-                _store_blocks(
-                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform
-                )
+                _store_blocks(begun.buffer, lists, last - first, inputs, plan.counted)
             if start is None:
                 # What the rest hold must meet no product, not even with zeros.
                 rows = hidden[: plan.wanted]
-                by_row = None if from_left_out is None else from_left_out[: plan.wanted]
-                wanted = needs[0], needs[1] and bias is not None
-                start = LeftOutGradients.of(left_out[: plan.wanted], rows, by_row, wanted)
+                start = LeftOutGradients.of(left_out, rows, (needs[0], needs[1] and bias is not None))
                 if start.weight is not None:
                     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
-            _store_sums(start, shares, grad_weight, begun.buffer, span, total, rows, weight, first)
+            _store_sums(start, left_out.shares, grad_weight, begun.buffer, lists, span, rows, weight)
             if grad_bias is not None:
                 _bias_kernel[(last - first,)](
                     begun.buffer,
                     grad_bias,
                     start.bias,
-                    shares,
-                    span,
+                    left_out.shares,
+                    lists,
                     first,
                     weight.shape[0],
                     BLOCK_TOKENS,
@@ -297,39 +302,29 @@ def grad_blocks(
     return start.hidden, grad_weight, grad_bias
 
 
-def _spans(plan: BlockPlan, room: int) -> list[tuple[int, int, int]]:
-    """Runs of tiles with at most so many blocks, at least one tile each: (first, last, blocks)."""
+def _spans(plan: BlockPlan, room: int) -> list[Span]:
+    """Runs of tiles with at most so many blocks, at least one tile each."""
     if plan.kept <= room:
-        return [(0, plan.counts.numel(), plan.kept)]
+        return [Span(0, plan.counts.numel(), plan.kept)]
     counts = plan.counts.tolist()
     spans, first, held = [], 0, 0
     for tile, count in enumerate(counts):
         if tile > first and held + count > room:
-            spans.append((first, tile, held))
+            spans.append(Span(first, tile, held))
             first, held = tile, 0
         held += count
-    return [*spans, (first, len(counts), held)]
+    return [*spans, Span(first, len(counts), held)]
 
 
-def _store_blocks(
-    buffer: Tensor,
-    span: BlockLists,
-    most_of_row: int,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
-    counted: Tensor,
-    transform: LogitTransform,
-) -> None:
+def _store_blocks(buffer: Tensor, lists: BlockLists, most_of_row: int, inputs: BlockInputs, counted: Tensor) -> None:
+    hidden, weight, bias, targets, tokens, transform = inputs
     programs, family = device_programs(hidden.device), family_of(hidden.device)
     _blocks_kernel[(programs,)](
         matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
         matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
         matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
-        span,
-        span.tile_end.numel(),
+        lists,
+        lists.tile_end.numel(),
         buffer.shape[0] // BLOCK_TOKENS,
         most_of_row,
         counted,
@@ -354,18 +349,17 @@ def _store_sums(
     shares: Tensor,
     grad_weight: Tensor | None,
     buffer: Tensor,
-    span: BlockLists,
-    total: int,
+    lists: BlockLists,
+    span: Span,
     hidden: Tensor,
     weight: Tensor,
-    first: int,
 ) -> None:
     """Both gradients in one launch: rows are few and long, tiles many and short, and fill what the rows leave idle."""
     size = weight.shape[1]
     row_items = 0
-    if start.hidden is not None and total:
+    if start.hidden is not None and span.kept:
         row_items = triton.cdiv(size, HIDDEN_COLUMNS) * triton.cdiv(hidden.shape[0], BLOCK_TOKENS)
-    tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
+    tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * lists.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
     family = family_of(hidden.device)
@@ -382,8 +376,8 @@ def _store_sums(
         matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma),
         start.weight,
         shares,
-        span,
-        first,
+        lists,
+        span.first,
         weight.shape[0],
         size,
         HIDDEN=start.hidden is not None,

@@ -43,13 +43,12 @@ def grad_rows(
     mask: Tensor | None,
     transform: LogitTransform,
     statistics: TokenStatistics,  # of fold_rows
-    grad_logps: Tensor,  # (tokens,) float32
-    grad_entropy: Tensor | None,  # (tokens,) float32
+    grads: tuple[Tensor, Tensor | None],  # (tokens,) float32, of log-probabilities and entropies
     out: Tensor,  # like the logits, whose memory it may have: every row is written, 0 without a gradient
     *,
     add: bool,  # to what `out` holds
 ) -> None:
-    flat_targets = targets.flatten().long()
+    (grad_logps, grad_entropy), flat_targets = grads, targets.flatten().long()
     wanted = grad_logps != 0 if grad_entropy is None else (grad_logps != 0) | (grad_entropy != 0)
     wanted = wanted & _counted(logits, targets, mask)
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)

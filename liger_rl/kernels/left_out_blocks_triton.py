@@ -254,7 +254,6 @@ def left_out_sums(
     order: Tensor,  # (n,) permutation of the tokens
     keep: Tensor,  # (row blocks, tiles) bool, contiguous, of blocks of BLOCK_TOKENS of these
     transform: LogitTransform,
-    vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """(n, padded tiles) sums of dL/dx over each tile of the vocabulary, 0 in blocks that are kept.
@@ -262,7 +261,7 @@ def left_out_sums(
     Rows of tokens without a gradient mean nothing.
     """
     tiles, n = known.codes.shape
-    width = padded_tiles(vocab)
+    width = padded_tiles(tiles * BLOCK_VOCAB)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
     with on(targets.device):
         _left_out_kernel[(triton.cdiv(n, LEFT_OUT_TOKENS), triton.cdiv(width, LEFT_OUT_TILES))](
@@ -294,8 +293,13 @@ class Drawn(NamedTuple):
     counts: Tensor  # float32, what a probability of theirs counts
 
 
-def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tokens: TokenGradients) -> Drawn:
-    """Of one token at least, as `tile_shares` says."""
+def draw(
+    index: Tensor | None,  # (n,) of the tokens among all hidden states, None for all
+    targets: Tensor,  # (n,), of one token at least
+    statistics: TokenStatistics,  # (n,) each
+    tokens: TokenGradients,  # (n,) each
+) -> Drawn:
+    """As `tile_shares` says."""
     numbers = partial(torch.empty, SAMPLES, device=targets.device)
     drawn = Drawn(*(numbers(dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64, torch.float32)))
     with on(targets.device):
@@ -313,10 +317,20 @@ def draw(index: Tensor | None, targets: Tensor, statistics: TokenStatistics, tok
     return drawn
 
 
-def shares_by(
-    drawn: Drawn, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype
+def tile_shares(
+    drawn: Drawn,
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H), whose last dimension is contiguous; it is read twice
+    bias: Tensor | None,  # (V,)
+    transform: LogitTransform,
+    dtype: torch.dtype,
 ) -> TileShares:
-    """In two reads of the weight, whose last dimension is contiguous."""
+    """How a tile's vocabulary entries share what is left out of it: as they share its mass for SAMPLES of the tokens.
+
+    Vocabulary entries that are improbable for most tokens are so in much the same proportions for all of them. A token
+    is drawn by the gradient that it has beside its target, of which the left-out sums are parts, and counts by its
+    probabilities beside its target. Where none of these has a probability in a tile, its entries have no share.
+    """
     assert weight.stride(1) == 1
     vocab, size = weight.shape
     tiles = padded_tiles(vocab)
@@ -349,23 +363,3 @@ def shares_by(
             COLUMNS=WEIGHED_COLUMNS,
         )
     return TileShares(entries, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
-
-
-def tile_shares(
-    hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (n,) of the tokens in it, None for all
-    targets: Tensor,  # (n,), of one token at least
-    statistics: TokenStatistics,  # (n,) each
-    tokens: TokenGradients,  # (n,) each
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    transform: LogitTransform,
-    dtype: torch.dtype,
-) -> TileShares:
-    """How a tile's vocabulary entries share what is left out of it: as they share its mass for SAMPLES of the tokens.
-
-    Vocabulary entries that are improbable for most tokens are so in much the same proportions for all of them. A token
-    is drawn by the gradient that it has beside its target, of which the left-out sums are parts, and counts by its
-    probabilities beside its target. Where none of these has a probability in a tile, its entries have no share.
-    """
-    return shares_by(draw(index, targets, statistics, tokens), hidden, weight, bias, transform, dtype)

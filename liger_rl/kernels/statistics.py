@@ -202,6 +202,14 @@ class BlockPlan(NamedTuple):
         return self.kept / max(self.row_blocks * self.counts.numel(), 1)
 
 
+class LeftOut(NamedTuple):
+    """What takes the place of the blocks that are not computed."""
+
+    sums: Tensor  # (n, tiles or more) of dL/dx, in the dtype of products
+    shares: Tensor  # (V,) float32, of these, of a tile's vocabulary entries
+    hidden: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
+
+
 class TokenGradients(NamedTuple):
     """What the gradient of a tile of logits needs of each token, float32.
 

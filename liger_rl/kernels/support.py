@@ -32,6 +32,14 @@ LONG_ROW = 512  # a token with more slots is LONG_ROWS: its sums may be split
 GATHERED = 1 << 21  # numbers of gathered rows at a time: 8 MiB in float32
 
 
+class Rows(NamedTuple):
+    """Which part of the vocabulary a weight's rows are."""
+
+    number: int  # V'
+    first: int  # vocabulary id of the first row
+    vocab: int  # V of all shards together
+
+
 class Slots(NamedTuple):
     """Where logits are wanted. Token t has the slots starts[t] to starts[t + 1]: its target, then its row's other ids.
 
@@ -74,6 +82,8 @@ class Segments(NamedTuple):
 
     starts: Tensor  # (M + 1,) int64
     of_position: Tensor  # (S,) integers: the segment of each position; M or more belongs to none
+    by_id: bool = False  # those of ids, most of them empty, in place of tokens'
+    all_short: bool = False  # none is longer than LONG_ROW; of tokens' segments alone
 
     @property
     def number(self) -> int:
@@ -87,15 +97,13 @@ def make_slots(
     mask: Tensor | None,  # (N,) bool or 0/1: tokens that count, None for all
     wanted: Tensor | None = None,  # (N,) or (B,), as the mask: which of them are wanted
     *,
-    rows: int,  # of the weight
-    first: int,  # vocabulary id of its first row
-    vocab: int,
+    part: Rows,
     keep_single: bool,  # the one logit of a SINGLE row is wanted, too
 ) -> Slots:
     """Nothing here trusts the values of the support: what is wrong with them is in `numbers`."""
-    n, pairs, device = targets.numel(), token_ids.numel(), targets.device
+    (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
-        return no_slots(pairs, rows, first, device)
+        return no_slots(pairs, part, device)
     ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
     raw, positions, all_tokens = offsets.long(), torch.arange(pairs, device=device), torch.arange(n, device=device)
     begin = raw[:-1].clamp(0, pairs)
@@ -139,7 +147,7 @@ def make_slots(
     return Slots(ids, tokens, starts, kinds, missing, torch.stack([each.sum() for each in numbers]), rows, first)
 
 
-def no_slots(pairs: int, rows: int, first: int, device: torch.device) -> Slots:
+def no_slots(pairs: int, part: Rows, device: torch.device) -> Slots:
     """Those of no token."""
 
     def empty(dtype: torch.dtype) -> Tensor:
@@ -149,7 +157,7 @@ def no_slots(pairs: int, rows: int, first: int, device: torch.device) -> Slots:
     numbers[BAD_ENDS] = pairs
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     ids, kinds = empty(torch.int32), empty(torch.uint8)
-    return Slots(ids, ids, starts, kinds, empty(torch.bool), numbers.to(device), rows, first)
+    return Slots(ids, ids, starts, kinds, empty(torch.bool), numbers.to(device), part.number, part.first)
 
 
 def _repeated(keys: Tensor) -> Tensor:
@@ -315,9 +323,7 @@ def segment_sums(
     table: Tensor,  # (T, K) any float dtype
     out: Tensor,  # (M, K) any float dtype
     *,
-    by_id: bool,  # the segments are those of ids, most of them empty
     add: bool = False,
-    all_short: bool = False,  # none is longer than LONG_ROW; of tokens' segments alone
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 

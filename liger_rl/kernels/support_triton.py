@@ -34,6 +34,7 @@ from liger_rl.kernels.support import (
     SEVERAL,
     SINGLE,
     Factors,
+    Rows,
     Segments,
     Slots,
     no_slots,
@@ -237,15 +238,13 @@ def make_slots(
     mask: Tensor | None,
     wanted: Tensor | None = None,
     *,
-    rows: int,
-    first: int,
-    vocab: int,
+    part: Rows,
     keep_single: bool,
 ) -> Slots:
     """As `support.make_slots`, comparing each id with those before it in its row."""
-    n, pairs, device = targets.numel(), token_ids.numel(), targets.device
+    (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
-        return no_slots(pairs, rows, first, device)
+        return no_slots(pairs, part, device)
     # Values that fit no CSR leave slots unwritten.
     ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
     # Not views of one tensor: Triton compiles another kernel for addresses that are no multiples of 16 bytes.
@@ -836,16 +835,14 @@ def segment_sums(
     table: Tensor,
     out: Tensor,
     *,
-    by_id: bool,
     add: bool = False,
-    all_short: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
     if launch is None:
-        launch = (ADDED_BY_ID if add else BY_ID) if by_id else BY_TOKEN
+        launch = (ADDED_BY_ID if add else BY_ID) if segments.by_id else BY_TOKEN
     positions, columns = coefficients.numel(), table.shape[1]
     if segments.number == 0 or columns == 0:
         return
@@ -856,7 +853,7 @@ def segment_sums(
     slabs = _cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
-        if not all_short:
+        if not segments.all_short:
             partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
             _pieces_kernel[(pieces, slabs)](
                 *common,

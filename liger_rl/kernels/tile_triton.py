@@ -5,6 +5,8 @@ formulas are those of `liger_rl.kernels.eager` and `liger_rl.kernels.given_logit
 limited to 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -265,7 +267,7 @@ def grad(
     out: Tensor,
 ) -> None:
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
-    _launch_grad(logits, targets, None, bias, first, transform, None, tokens, out, add=False)
+    _launch_grad(logits, targets, transform, tokens, out, first, bias)
 
 
 def grad_rows(
@@ -274,8 +276,7 @@ def grad_rows(
     mask: Tensor | None,
     transform: LogitTransform,
     statistics: TokenStatistics,
-    grad_logps: Tensor,
-    grad_entropy: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
     out: Tensor,
     *,
     add: bool,
@@ -285,34 +286,43 @@ def grad_rows(
         if not add:
             out.zero_()
         return
+    grad_logps, grad_entropy = grads
     entropy = None if grad_entropy is None else statistics.entropy
     # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
     tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    _launch_grad(logits, targets, mask, None, 0, transform, statistics.logps, tokens, out, add=add)
+    _launch_grad(logits, targets, transform, tokens, out, rows=GivenRows(mask, statistics.logps, add))
+
+
+class GivenRows(NamedTuple):
+    """What rows of given logits have and a tile has not."""
+
+    mask: Tensor | None = None
+    logps: Tensor | None = None
+    add: bool = False
+
+
+A_TILE = GivenRows()
 
 
 def _launch_grad(
     logits: Tensor,
     targets: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    first: int,
     transform: LogitTransform,
-    logps: Tensor | None,
     tokens: TokenGradients,
     out: Tensor,
-    *,
-    add: bool,
+    first: int = 0,
+    bias: Tensor | None = None,
+    rows: GivenRows = A_TILE,
 ) -> None:
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
-    rows, columns = logits.shape[:-1].numel(), logits.shape[-1]
-    if rows == 0:
+    (mask, logps, add), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
+    if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
     block = min(BLOCK, triton.next_power_of_2(columns))
     with on(logits.device):
-        _grad_kernel[(rows, triton.cdiv(columns, block))](
+        _grad_kernel[(count, triton.cdiv(columns, block))](
             logits,
             *strides,
             out,

@@ -25,6 +25,7 @@ from liger_rl.kernels.statistics import (
     MOMENT_SCALE,
     SAMPLES,
     BlockPlan,
+    LeftOut,
     TileBounds,
     TileShares,
     TileStatistics,
@@ -261,7 +262,6 @@ def left_out_sums(
     order: Tensor,  # (n,) permutation of the tokens
     keep: Tensor,  # (row blocks, tiles) bool, of blocks of BLOCK_TOKENS of these
     transform: LogitTransform,
-    vocab: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """(n, padded tiles) sums of dL/dx over each tile of the vocabulary, 0 in blocks that are kept.
@@ -276,7 +276,7 @@ def left_out_sums(
     sums.scatter_(0, target_tile, sums.gather(0, target_tile) + at_target[order])
     kept_rows = keep.T.repeat_interleave(BLOCK_TOKENS, 1)[:, : order.numel()]
     sums.mul_(transform.scale / transform.temperature).masked_fill_(kept_rows, 0.0)
-    return torch.nn.functional.pad(sums.T.to(dtype), (0, padded_tiles(vocab) - sums.shape[0]))
+    return torch.nn.functional.pad(sums.T.to(dtype), (0, -sums.shape[0] % TILE_MULTIPLE))
 
 
 def tile_shares(
@@ -331,19 +331,14 @@ def drawn_tokens(tokens: TokenGradients) -> Tensor:
 
 def grad_blocks(
     begun: object,  # of Triton's, whose place this takes: not looked at
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: TokenGradients,
+    inputs: tuple,  # `blocks_triton.BlockInputs`
     plan: BlockPlan,
-    left_out: Tensor,
-    shares: Tensor,
-    from_left_out: Tensor | None,
-    transform: LogitTransform,
+    given: LeftOut,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `blocks_triton.grad_blocks`, from the kept rows of one tile at a time."""
+    hidden, weight, bias, targets, tokens, transform = inputs
+    left_out, shares, from_left_out = given
     wanted = slice(plan.wanted)
     hidden, targets, tokens, left_out = hidden[wanted], targets[wanted], tokens.take(wanted), left_out[wanted]
     grad_hidden = None if from_left_out is None else from_left_out[wanted]

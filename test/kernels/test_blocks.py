@@ -25,6 +25,7 @@ from liger_rl.kernels.statistics import (
     SAMPLES,
     BlockPlan,
     Fold,
+    LeftOut,
     TileBounds,
     TileShares,
     TileStatistics,
@@ -42,8 +43,8 @@ PLAIN, COOL, CAPPED = LogitTransform(), LogitTransform(temperature=0.7), LogitTr
 BOTH = pytest.mark.parametrize("kernels", [block_oracles, left_out_blocks_triton], ids=["oracle", "triton"])
 
 
-def options(transform=PLAIN, *, entropy=False, dtype=torch.float32):
-    return EngineOptions(transform=transform, entropy=entropy, compute_dtype=dtype)
+def options(transform=PLAIN, *, dtype=torch.float32, **more):
+    return EngineOptions(transform=transform, compute_dtype=dtype, **more)
 
 
 # --- the bound --------------------------------------------------------------------------------------------------------
@@ -122,17 +123,17 @@ def test_bound_holds(kind, transform, with_entropy):
     each = bounds_triton.block_bounds(known, gradients, own, targets, torch.arange(tokens, device=DEVICE))
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1) if DEVICE.type == "cuda" else (1e-3, 1e-1):
-        given = (known, statistics, gradients, targets, shares, transform, relative, torch.float32)
-        chosen = choose_blocks(*given, needs_hidden=True)
-        plan, order = plan_blocks(chosen), chosen.order
+        asked = options(transform, grad_tolerance=relative)
+        chosen = choose_blocks(known, statistics, gradients, targets, shares, asked, needs_hidden=True)
+        plan, order, left = plan_blocks(chosen), chosen.order, chosen.left_out
         assert order.sort().values.tolist() == list(range(tokens))
         assert plan.wanted == tokens
         kept = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
-        by_entry = chosen.left_out.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
-        torch.testing.assert_close(chosen.from_left_out, by_entry @ weight, rtol=1e-4, atol=1e-5 * by_entry.abs().max())
-        sums = chosen.left_out.double() * (transform.temperature / transform.scale)
+        by_entry = left.sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
+        torch.testing.assert_close(left.hidden, by_entry @ weight, rtol=1e-4, atol=1e-5 * by_entry.abs().max())
+        sums = left.sums.double() * (transform.temperature / transform.scale)
         by_entry = sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
         assert not by_entry[kept != 0].any()
         assert (left_out - by_entry).norm() <= relative * exact.norm()
@@ -266,22 +267,21 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     keep[math.ceil(wanted / BLOCK_TOKENS) :] = False
     hidden[wanted:] = torch.nan
     left_out, shares = torch.randn(tokens, tiles).to(DEVICE, LOW), shares_like(vocab, weight.cpu())[0].to(DEVICE)
-    from_left_out = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
+    start = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
     counted = block_oracles.count(
         keep, torch.where(torch.arange(tokens) < wanted, 0, block_oracles.NOT_WANTED).int().to(DEVICE)
     )
     counts = counted[1 : 1 + tiles].cpu()
     kept = int(counts.sum())
     plan = BlockPlan(keep, counted, counts, kept, wanted)
-    given = (hidden, weight, biases, targets, per_token)
-    begun = blocks_triton.begin(*given, keep, counted, transform, workspace, 0 if late else tiles)
+    inputs = blocks_triton.BlockInputs(hidden, weight, biases, targets, per_token, transform)
+    begun = blocks_triton.begin(inputs, keep, counted, workspace, 0 if late else tiles)
     found, expected = (
         kernels.grad_blocks(
-            begun, *given, plan, left_out, shares, None if from_left_out is None else from_left_out.clone(),
-            transform, needs[1:],
+            begun, inputs, plan, LeftOut(left_out, shares, None if start is None else start.clone()), needs[1:]
         )
         for kernels in (blocks_triton, block_oracles)
-    )  # fmt: skip
+    )
     needs = (*needs[:2], needs[2] and bias)
     for mine, other, needed in zip(found, expected, needs, strict=True):
         assert (mine is None) == (other is None)
@@ -424,7 +424,7 @@ def test_sums_of_what_is_left_out_as_kernels(tokens, vocab, transform, entropy):
     targets, order = torch.randint(vocab, (tokens,)).to(DEVICE), torch.randperm(tokens).to(DEVICE)
     keep = torch.randint(4, (math.ceil(tokens / BLOCK_TOKENS), tiles), device=DEVICE) > 1
     keep[0, 0] = False
-    given = (known, statistics, per_token, targets, order, keep, transform, vocab)
+    given = (known, statistics, per_token, targets, order, keep, transform)
     found, expected = (
         kernels.left_out_sums(*given, torch.float32) for kernels in (left_out_blocks_triton, block_oracles)
     )
@@ -464,8 +464,9 @@ def test_shares_as_kernels(tokens, vocab, hidden_size, transform, with_bias, dty
     index = torch.randperm(tokens)[: tokens - 7].to(DEVICE) if with_bias else None
     rows = hidden if index is None else hidden[index]
     known = counting(rows, weight, bias, transform, entropy=with_bias)
-    given = hidden, index, *known, weight, bias, transform, dtype
-    found, expected = left_out_blocks_triton.tile_shares(*given), block_oracles.tile_shares(*given)
+    rest = weight, bias, transform, dtype
+    expected = block_oracles.tile_shares(hidden, index, *known, *rest)
+    found = left_out_blocks_triton.tile_shares(left_out_blocks_triton.draw(index, *known), hidden, *rest)
 
     targets, _, gradients = known
     drawn = block_oracles.drawn_tokens(gradients)
@@ -511,7 +512,10 @@ def test_tokens_are_drawn_by_gradients_that_are_apart():
 
 
 def shares_by(kernels, hidden, known, weight) -> TileShares:
-    return kernels.tile_shares(hidden, None, *known, weight, None, PLAIN, hidden.dtype)
+    rest = weight, None, PLAIN, hidden.dtype
+    if kernels is block_oracles:
+        return kernels.tile_shares(hidden, None, *known, *rest)
+    return kernels.tile_shares(kernels.draw(None, *known), hidden, *rest)
 
 
 def test_shares_beside_tokens_that_are_not_finite():

@@ -9,7 +9,7 @@ from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
 from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TokenGradients
+from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, LeftOut, TokenGradients
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import blocks_triton, epilogue
@@ -84,13 +84,12 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     counts = keep.sum(0)
     counted = torch.cat([torch.tensor([tokens]), counts]).to(DEVICE)
     keep = keep.to(DEVICE)
-    begun = blocks_triton.begin(*inputs, gradients, keep, counted, transform, 1 << 24, tiles)
+    of_blocks = blocks_triton.BlockInputs(*inputs, gradients, transform)
+    begun = blocks_triton.begin(of_blocks, keep, counted, 1 << 24, tiles)
     left_out = torch.zeros(tokens, -(-tiles // 8) * 8, dtype=torch.float16, device=DEVICE)
     shares, start = torch.zeros(vocab, device=DEVICE), torch.zeros(tokens, hidden_size, device=DEVICE)
     plan = BlockPlan(keep, counted, counts, int(counts.sum()), tokens)
-    blocks = blocks_triton.grad_blocks(
-        begun, *inputs, gradients, plan, left_out, shares, start, transform, (True, bias)
-    )  # fmt: skip
+    blocks = blocks_triton.grad_blocks(begun, of_blocks, plan, LeftOut(left_out, shares, start), (True, bias))
     values = (*statistics[:3], *bounds, kept.values, kept.peaks, tile, *blocks)
     return inputs, statistics, [part for part in values if part is not None]
 

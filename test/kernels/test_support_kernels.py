@@ -31,7 +31,7 @@ def slots_of(
     mask = torch.tensor([True] * 8 + [False] if mask is None else mask, device=DEVICE)
     wanted = None if wanted is None else torch.tensor(wanted, device=DEVICE)
     torch.set_rng_state(generator)
-    given = {"rows": rows, "first": first, "vocab": V, "keep_single": keep_single}
+    given = {"part": support.Rows(rows, first, V), "keep_single": keep_single}
     return kernels.make_slots(ids, offsets, targets, mask, wanted, **given)
 
 
@@ -72,7 +72,7 @@ def test_which_tokens_count_and_what_is_wrong(wanted):
 def test_long_rows_are_counted():
     for kernels in (support_triton, support):
         ids, offsets = csr([support.LONG_ROW - 1, support.LONG_ROW, 0], torch.int64, 5)
-        given = {"rows": V, "first": 0, "vocab": V, "keep_single": False}
+        given = {"part": support.Rows(V, 0, V), "keep_single": False}
         slots = kernels.make_slots(ids, offsets, torch.zeros(3, dtype=torch.int64, device=DEVICE), None, **given)
         assert slots.numbers[support.LONG_ROWS] == 1
 
@@ -190,10 +190,10 @@ def test_sums_of_segments(shape, dtype, add):
     indices[coefficients == 0] = -1  # which nothing may read
     table = torch.randn(6, H, device=DEVICE)
     outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
-    support.segment_sums(segments, coefficients, indices, table, outs[0], by_id=False, add=add)
+    support.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
     for out in outs[1:]:
         launch = support_triton.Launch(*shape)
-        support_triton.segment_sums(segments, coefficients, indices, table, out, by_id=False, add=add, launch=launch)
+        support_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
     assert torch.equal(outs[1], outs[2])
 

@@ -17,7 +17,6 @@ there are bounds. Everywhere else the backward is exact.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from liger_rl.head.engines import two_pass
@@ -25,8 +24,7 @@ from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import BlockPlan, TileBounds, TileShares, TokenGradients, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
+from liger_rl.kernels.statistics import BlockPlan, LeftOut, TileBounds, TileShares, TokenGradients, TokenStatistics
 
 # From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
 # H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.
@@ -43,9 +41,7 @@ class ChosenBlocks:
     keep: Tensor  # (row blocks, tiles) bool: which blocks are computed
     counted: Tensor  # see `left_out_blocks_triton.count`
     numbers: HostAnswer  # the same
-    left_out: Tensor  # (n, padded tiles) sums of what is left out of dL/dx, in the dtype of products
-    shares: Tensor  # (V,) of these, of a tile's entries
-    from_left_out: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
+    left_out: LeftOut
 
 
 def choose_blocks(
@@ -54,27 +50,25 @@ def choose_blocks(
     tokens: TokenGradients,  # (n,) each
     targets: Tensor,  # (n,)
     shares: TileShares,
-    transform: LogitTransform,
-    tolerance: float,  # Frobenius norm of the error of dL/dlogits over that of dL/dlogits, > 0
-    compute_dtype: torch.dtype,
+    options: EngineOptions,  # with a tolerance > 0
     *,
     needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
     """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
     from liger_rl.kernels import bounds_triton, left_out_blocks_triton
 
-    known = known._replace(share_squares=shares.squares)
-    ranking = bounds_triton.rank_tokens(known, statistics, tokens, targets, transform, tolerance)
+    known, transform = known._replace(share_squares=shares.squares), options.transform
+    ranking = bounds_triton.rank_tokens(known, statistics, tokens, targets, transform, options.grad_tolerance)
     order = ranking.key.argsort(stable=True)
     energies = bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
     keep = left_out_blocks_triton.choose(energies, ranking.budget)
     counted = left_out_blocks_triton.count(keep, ranking.key)
     numbers = HostAnswer(counted)
-    left_out = left_out_blocks_triton.left_out_sums(
-        known, statistics, tokens, targets, order, keep, transform, shares.entries.numel(), compute_dtype
+    sums = left_out_blocks_triton.left_out_sums(
+        known, statistics, tokens, targets, order, keep, transform, options.compute_dtype
     )
-    from_left_out = gemm.matmul(left_out, shares.rows) if needs_hidden else None
-    return ChosenBlocks(order, keep, counted, numbers, left_out, shares.entries, from_left_out)
+    left_out = LeftOut(sums, shares.entries, gemm.matmul(sums, shares.rows) if needs_hidden else None)
+    return ChosenBlocks(order, keep, counted, numbers, left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
@@ -104,27 +98,20 @@ def backward(
 
     weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.compute_dtype
     live_targets = head.live.gather(head.targets)
-    shares = left_out_blocks_triton.tile_shares(
-        head.hidden, head.live.index, live_targets, statistics, tokens, weight, bias, transform, dtype
-    )
-    chosen = choose_blocks(
-        known, statistics, tokens, live_targets, shares, transform, options.grad_tolerance, dtype, needs_hidden=needs[0]
-    )
+    drawn = left_out_blocks_triton.draw(head.live.index, live_targets, statistics, tokens)
+    shares = left_out_blocks_triton.tile_shares(drawn, head.hidden, weight, bias, transform, dtype)
+    chosen = choose_blocks(known, statistics, tokens, live_targets, shares, options, needs_hidden=needs[0])
     # The tokens with a gradient in the order of their blocks, then the others.
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
-    begun = blocks_triton.begin(
-        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
-        int(DENSE_SHARE * chosen.keep.shape[1]),
-    )  # fmt: skip
+    inputs = blocks_triton.BlockInputs(rows.hidden, weight, bias, rows.targets, tokens, transform)
+    most_of_row = int(DENSE_SHARE * chosen.keep.shape[1])
+    begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, options.blocks_bytes, most_of_row)
     plan = plan_blocks(chosen)
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
-        del rows, begun
+        del rows, inputs, begun
         return two_pass.dense_backward(head, options, live, tokens.take(slice(plan.wanted)), needs)
-    found = blocks_triton.grad_blocks(
-        begun, rows.hidden, weight, bias, rows.targets, tokens, plan, chosen.left_out, chosen.shares,
-        chosen.from_left_out, transform, (needs[1], needs[2]),
-    )  # fmt: skip
-    del rows, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
+    found = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]))
+    del rows, inputs, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
     return Gradients(*found).of_all_tokens(live, head)

@@ -294,6 +294,13 @@ class LinearPlan:
         return f"{self.path}: {self.reason}\n{work}, {kind} has up to {sides}\n{memory}\n{least}"
 
 
+class PlanKeywords(HeadKeywords, total=False):
+    """How the tensors lie, beside the fields of `HeadOptions`."""
+
+    contiguous: tuple[bool, bool]
+    aligned: bool
+
+
 def plan_linear_logprobs(
     tokens: int,
     vocab: int,
@@ -303,14 +310,12 @@ def plan_linear_logprobs(
     weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     needs: tuple[bool, bool] = (True, True),
-    contiguous: tuple[bool, bool] = (True, True),
     bias: bool = False,
     rank: int = 0,
     weight_grad: bool = False,
     passes: Passes = "two",
     together: int = 1,
-    aligned: bool = True,
-    **options: "Unpack[HeadKeywords]",
+    **options: "Unpack[PlanKeywords]",
 ) -> LinearPlan:
     """What `linear_logprobs`, or with `passes` the head of a loss, would do for these shapes, and the memory it takes.
 
@@ -338,14 +343,15 @@ def plan_linear_logprobs(
         tokens, vocab, hidden_size: N, V, H.
         dtype, weight_dtype: of hidden and weight (None: the same).
         device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
-        needs, contiguous: pairs, of hidden and of weight: whether a gradient is wanted, whether rows lie densely.
+        needs: whether a gradient is wanted of hidden, and of weight.
         bias, rank: whether there is a bias; columns of low-rank terms together.
         weight_grad: whether the weight's gradient is added to a tensor of the caller's.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
         together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
             for a sequence-local one of rows (B, T), N for any other.
-        aligned: whether the weight's rows start at multiples of 16 bytes; those of a view (FSDP1) may not.
-        options: the fields of `HeadOptions`, as in `linear_logprobs`.
+        options: the fields of `HeadOptions`, as in `linear_logprobs`. `contiguous`, a pair like needs (True, True):
+            whether rows lie densely. `aligned` (True): whether the weight's rows start at multiples of 16 bytes; those
+            of a view (FSDP1) may not.
 
     Raises:
         TypeError, ValueError: an argument of a type or value that is not listed; a budget beside named chunks, or too
@@ -358,8 +364,9 @@ def plan_linear_logprobs(
     for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if given not in checks.FLOAT_DTYPES and (given is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {given!r}")
-    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": aligned}
-    for name, pair in (("needs", needs), ("contiguous", contiguous)):
+    lies, dense = options.pop("aligned", True), options.pop("contiguous", (True, True))
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": lies}
+    for name, pair in (("needs", needs), ("contiguous", dense)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
         flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
@@ -370,7 +377,7 @@ def plan_linear_logprobs(
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
-        contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
+        contiguous=(dense[0], dense[1]), aligned=lies,
         options=resolved(asked, asked.compute_dtype or dtype),
     )  # fmt: skip
     budget = asked.max_extra_bytes

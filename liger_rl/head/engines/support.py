@@ -32,7 +32,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.support import SEVERAL, Factors, Segments, Slots
+from liger_rl.kernels.support import SEVERAL, Factors, Rows, Segments, Slots
 
 # On one H200 (bfloat16, N = 8192, H = 4096, V = 128256) a step over gathered rows takes 37 ms at 1024 ids a token, 4.5
 # ns for each id. Over whole products it takes 50 ms at 2048.
@@ -51,11 +51,6 @@ def kernels_for(device: torch.device) -> ModuleType:
     return import_module("liger_rl.kernels.support_triton") if compiles(device) else plain
 
 
-def _rows(weight: Tensor, shard: VocabShard | None) -> tuple[int, int]:
-    """Rows of the weight, and the vocabulary id of the first."""
-    return weight.shape[0], 0 if shard is None else shard.place.vocab_start
-
-
 def support_slots(
     support: Support,
     targets: Tensor,  # (N,) ids of the whole vocabulary
@@ -70,16 +65,15 @@ def support_slots(
     `numbers` of the result say what `Support.check_values` needs; `full` says which tokens the dense path must take.
     A target that is not in its row is added. Nothing here raises for values, and bad ones do no harm.
     """
-    rows, first = _rows(weight, shard)
+    number = weight.shape[0]
+    part = Rows(number, 0, number) if shard is None else Rows(number, shard.place.vocab_start, shard.vocab)
     return kernels_for(targets.device).make_slots(
         support.token_ids,
         support.offsets,
         targets,
         mask,
         wanted,
-        rows=rows,
-        first=first,
-        vocab=rows if shard is None else shard.vocab,
+        part=part,
         keep_single="mean_logits" in options.extras,
     )
 
@@ -221,9 +215,8 @@ def _by_ids(
         if table is None or left is None or not needed:
             return None
         out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
-        kernels.segment_sums(
-            slots.by_token, coefficients, slots.ids, table, out, by_id=False, all_short=listed.all_short
-        )
+        segments = slots.by_token._replace(all_short=listed.all_short)
+        kernels.segment_sums(segments, coefficients, slots.ids, table, out)
         return out
 
     grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
@@ -235,19 +228,19 @@ def _by_ids(
     if by_id is not None:
         pairs = by_id.segments, ordered, by_id.tokens
         if needs[1] and head.weight_grad is not None:
-            kernels.segment_sums(*pairs, hidden, head.weight_grad, by_id=True, add=True)
+            kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
         elif needs[1] and head.sparse_grad:
             grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            kernels.segment_sums(*pairs, hidden, grad_weight, by_id=True)
+            kernels.segment_sums(*pairs, hidden, grad_weight)
         if bias is not None and needs[2]:
             grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
-            kernels.segment_sums(*pairs, ones, grad_bias[:, None], by_id=True)
+            kernels.segment_sums(*pairs, ones, grad_bias[:, None])
         if low_inputs is not None and low_weight is not None and needs[4]:
             grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
-            kernels.segment_sums(*pairs, low_inputs, grad_low, by_id=True)
+            kernels.segment_sums(*pairs, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
     if grad_hidden is not None:
@@ -259,10 +252,10 @@ def _by_ids(
 
 def _sparse_sums(kernels: ModuleType, pairs: tuple[Segments, Tensor, Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the listed rows alone; waits for their number."""
-    starts, ids = pairs[0]
+    starts, ids = pairs[0].starts, pairs[0].of_position
     listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
     place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
-    segments = Segments(torch.cat([starts[listed], starts[-1:]]), place)
+    segments = Segments(torch.cat([starts[listed], starts[-1:]]), place, by_id=True)
     rows = torch.empty(listed.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
-    kernels.segment_sums(segments, *pairs[1:], hidden, rows, by_id=True)
+    kernels.segment_sums(segments, *pairs[1:], hidden, rows)
     return torch.sparse_coo_tensor(listed[None], rows, weight.shape, is_coalesced=True, check_invariants=False)
