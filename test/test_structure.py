@@ -64,13 +64,12 @@ TRITON = {
 MOST_PUBLIC, MOST_INTERNAL = 12, 8
 # Functions that stand in for another library's, and have its parameters.
 MIRRORS = {
-    "integrations.liger": {"FusedLinearGRPOLoss.__init__", "FusedLinearGRPOLoss.forward"},
-    "integrations.megatron": {"fused_output"},
+    "integrations.liger": {"LigerFusedLinearGRPOLoss.__init__", "LigerFusedLinearGRPOLoss.forward"},
     "integrations.nemo_rl": {"from_parallel_hidden_states_to_logprobs"},
     "integrations.openrlhf": {"_forward"},
     "integrations.skyrl": {"fused_lm_head_logprob_apply"},
-    "integrations.trl": {"apply"},
-    "integrations.trl_divergence": {"apply"},
+    "integrations.trl": {"FusedLogProbs.apply"},
+    "integrations.trl_divergence": {"FusedDivergence.apply"},
 }
 # A product's operands and what its epilogue is to do with them, which go to the kernel as they are.
 LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}
