@@ -14,6 +14,7 @@ from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import HeadOptions, resolved
+from liger_rl.head.rules import check_left_alone
 from liger_rl.head.run import log_probs
 from liger_rl.head.support import Support
 from liger_rl.head.tokens import counted_tokens
@@ -35,7 +36,7 @@ from liger_rl.policy.options import callable_instance
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
 from liger_rl.policy.presets import LossParts, build_preset
 from liger_rl.policy.reductions import Reduction
-from liger_rl.reference_loss import ReferenceHead, check_exact_options, loss_with_reference
+from liger_rl.reference_loss import ReferenceHead, loss_with_reference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,7 +125,7 @@ class FusedLinearGRPOLoss(nn.Module):
             batch_invariant=batch_invariant,
         )
         if self.terms.kl.exact:
-            check_exact_options(self.options)
+            check_left_alone(self.options, 'with kl_estimator="exact"')
 
     def forward(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_rl.head.call import shared_errors
 from liger_rl.head.divergence import (
     BETA,
-    WITHOUT,
     DivergenceCall,
     check_not_compiling,
     in_one_pass,
@@ -23,6 +22,7 @@ from liger_rl.head.divergence import (
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines.divergence import Pair
 from liger_rl.head.options import HeadOptions
+from liger_rl.head.rules import lacks
 from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.divergence import PairStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -63,27 +63,15 @@ NOT_EXACT = {
 }
 
 
-def check_exact_options(options: HeadOptions) -> None:
-    """Raise ValueError for an option of a loss that an exact KL does not go with."""
-    unset = {"grad_tolerance": 0.0, "batch_invariant": False, "max_extra_bytes": None}
-    reasons = WITHOUT | {"grad_tolerance": "its bounds know no gradient of log-probabilities, which a loss has"}
-    for name, value in unset.items():
-        if getattr(options, name) != value:
-            raise ValueError(
-                f'{name} must be {value} with kl_estimator="exact": {reasons[name]}; got {getattr(options, name)}'
-            )
-
-
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
     """What one pass would need and does not have; None if nothing."""
     options, made = call.options, [dtype]
     made += [part.dtype for part in (call.hidden, call.weight) if part.requires_grad]
     if terms.locality != "token":
         return "an objective and corrections whose gradient of a token depends on that token alone"
-    if options.fixed_shape:
-        return "fixed_shape = False: the host has to know which rows make a chunk"
-    if options.chunk_vocab is not None:
-        return f"chunk_vocab = None: a chunk holds the whole vocabulary, got {options.chunk_vocab}"
+    lacking = lacks(options, "with token_weights")
+    if lacking is not None:
+        return lacking
     if torch.float16 in made:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     if call.low_rank:

@@ -14,6 +14,7 @@ from liger_rl.head.checks import check_apart, check_dense, check_device, check_f
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
+from liger_rl.head.rules import check_left_alone
 from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import counted_tokens
 
@@ -96,75 +97,36 @@ class HeadCall:
     def check_together(self) -> None:
         """Raise for what does not go together with a sharded head, low-rank terms or torch.compile."""
         options = self.options
-        if options.batch_invariant and self.low_rank:
-            raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
+        if self.low_rank:
+            check_left_alone(options, "with low_rank")
         if self.vocab_parallel is not None:
-            if options.grad_tolerance != 0.0:
-                raise ValueError(
-                    "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole "
-                    f"vocabulary's gradient, which no rank has; got {options.grad_tolerance}"
-                )
-            if options.batch_invariant:
-                raise ValueError(
-                    "batch_invariant must be False with vocab_parallel: the order of a sum over ranks is the "
-                    "communication library's, and may change with the number of tokens"
-                )
-            if options.max_extra_bytes is not None:
-                raise ValueError(
-                    "max_extra_bytes must be None with vocab_parallel: the memory of its collectives is not planned; "
-                    f"got {options.max_extra_bytes}"
-                )
+            check_left_alone(options, "with vocab_parallel")
         if self.support is not None:
             self._check_support(self.support)
         if self.several:
             self._check_several()
         if torch.compiler.is_compiling():
-            if options.topk is not None:
-                raise ValueError("topk must be None under torch.compile, whose operator has none")
+            check_left_alone(options, "under torch.compile")
             if options.transform.per_token:
                 raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
-            if options.gather is not None:
-                raise ValueError("gather must be None under torch.compile, whose graphs hold no callables")
             if self.weight_grad is not None:
                 raise ValueError(
                     "weight_grad must be None under torch.compile, whose graphs write to no tensor from outside"
                 )
 
     def _check_several(self) -> None:
-        options = self.options
-        for name, given in (
-            ("grad_tolerance", options.grad_tolerance),
-            ("max_extra_bytes", options.max_extra_bytes),
-            ("support", self.support),
-        ):
-            if given:
-                raise ValueError(
-                    f"{name} must not be given with several targets for each token, got "
-                    f"{'a Support' if given is self.support else given}"
-                )
-        if "is_top1" in options.extras:
+        check_left_alone(self.options, "with several targets for each token")
+        if self.support is not None:
+            raise ValueError("support must be None with several targets for each token, got a Support")
+        if "is_top1" in self.options.extras:
             raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
 
     def _check_support(self, support: Support) -> None:
-        options = self.options
-        for name, given in (("lse", options.lse), ("topk", options.topk is not None)):
-            if given:
-                raise ValueError(f"{name} must not be asked for with a support, whose engine does not keep it")
-        check_usable(support, fixed_shape=options.fixed_shape)
-        if options.grad_tolerance != 0.0:
-            raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
-        if options.batch_invariant:
-            raise ValueError(
-                "batch_invariant must be False with a support, whose sums depend on how many ids there are"
-            )
-        if options.max_extra_bytes is not None:
-            raise ValueError(
-                "max_extra_bytes must be None with a support, whose memory follows the number of listed ids; "
-                f"got {options.max_extra_bytes}"
-            )
+        check_usable(support, fixed_shape=self.options.fixed_shape)
+        check_left_alone(self.options, "with a support")
         if support.sparse_grad:
             for name, given in (
-                ("fixed_shape", options.fixed_shape),
+                ("fixed_shape", self.options.fixed_shape),
                 ("weight_grad", self.weight_grad is not None),
                 ("vocab_parallel", self.vocab_parallel is not None),
                 ("torch.compile", torch.compiler.is_compiling()),
@@ -257,27 +219,18 @@ class HeadCall:
             raise ValueError("weight_grad must require no gradient, because it is added to in place")
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
-        if self.options.grad_tolerance != 0.0:
-            raise ValueError(
-                f"grad_tolerance must be 0.0 with weight_grad, got {self.options.grad_tolerance}: the block-sparse "
-                "backward makes a (V, H) gradient of its own"
-            )
+        check_left_alone(self.options, "with weight_grad")
         others = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
         check_apart("weight_grad", given, **{name: t for name, t in others.items() if not is_dtensor(t)})
         _check_reduced(given, weight)
 
     def facts(self) -> dict[str, object]:
         """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as the checks do."""
-        options, dtype = self.options, self.check_tensors()
+        dtype = self.check_tensors()
         targets = self.targets.amax(-1) if self.several else self.targets
         live = counted_tokens(targets, self.mask, self.needed_mask)
         return {
-            "transform": "a temperature for each token" if options.transform.per_token else options.transform,
-            "entropy": options.entropy,
-            "lse": options.lse,
-            "topk": options.topk,
-            "extras": sorted(options.extras),
-            "fixed_shape": options.fixed_shape,
+            **self.options.facts(),
             "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
             "the dtype of weight": self.weight.dtype,
             "compute_dtype": dtype,

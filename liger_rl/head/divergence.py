@@ -26,6 +26,7 @@ from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
+from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
@@ -76,13 +77,9 @@ class DivergenceKeywords(PairKeywords, total=False):
 KNOWN = tuple(DivergenceKeywords.__annotations__)
 # What linear_logprobs takes and two heads do not, and why.
 WITHOUT = {
-    "batch_invariant": "no product of two heads is made up to a fixed shape",
-    "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
-    "extras": "they are not folded with two heads; ask linear_logprobs for them",
+    **NOT_TOGETHER["with two heads"],
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
-    "lse": "it is not returned of two heads; ask linear_logprobs for it",
-    "topk": "no list is kept of two heads; ask linear_logprobs for it",
 }
 
 
@@ -215,15 +212,12 @@ class DivergenceCall:
     def facts(self) -> dict[str, object]:
         """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
         dtype, teacher_dtype = self.check()
-        options = self.options
         targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
         live = counted_tokens(targets, self.mask)
         return {
             "kind and beta": self.measure,
-            "transform": options.transform,
+            **self.options.facts(),
             f"{self.teacher_name}transform": self.teacher_transform,
-            "entropy": options.entropy,
-            "fixed_shape": options.fixed_shape,
             "vocab": self.vocab,
             "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
             f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
@@ -236,7 +230,7 @@ class DivergenceCall:
         }
 
     def _check_token_weights(self, given: Tensor) -> None:
-        shape, options = self.hidden.shape[:-1], self.options
+        shape = self.hidden.shape[:-1]
         check_floating("token_weights", given)
         if given.shape != shape:
             raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(given.shape)}")
@@ -249,18 +243,7 @@ class DivergenceCall:
             )
         if self.low_rank:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
-        if options.fixed_shape:
-            raise ValueError("fixed_shape must be False with token_weights: one pass takes the tokens with a weight")
-        if options.grad_tolerance != 0.0:
-            raise ValueError(
-                "grad_tolerance must be 0.0 with token_weights: one pass makes the gradient before it is known which "
-                f"parts of it are negligible; got {options.grad_tolerance}"
-            )
-        if options.chunk_vocab is not None:
-            raise ValueError(
-                "chunk_vocab must be None with token_weights: a chunk of one pass holds the whole vocabulary, got "
-                f"{options.chunk_vocab}"
-            )
+        check_left_alone(self.options, "with token_weights")
 
 
 def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> torch.dtype:

@@ -21,55 +21,14 @@ from liger_rl.head.engines import block_sparse, several, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.function import Way, engine_of, linear_values, token_gradients
 from liger_rl.head.low_rank import inputs_backward, inputs_forward, low_rank_inputs
-from liger_rl.head.options import EngineOptions
+from liger_rl.head.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
 from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
-from liger_rl.kernels.transform import LogitTransform
 
-
-class OpOptions(NamedTuple):
-    """What is not a tensor, in types that a schema has."""
-
-    temperature: float
-    softcap: float | None
-    scale: float
-    entropy: bool
-    lse: bool
-    extras: str  # names with commas between
-    compute_dtype: torch.dtype
-    chunk_tokens: int | None
-    chunk_vocab: int | None
-    grad_tolerance: float
-    fixed_shape: bool
-    batch_invariant: bool
-    kernels_fit: bool
-    targets_name: str  # the caller's
-
-    def resolved(self) -> EngineOptions:
-        return EngineOptions(
-            transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
-            entropy=self.entropy,
-            lse=self.lse,
-            extras=frozenset(filter(None, self.extras.split(","))),
-            grad_tolerance=self.grad_tolerance,
-            compute_dtype=self.compute_dtype,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
-            fixed_shape=self.fixed_shape,
-            batch_invariant=self.batch_invariant,
-            kernels_fit=self.kernels_fit,
-        )
-
-
-# In the order of Head, with the mask of the tokens that count for `live`, and of OpOptions.
+# In the order of Head, with the mask of the tokens that count for `live`.
 TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
-)
-OPTIONS = (
-    "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, "
-    "bool batch_invariant, bool kernels_fit, str targets_name"
 )
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
@@ -215,7 +174,7 @@ def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]],
         (name, _fold, _fake_fold, ""),
         (f"{name}_backward", _grad, _fake_grad, f"{grads}, "),
     ):
-        schema = f"({first}{TENSORS}, {OPTIONS}, bool bounded) -> Tensor[]"
+        schema = f"({first}{TENSORS}, {OP_OPTIONS}, bool bounded) -> Tensor[]"
         operator = torch.library.custom_op(
             f"liger_rl::{full_name}", function, mutates_args=(), schema=schema, **options
         )
@@ -279,30 +238,8 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
 
 
 _LIBRARY = torch.library.Library("liger_rl", "FRAGMENT")
-_LIBRARY.define(f"linear_values({TENSORS}, {OPTIONS}) -> Tensor[]")
+_LIBRARY.define(f"linear_values({TENSORS}, {OP_OPTIONS}) -> Tensor[]")
 _LIBRARY.impl("linear_values", _in_graph, "CompositeImplicitAutograd")
-
-
-def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
-    """In the order of OpOptions, a call of which torch 2.8 does not trace."""
-    transform = options.transform
-    assert not transform.per_token  # refused where the call is checked
-    return (
-        transform.temperature,
-        transform.softcap,
-        transform.scale,
-        options.entropy,
-        options.lse,
-        ",".join([name for name in EXTRAS if name in options.extras]),
-        options.compute_dtype,
-        options.chunk_tokens,
-        options.chunk_vocab,
-        options.grad_tolerance,
-        options.fixed_shape,
-        options.batch_invariant,
-        options.kernels_fit,
-        targets_name,
-    )
 
 
 def linear_op(head: Head, options: EngineOptions, *, targets_name: str) -> dict[str, Tensor | None]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -17,7 +17,9 @@ from liger_rl.head.checks import (
     check_tolerance,
     check_transform,
 )
+from liger_rl.head.rules import check_left_alone
 from liger_rl.kernels.devices import BLOCKS_BYTES
+from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
@@ -60,7 +62,7 @@ class HeadOptions:
             head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
             version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
             product of our own applies and of 128 elsewhere, where it rests on the library treating all rows of a
-            product alike (see `liger_rl.head.engines.two_pass.fold_invariant`). For gradients nothing is promised.
+            product alike (see `liger_rl.head.engines.two_pass.invariant`). For gradients nothing is promised.
 
     Raises:
         TypeError, ValueError: an option by itself, or two that do not go together.
@@ -88,9 +90,8 @@ class HeadOptions:
             check_count("topk", self.topk, least=1)
         check_extras(self.extras)
         check_flag("fixed_shape", self.fixed_shape)
-        chunks = (("chunk_tokens", self.chunk_tokens), ("chunk_vocab", self.chunk_vocab))
-        for name, value in chunks:
-            check_chunk(name, value)
+        check_chunk("chunk_tokens", self.chunk_tokens)
+        check_chunk("chunk_vocab", self.chunk_vocab)
         check_tolerance(self.grad_tolerance)
         check_flag("batch_invariant", self.batch_invariant)
         check_budget(self.max_extra_bytes)
@@ -100,28 +101,15 @@ class HeadOptions:
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
         if self.max_extra_bytes is not None and self.names_chunk:
             raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
-        if self.batch_invariant:
-            for name, value in chunks:
-                if value is not None:
-                    raise ValueError(
-                        f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}"
-                    )
-            if self.grad_tolerance != 0.0:
-                raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {self.grad_tolerance}")
-        if self.grad_tolerance != 0.0:
-            for name, given in (("lse", self.lse), ("topk", self.topk is not None)):
-                if given:
-                    raise ValueError(f"grad_tolerance must be 0.0 with {name}, got {self.grad_tolerance}")
-        if self.topk is not None and self.max_extra_bytes is not None:
-            raise ValueError(
-                "max_extra_bytes must be None with topk, whose memory is not planned; bound the tiles with "
-                f"chunk_tokens and chunk_vocab; got {self.max_extra_bytes}"
-            )
-        if self.fixed_shape and self.grad_tolerance != 0.0:
-            raise ValueError(
-                "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
-                f"to compute; got {self.grad_tolerance}"
-            )
+        for name in ("batch_invariant", "lse", "topk", "fixed_shape"):
+            if getattr(self, name):
+                check_left_alone(self, f"with {name}")
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name."""
+        agreed: dict[str, object] = {name: getattr(self, name) for name in ("entropy", "lse", "topk", "fixed_shape")}
+        transform = "a temperature for each token" if self.transform.per_token else self.transform
+        return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
     def names_chunk(self) -> bool:
@@ -147,6 +135,8 @@ class HeadKeywords(TypedDict, total=False):
 
 
 KNOWN = tuple(HeadKeywords.__annotations__)
+# Options that change how it is computed, and not what: those that frameworks pass on.
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "max_extra_bytes", "fixed_shape", "batch_invariant")
 
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
@@ -205,4 +195,62 @@ def resolved(
         fixed_shape=options.fixed_shape,
         batch_invariant=options.batch_invariant,
         kernels_fit=kernels_fit,
+    )
+
+
+class OpOptions(NamedTuple):
+    """The same in types that an operator's schema has."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    entropy: bool
+    lse: bool
+    extras: str  # names with commas between
+    compute_dtype: torch.dtype
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    grad_tolerance: float
+    fixed_shape: bool
+    batch_invariant: bool
+    kernels_fit: bool
+    targets_name: str  # the caller's
+
+    def resolved(self) -> EngineOptions:
+        return EngineOptions(
+            transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
+            extras=frozenset(filter(None, self.extras.split(","))),
+            **{name: getattr(self, name) for name in SAME},
+        )
+
+
+# Fields that are the same in both.
+SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dtype") : -1])
+# As a schema, in the order of OpOptions.
+OP_OPTIONS = (
+    "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
+    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, "
+    "bool batch_invariant, bool kernels_fit, str targets_name"
+)
+
+
+def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
+    """In the order of OpOptions, a call of which torch 2.8 does not trace."""
+    transform = options.transform
+    assert not transform.per_token  # refused where the call is checked
+    return (
+        transform.temperature,
+        transform.softcap,
+        transform.scale,
+        options.entropy,
+        options.lse,
+        ",".join([name for name in EXTRAS if name in options.extras]),
+        options.compute_dtype,
+        options.chunk_tokens,
+        options.chunk_vocab,
+        options.grad_tolerance,
+        options.fixed_shape,
+        options.batch_invariant,
+        options.kernels_fit,
+        targets_name,
     )

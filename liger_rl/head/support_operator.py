@@ -13,17 +13,14 @@ from liger_rl.head.engines import support as engine
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.function import Way, linear_values, token_gradients
 from liger_rl.head.operator import (
-    OPTIONS,
     TENSOR_COUNT,
     TENSORS,
-    OpOptions,
     contiguous_like,
-    flat_options,
     gradients_by,
     taken_apart,
     tensors_of,
 )
-from liger_rl.head.options import EngineOptions
+from liger_rl.head.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
 from liger_rl.head.support import Support
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
@@ -105,7 +102,7 @@ def _fake_grad(
 
 
 def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
-    schema = f"{TENSORS}, {OPTIONS}, {LISTED}) -> Tensor[]"
+    schema = f"{TENSORS}, {OP_OPTIONS}, {LISTED}) -> Tensor[]"
     grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
     forward = torch.library.custom_op(f"liger_rl::{name}", _fold, mutates_args=(), schema=f"({schema}", **options)
     backward = torch.library.custom_op(
@@ -138,7 +135,7 @@ def _in_graph(*arguments: Any) -> list[Tensor]:
 
 
 _LIBRARY = torch.library.Library("liger_rl", "FRAGMENT")
-_LIBRARY.define(f"support_values({TENSORS}, {OPTIONS}, {LISTED}) -> Tensor[]")
+_LIBRARY.define(f"support_values({TENSORS}, {OP_OPTIONS}, {LISTED}) -> Tensor[]")
 _LIBRARY.impl("support_values", _in_graph, "CompositeImplicitAutograd")
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel, gathered_rows
+from liger_rl.head.options import HOW
 from liger_rl.integrations.patching import check_version
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
@@ -27,18 +28,7 @@ from liger_rl.logprobs import LogProbs, linear_logprobs
 __all__ = ["FusedOutput", "fused_loss", "fused_output"]
 
 # What `output_processor_context` may hold.
-OPTIONS = (
-    "temperature",
-    "entropy",
-    "support",
-    "grad_tolerance",
-    "compute_dtype",
-    "chunk_tokens",
-    "chunk_vocab",
-    "max_extra_bytes",
-    "fixed_shape",
-    "batch_invariant",
-)
+OPTIONS = ("temperature", "entropy", "support", "compute_dtype", *HOW)
 PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
 
 

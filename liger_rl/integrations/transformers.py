@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, TransformersKwargs
 
+from liger_rl.head.options import HOW
 from liger_rl.head.support import Support
 from liger_rl.integrations.head import (
     asking,
@@ -40,15 +41,7 @@ from liger_rl.logprobs import linear_logprobs
 __all__ = ["FusedCausalLMOutput", "is_swapped", "swap_lm_head", "unswap_lm_head"]
 
 IGNORE_INDEX = -100
-HEAD_OPTIONS = (
-    "grad_tolerance",
-    "chunk_tokens",
-    "chunk_vocab",
-    "max_extra_bytes",
-    "fixed_shape",
-    "batch_invariant",
-    "weight_grad",
-)
+HEAD_OPTIONS = (*HOW, "weight_grad")
 FUSED_OPTIONS = ("labels", "shift_labels", "entropy", "temperature", "support", "num_items_in_batch", *HEAD_OPTIONS)
 # Arguments of a plain forward that the fused one reads itself.
 CHECKED = ("ignore_index", "return_dict", "logits_to_keep")

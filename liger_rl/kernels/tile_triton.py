@@ -207,32 +207,16 @@ def _grad_kernel(
 
 
 def fold(
-    logits: Tensor, targets: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, state: Fold
-) -> None:
-    """As `eager.fold`; the last dimension of `logits` must be contiguous."""
-    _launch_fold(logits, targets, None, bias, first, transform, state, None)
-
-
-def fold_rows(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
-) -> TokenStatistics:
-    """As `given_logits.fold_rows`; the last dimension of `logits` must be contiguous."""
-    logps, lses, *entropies = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
-    out = TokenStatistics(logps, lses, entropies[0] if entropies else None)
-    _launch_fold(logits, targets, mask, None, 0, transform, None, out)
-    return out
-
-
-def _launch_fold(
     logits: Tensor,
     targets: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
     first: int,
+    bias: Tensor | None,
     transform: LogitTransform,
     state: Fold | None,
-    out: TokenStatistics | None,
+    mask: Tensor | None = None,
+    out: TokenStatistics | None = None,  # of whole rows, in place of `state`
 ) -> None:
+    """As `eager.fold`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
     n, columns = targets.numel(), logits.shape[-1]
     if n == 0:
@@ -257,40 +241,14 @@ def _launch_fold(
         )
 
 
-def grad(
-    logits: Tensor,
-    targets: Tensor,
-    first: int,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    tokens: TokenGradients,
-    out: Tensor,
-) -> None:
-    """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
-    _launch_grad(logits, targets, transform, tokens, out, first, bias)
-
-
-def grad_rows(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    transform: LogitTransform,
-    statistics: TokenStatistics,
-    grads: tuple[Tensor, Tensor | None],
-    out: Tensor,
-    *,
-    add: bool,
-) -> None:
-    """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
-    if targets.numel() == 0:
-        if not add:
-            out.zero_()
-        return
-    grad_logps, grad_entropy = grads
-    entropy = None if grad_entropy is None else statistics.entropy
-    # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
-    tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    _launch_grad(logits, targets, transform, tokens, out, rows=GivenRows(mask, statistics.logps, add))
+def fold_rows(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
+) -> TokenStatistics:
+    """As `given_logits.fold_rows`; the last dimension of `logits` must be contiguous."""
+    logps, lses, *entropies = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    out = TokenStatistics(logps, lses, entropies[0] if entropies else None)
+    fold(logits, targets, 0, None, transform, None, mask, out)
+    return out
 
 
 class GivenRows(NamedTuple):
@@ -304,16 +262,17 @@ class GivenRows(NamedTuple):
 A_TILE = GivenRows()
 
 
-def _launch_grad(
+def grad(
     logits: Tensor,
     targets: Tensor,
+    first: int,
+    bias: Tensor | None,
     transform: LogitTransform,
     tokens: TokenGradients,
     out: Tensor,
-    first: int = 0,
-    bias: Tensor | None = None,
     rows: GivenRows = A_TILE,
 ) -> None:
+    """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
     (mask, logps, add), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
@@ -341,6 +300,29 @@ def _launch_grad(
             BLOCK=block,
             num_warps=WARPS,
         )
+
+
+def grad_rows(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: LogitTransform,
+    statistics: TokenStatistics,
+    grads: tuple[Tensor, Tensor | None],
+    out: Tensor,
+    *,
+    add: bool,
+) -> None:
+    """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
+    if targets.numel() == 0:
+        if not add:
+            out.zero_()
+        return
+    grad_logps, grad_entropy = grads
+    entropy = None if grad_entropy is None else statistics.entropy
+    # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
+    tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
+    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps, add))
 
 
 def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]:

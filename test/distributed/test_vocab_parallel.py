@@ -337,7 +337,7 @@ MISTAKES = {
         r"ValueError: weight_grad must be \(V, H\) = \(5, 12\) from weight.*rank 1",
     ),
     "one rank's tolerance": (
-        {}, {"options": {"grad_tolerance": 1e-3}}, "ValueError: grad_tolerance must be 0 with vocab_parallel.*rank 1"
+        {}, {"options": {"grad_tolerance": 1e-3}}, "ValueError: grad_tolerance must be 0.0 with vocab_parallel.*rank 1"
     ),
     "chunk_tokens": (
         {}, {"options": {"chunk_tokens": 0}}, "ValueError: chunk_tokens must be at least 1, got 0 .*rank 1"

@@ -126,7 +126,7 @@ def test_what_it_refuses():
             FusedLinearGRPOLoss(batch_invariant=True, **{name: 64})
     with pytest.raises(ValueError, match=r"grad_tolerance must be 0\.0 with batch_invariant, got 0\.1"):
         invariant(inputs, grad_tolerance=0.1)
-    with pytest.raises(ValueError, match="low_rank must be empty with batch_invariant"):
+    with pytest.raises(ValueError, match="batch_invariant must be False with low_rank"):
         invariant(batch(rank=2))
     with pytest.raises(TypeError, match="batch_invariant must be a bool, got int"):
         call(inputs, batch_invariant=1)

@@ -256,7 +256,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     biases = torch.randn(vocab).to(DEVICE, LOW) if bias else None
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
     head = Head(hidden, weight, biases, None, None, targets, TokenSelection(tokens))
-    statistics, _ = projection.fold(head, options(transform, entropy=entropy, dtype=LOW))
+    statistics, _ = projection.forward(head, options(transform, entropy=entropy, dtype=LOW))
     grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)

@@ -16,6 +16,7 @@ there are bounds. Everywhere else the backward is exact.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -78,9 +79,8 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     return BlockPlan(chosen.keep, chosen.counted, counts, int(counts.sum()), int(numbers[0]))
 
 
-def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, TileBounds | None]:
-    """No bounds where the product with the fold in its epilogue does not apply."""
-    return two_pass.fold(head.gathered(options.compute_dtype), options, bounded=True)
+# No bounds where the product with the fold in its epilogue does not apply.
+forward = partial(two_pass.forward, bounded=True)
 
 
 def backward(
@@ -111,7 +111,8 @@ def backward(
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
         del rows, inputs, begun
-        return two_pass.dense_backward(head, options, live, tokens.take(slice(plan.wanted)), needs)
-    found = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]))
+        found = two_pass.gradients(head.gathered(dtype, live), options, tokens.take(slice(plan.wanted)), needs)
+        return found.of_all_tokens(live, head)
+    kept = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]))
     del rows, inputs, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
-    return Gradients(*found).of_all_tokens(live, head)
+    return Gradients(*kept).of_all_tokens(live, head)

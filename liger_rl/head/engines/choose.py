@@ -17,6 +17,7 @@ from liger_rl.head.engines.one_pass import OnePassPlan, tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
 from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
 from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
+from liger_rl.head.rules import lacks
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
     BLOCKS_BYTES,
@@ -467,12 +468,9 @@ def one_pass_obstacle(shape: HeadShape) -> str | None:
     options = shape.options
     transform, dtypes = shape.options.transform, zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True)
     made = [shape.options.compute_dtype, *(dtype for dtype, need in dtypes if need)]  # autocast leaves a weight its own
-    if options.grad_tolerance != 0.0:
-        return f"grad_tolerance = 0.0, got {options.grad_tolerance}: blocks are left out of a second pass"
-    if options.fixed_shape:
-        return "fixed_shape = False: the host has to know which rows make a chunk"
-    if options.batch_invariant:
-        return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
+    lacking = lacks(options, "in one pass")
+    if lacking is not None:
+        return lacking
     if isinstance(transform.temperature, torch.Tensor):
         return "one temperature for all tokens"
     if transform.softcap is not None and transform.softcap < transform.temperature:

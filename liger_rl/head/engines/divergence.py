@@ -240,16 +240,8 @@ def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
 
 def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
     """Gradients of the student; `tokens` are the numbers of those that count."""
-    return dense_backward(pair, options, *_with_gradient(pair.student.live, tokens), needs)
-
-
-def dense_backward(
-    pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs
-) -> Gradients:
-    """Of the tokens in `live`, whose numbers `tokens` are."""
-    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    found = _gradients(pair, options, *_sides(pair, options, live), tokens, needs)
-    return found.of_all_tokens(live, pair.student)
+    live, tokens = _with_gradient(pair.student.live, tokens)
+    return gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
 
 
 def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSelection, PairGradients]:
@@ -269,10 +261,9 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
     return (live, tokens) if picked.numel() == wanted.numel() else (live.among(picked), tokens.take(picked))
 
 
-def _gradients(
-    pair: Pair, options: PairOptions, student: _Side, teacher: _Side, tokens: PairGradients, needs: Needs
-) -> Gradients:
-    """From pairs of tiles; those of entries that are padding are 0."""
+def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
+    """Of the tokens in `live`, whose numbers `tokens` are, from pairs of tiles; those of padding entries are 0."""
+    student, teacher = _sides(pair, options, live)
     rows, dtype = student.rows, options.student.compute_dtype
     kernels = for_device(rows.weight.device)
     tiles = _tiles(

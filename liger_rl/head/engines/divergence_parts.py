@@ -96,7 +96,7 @@ def backward(
         if count < wanted.numel():
             picked = (~wanted).to(torch.uint8).sort(stable=True).indices[:count]
             live, tokens = live.among(picked), tokens.take(picked)
-        return exact.dense_backward(pair, options, live, tokens, needs)
+        return exact.gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
     parts = _Parts(pair, options, tokens, needs)
     parts.add_left_out(sums, wanted, shares)
     for group in _groups(counts, pair, options):

@@ -56,7 +56,7 @@ class Head(NamedTuple):
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.differentiable)
 
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
-        """The rows of the tokens that count, or of `live`, with hidden states in `dtype`."""
+        """The rows of the tokens that count, or of `live`, with hidden states in `dtype`: all of another head's."""
         live = live or self.live
         low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
@@ -65,8 +65,9 @@ class Head(NamedTuple):
             given, temperatures = temperatures, live.gather(temperatures)
             if live.mask is not None:
                 temperatures = torch.where(live.mask, given, 1.0)
+        every = TokenSelection(hidden.shape[0])
         return self._replace(
-            hidden=hidden, low_inputs=low_inputs, targets=targets, live=live, temperatures=temperatures
+            hidden=hidden, low_inputs=low_inputs, targets=targets, live=every, temperatures=temperatures
         )
 
     def transform(self, options: EngineOptions, rows: slice) -> LogitTransform:
@@ -90,11 +91,11 @@ class Gradients(NamedTuple):
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
         """Float32 rows (n, ...) of the tokens in `live` -> those of the call, 0 at all others, in its dtypes."""
-
-        def spread(rows: Tensor | None, like: Tensor | None) -> Tensor | None:
-            return None if rows is None or like is None else live.scatter(rows, like)
-
-        hidden, low_inputs = spread(self.hidden, head.hidden), spread(self.low_inputs, head.low_inputs)
+        hidden, low_inputs = self.hidden, self.low_inputs
+        if hidden is not None:
+            hidden = live.scatter(hidden, head.hidden)
+        if low_inputs is not None and head.low_inputs is not None:
+            low_inputs = live.scatter(low_inputs, head.low_inputs)
         return self._replace(hidden=hidden, low_inputs=low_inputs)
 
 

@@ -18,6 +18,7 @@ from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, spans
 from liger_rl.head.options import EngineOptions
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
@@ -94,9 +95,9 @@ def one_pass(
         for chunk in chunks:
             index = chunk if head.live.index is None else head.live.index[chunk]
             hidden = realigned(head.hidden[index].to(options.compute_dtype).contiguous())
-            rows = head._replace(hidden=hidden, targets=head.targets[index])
+            rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
             kept = buffer.rows(slice(0, hidden.shape[0]))
-            statistics, _ = two_pass.fold(rows, _fold_options(hidden, weight, options), kept=kept)
+            statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
             logps[chunk] = statistics.logps
             if entropy is not None:
                 assert statistics.entropy is not None

@@ -37,9 +37,7 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
     """Statistics of every token that counts; a target that is negative has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
-    if options.batch_invariant:
-        rows, options = two_pass.invariant(rows, options)
-    return _statistics(rows, options).first(n), None
+    return _statistics(*two_pass.invariant(rows, options)).first(n), None
 
 
 def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
@@ -48,7 +46,7 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
         targets = _Targets(rows, options)
         rows = rows._replace(targets=rows.targets.new_full(rows.targets.shape[:1], two_pass.NOWHERE))
     if targets is not None and two_pass.fold_epilogue(rows, options) is not None:
-        statistics, _ = two_pass.fold(rows, options)
+        statistics, _ = two_pass.forward(rows, options)
         targets.multiply()
         return statistics._replace(logps=targets.logps(lambda z: z - statistics.lse[:, None]))
     largest = None if options.topk is None else _Largest(rows, options.topk)

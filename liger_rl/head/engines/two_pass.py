@@ -17,7 +17,6 @@ from liger_rl.head.engines.interface import Gradients, Head, Needs, with_gradien
 from liger_rl.head.engines.tiles import Tiles, plan_tiles, spans
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
-from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.saved_exponentials import Kept
@@ -31,34 +30,8 @@ NOWHERE = -1  # the target of a token that has none in the tiles
 Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
 
 
-def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
-    rows = head.gathered(options.compute_dtype)
-    if options.batch_invariant:
-        return fold_invariant(rows, options), None
-    return fold(rows, options)[0], None
-
-
-def backward(
+def forward(
     head: Head,
-    options: EngineOptions,
-    _statistics: TokenStatistics,
-    _saved: None,
-    tokens: TokenGradients,  # (n,) each, of the tokens that count
-    needs: Needs,
-) -> Gradients:
-    return dense_backward(head, options, *with_gradient(head.live, tokens), needs)
-
-
-def dense_backward(
-    head: Head, options: EngineOptions, live: TokenSelection, tokens: TokenGradients, needs: Needs
-) -> Gradients:
-    """Gradients of the tokens in `live`, whose numbers `tokens` are."""
-    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    return gradients(head.gathered(options.compute_dtype, live), options, tokens, needs).of_all_tokens(live, head)
-
-
-def fold(
-    rows: Head,  # gathered
     options: EngineOptions,
     *,
     bounded: bool = False,
@@ -70,14 +43,32 @@ def fold(
     Without bounds a backward is exact: they are made in the product's epilogue alone, where it applies, no chunk is
     named and no low-rank term joins the weight.
     """
-    shard, epilogue = rows.shard, fold_epilogue(rows, options)
+    rows = head.gathered(options.compute_dtype)
+    n = rows.hidden.shape[0]
+    rows, options = invariant(rows, options)
+    shard, epilogue, bounds = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
-        return fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None), None
-    over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-    return epilogue.gemm_fold(
-        rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-        extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks,
-    )  # fmt: skip
+        statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
+    else:
+        over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
+        statistics, bounds = epilogue.gemm_fold(
+            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
+            extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks,
+        )  # fmt: skip
+    return statistics if rows.hidden.shape[0] == n else statistics.first(n), bounds
+
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    _statistics: TokenStatistics,
+    _saved: None,
+    tokens: TokenGradients,  # (n,) each, of the tokens that count
+    needs: Needs,
+) -> Gradients:
+    live, tokens = with_gradient(head.live, tokens)
+    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
+    return gradients(head.gathered(options.compute_dtype, live), options, tokens, needs).of_all_tokens(live, head)
 
 
 def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
@@ -90,7 +81,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
-    """As `fold`, from tiles of logits in memory, each of which is shown to `seen`; over all ranks."""
+    """As `forward` of gathered rows, from tiles of logits in memory, which are shown to `seen`; over all ranks."""
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
@@ -120,8 +111,9 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
-def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
-    """As `fold`, each token's statistics a function of its own row and the head alone, bit for bit.
+def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
+    """With `batch_invariant`, rows and tiles of which each token's statistics are a function of its own row and the
+    head alone, bit for bit; else what is given.
 
     A sum of floats depends on its order, and libraries choose the order of a product's sums by its shape: by how many
     tokens there are. Two things are fixed here. Where the product of our own applies, every tile of it is computed in
@@ -130,12 +122,8 @@ def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
     left to the library is to treat all rows of one product alike, wherever they lie. The tests shuffle rows to see that
     it does; numpy's OpenBLAS is one that does not.
     """
-    statistics, _ = fold(*invariant(rows, options))
-    return statistics.first(rows.hidden.shape[0])
-
-
-def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
-    """The rows, made up with zeros, and the tiles of `fold_invariant`."""
+    if not options.batch_invariant:
+        return rows, options
     weight, whole = rows.weight, _made_up(rows, MIN_TOKENS)
     if fold_epilogue(whole, options) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
