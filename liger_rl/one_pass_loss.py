@@ -11,7 +11,8 @@ from liger_rl.head.call import HeadCall
 from liger_rl.head.dtensors import is_dtensor
 from liger_rl.head.engines.choose import HeadShape, plan_one_pass
 from liger_rl.head.engines.interface import Head
-from liger_rl.head.engines.one_pass import OnePassPlan, WithGradients, one_pass
+from liger_rl.head.engines.one_pass import WithGradients, one_pass
+from liger_rl.head.engines.totals import OnePassPlan
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
 from liger_rl.policy.batch import AlignedBatch

@@ -50,7 +50,7 @@ ALLOWED = {
     "distributed": [],
     "once": [],
 }
-LONGEST_CHAIN = 16  # of imports, module by module
+LONGEST_CHAIN = 13  # of imports, module by module
 # Every other room: torch alone, integrations: anything.
 OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
 TRITON = {
@@ -79,12 +79,12 @@ LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}
 MOST_NAMED = {
     "grad_tolerance": 11,
     "compute_dtype": 16,
-    "chunk_tokens": 12,
+    "chunk_tokens": 13,
     "chunk_vocab": 10,
     "max_extra_bytes": 7,
     "fixed_shape": 16,
     "batch_invariant": 5,
-    "topk": 9,
+    "topk": 8,
 }
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}

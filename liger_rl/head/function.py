@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import block_sparse, several, support, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, whole_head
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
@@ -21,31 +20,22 @@ DIFFERENTIABLE = 3
 Values = Sequence[Tensor | None]
 
 
-def engine_of(head: Head, options: EngineOptions) -> ModuleType:
-    """The engine of a call: bounds are not free, and only a backward needs them."""
-    if head.listed is not None:
-        return support
-    if head.targets.dim() == 2 or options.topk is not None:
-        return several
-    tolerant = options.grad_tolerance != 0.0 and head.wants_gradient
-    return block_sparse if tolerant and options.chunks_are_free and head.low_inputs is None else two_pass
-
-
 class Way(NamedTuple):
     """How an engine is run: itself, or by operators that stand for it in a graph."""
 
     fold: Callable[..., tuple[TokenStatistics, tuple[Tensor | None, ...] | None]]  # as an engine's forward
     gradients: Callable[..., Gradients]  # as `token_gradients` of the engine
 
+    @classmethod
+    def of(cls, engine: ModuleType) -> "Way":
+        return cls(engine.forward, partial(token_gradients, engine))
 
-def linear_values(head: Head, options: EngineOptions, way: Way | None = None) -> Values:
+
+def linear_values(head: Head, options: EngineOptions, way: Way) -> Values:
     """VALUES of the live tokens, None where not asked for, the first three differentiable where that is wanted.
 
     If `head.live` keeps places, they cover all N tokens; entries of tokens that do not count are undefined.
     """
-    if way is None:
-        engine = engine_of(head, options)
-        way = Way(engine.forward, partial(token_gradients, engine))
     if head.wants_gradient:
         return LinearLogProbs.apply(*head.differentiable, head, options, way)
     with gemm.without_autocast(head.hidden.device):

@@ -18,26 +18,21 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines import block_sparse, several, two_pass
-from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.function import Way, engine_of, linear_values, token_gradients
+from liger_rl.head.engines.interface import Head
+from liger_rl.head.function import Way, linear_values, token_gradients
 from liger_rl.head.low_rank import inputs_backward, inputs_forward, low_rank_inputs
 from liger_rl.head.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
+from liger_rl.head.schema import (
+    DIFFERENTIABLE,
+    TENSORS,
+    contiguous_like,
+    gradients_by,
+    taken_apart,
+    tensors_of,
+)
 from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
-
-# In the order of Head, with the mask of the tokens that count for `live`.
-TENSORS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
-)
-DIFFERENTIABLE, TENSOR_COUNT = 5, 7
-
-
-def taken_apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions]:
-    hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
-    selection = TokenSelection(live.numel(), mask=live)
-    head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
-    return head, OpOptions(*arguments[TENSOR_COUNT:])
 
 
 class Outputs(NamedTuple):
@@ -158,14 +153,6 @@ def _fake_grad(
     return contiguous_like(arguments[:DIFFERENTIABLE], needs)
 
 
-def contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    return [
-        torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        for part, needed in zip(inputs, needs, strict=True)
-        if part is not None and needed
-    ]
-
-
 def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
     """The operator, and that of its gradients."""
     grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
@@ -188,37 +175,6 @@ waiting, waiting_backward = _registered("linear_logprobs", **WAITING_OPERATOR)
 never_waiting, never_waiting_backward = _registered("linear_logprobs_fixed_shape")
 
 
-def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any, outputs: int = 3) -> Callable[..., Gradients]:
-    """`token_gradients` of an engine from the operator of its gradients; `rest` is what follows the head's tensors.
-
-    The operator takes the gradients of so many outputs.
-    """
-
-    def gradients(
-        head: Head,
-        options: EngineOptions,
-        statistics: TokenStatistics,
-        saved: tuple[Tensor | None, ...] | None,
-        grads: Sequence[Tensor | None],
-        needs: Needs,
-    ) -> Gradients:
-        if all(grad is None for grad in grads):
-            return Gradients()
-        # What has no part in a gradient was not saved.
-        known = [part for part in (*statistics[:3], *(saved or ())) if part is not None]
-        found = iter(backward(*grads[:outputs], known, list(needs), *tensors_of(head), *rest))
-        wanted = zip(head.differentiable, needs, strict=True)
-        return Gradients(*(next(found) if part is not None and needed else None for part, needed in wanted))
-
-    return gradients
-
-
-def tensors_of(head: Head) -> tuple[Tensor | None, ...]:
-    """In the order of TENSORS."""
-    # Field by field: torch.compile of 2.8 knows no property of a NamedTuple.
-    return head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight, head.targets, head.live.mask
-
-
 def _way(flat: OpOptions, *, bounded: bool) -> Way:
     """The operators in place of an engine."""
     forward, backward = (never_waiting, never_waiting_backward) if flat.fixed_shape else (waiting, waiting_backward)
@@ -233,7 +189,7 @@ def _way(flat: OpOptions, *, bounded: bool) -> Way:
 def _in_graph(*arguments: Any) -> list[Tensor]:
     head, flat = taken_apart(arguments)
     options = flat.resolved()
-    way = _way(flat, bounded=engine_of(head, options) is block_sparse)
+    way = _way(flat, bounded=head.may_leave_out(options))
     return [part for part in linear_values(head, options, way) if part is not None]
 
 

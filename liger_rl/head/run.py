@@ -8,16 +8,17 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.call import HeadCall, LogProbs, check_topk, shared_errors
 from liger_rl.head.dtensors import localized
+from liger_rl.head.engines import block_sparse, several, two_pass
+from liger_rl.head.engines import support as support_engine
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
-from liger_rl.head.engines.support import support_slots
-from liger_rl.head.function import VALUES, linear_values
+from liger_rl.head.function import VALUES, Way, linear_values
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
-from liger_rl.head.support import Support
+from liger_rl.head.support import Support, kept
 from liger_rl.head.support_operator import support_op
-from liger_rl.head.support_slots import ListedIds, kept
+from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import (
     LiveTokens,
     TokenSelection,
@@ -80,7 +81,7 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             named = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            named = dict(zip(VALUES, linear_values(head, engine_options), strict=True))
+            named = dict(zip(VALUES, linear_values(head, engine_options, _way(head, engine_options)), strict=True))
     found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
     topk_ids = named.get("topk_ids")
     if topk_ids is not None:
@@ -102,7 +103,7 @@ def _over_support(
 
     def listed_ids() -> ListedIds:
         flat_mask, wanted = (None if part is None else part.reshape(-1) for part in (call.mask, call.needed_mask))
-        slots = support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
+        slots = support_engine.support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
         return ListedIds(slots, None if options.fixed_shape else _checked(call, ids, vocab, support, slots.numbers))
 
     if options.fixed_shape:
@@ -117,7 +118,8 @@ def _over_support(
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     sorts = torch.is_grad_enabled() and call.head_needs
-    results = linear_values(head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad), options)
+    head = head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad)
+    results = linear_values(head, options, Way.of(support_engine))
     # A copy, because the support may keep its slots and the caller may write to what it gets.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
     views = {name: None if part is None else part.view(shape) for name, part in named.items()}
@@ -154,6 +156,13 @@ def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
         return found
 
     return answer
+
+
+def _way(head: Head, options: EngineOptions) -> Way:
+    """By the engine of a call that lists no ids."""
+    if head.targets.dim() == 2 or options.topk is not None:
+        return Way.of(several)
+    return Way.of(block_sparse if head.may_leave_out(options) else two_pass)
 
 
 def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:

@@ -1,6 +1,6 @@
 """The support of each token: the ids that its sampler could have drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_count, check_dense, check_device, check_flag, check_floating
+from liger_rl.head.support_slots import ListedIds
 from liger_rl.kernels.support import BAD_ENDS, BAD_IDS, BAD_ORDERS, BAD_STARTS, FULL_ROWS, MISSING_TARGETS
 
+MOST_KEPT = 1 << 20  # slots that a Support keeps
 MissingTarget = Literal["add", "error"]
 
 
@@ -326,3 +328,35 @@ def _check_number(name: str, value: float, *, above: float, most: float) -> None
     if not above < value <= most:
         expected = f"above {above:g}" if most == float("inf") else f"above {above:g} and at most {most:g}"
         raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Callable[[], ListedIds]) -> ListedIds:
+    """`make()`, or what it made at the last call with this support, if nothing has been written to any of the tensors.
+
+    Args:
+        values: the tensors whose values it depends on, beside the support's.
+        rest: all else that it depends on.
+    """
+    tensors = (support.token_ids, support.offsets, *values)
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # nothing says what is written to them
+        return make()
+    device, key = support.token_ids.device, (rest, *map(_state, tensors))
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():  # a replay has other values
+            return make()
+        key = (torch.cuda.current_stream(device.index).cuda_stream, *key)
+    last = support.__dict__.get("_last")
+    if last is not None and last[0] == key:
+        return last[1]
+    found = make()
+    if found.slots.ids.numel() <= MOST_KEPT:
+        # With the tensors, so that no other one gets their address.
+        found.when_checked = lambda: object.__setattr__(support, "_last", (key, found, tensors))
+    return found
+
+
+def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What changes with a tensor's values, as far as PyTorch is told."""
+    if tensor is None:
+        return None
+    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()

@@ -12,15 +12,8 @@ from torch import Tensor
 from liger_rl.head.engines import support as engine
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.function import Way, linear_values, token_gradients
-from liger_rl.head.operator import (
-    TENSOR_COUNT,
-    TENSORS,
-    contiguous_like,
-    gradients_by,
-    taken_apart,
-    tensors_of,
-)
 from liger_rl.head.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
+from liger_rl.head.schema import TENSOR_COUNT, TENSORS, contiguous_like, gradients_by, taken_apart, tensors_of
 from liger_rl.head.support import Support
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens

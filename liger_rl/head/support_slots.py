@@ -5,15 +5,11 @@ old, reference and policy log-probabilities over the same tokens share it: its s
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_rl.head.support import Support
 from liger_rl.kernels.support import LONG_ROWS, Segments, Slots
-
-MOST_KEPT = 1 << 20  # slots that a Support keeps
 
 
 class ListedIds:
@@ -66,35 +62,3 @@ def empty_rows(slots: Slots, count: int) -> Tensor | None:
     """Index of the tokens that count and whose row is empty, of which there are so many; None for no token."""
     # A sort, because `nonzero` would wait for a number that is known.
     return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None
-
-
-def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Callable[[], ListedIds]) -> ListedIds:
-    """`make()`, or what it made at the last call with this support, if nothing has been written to any of the tensors.
-
-    Args:
-        values: the tensors whose values it depends on, beside the support's.
-        rest: all else that it depends on.
-    """
-    tensors = (support.token_ids, support.offsets, *values)
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # nothing says what is written to them
-        return make()
-    device, key = support.token_ids.device, (rest, *map(_state, tensors))
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # a replay has other values
-            return make()
-        key = (torch.cuda.current_stream(device.index).cuda_stream, *key)
-    last = support.__dict__.get("_last")
-    if last is not None and last[0] == key:
-        return last[1]
-    found = make()
-    if found.slots.ids.numel() <= MOST_KEPT:
-        # With the tensors, so that no other one gets their address.
-        found.when_checked = lambda: object.__setattr__(support, "_last", (key, found, tensors))
-    return found
-
-
-def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What changes with a tensor's values, as far as PyTorch is told."""
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import devices, plain
+from liger_rl.kernels import devices
 
 
 def for_device(device: torch.device) -> ModuleType:
@@ -18,7 +18,7 @@ def for_device(device: torch.device) -> ModuleType:
     `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `keep`, `grad_kept` and `scale_` of one
     pass, `select` and `scatter_rows` of tokens.
     """
-    return import_module(f"{__name__}.compiled") if devices.compiles(device) else plain
+    return import_module(f"{__name__}.{'compiled' if devices.compiles(device) else 'plain'}")
 
 
 def epilogue_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:

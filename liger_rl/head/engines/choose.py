@@ -13,8 +13,9 @@ import torch
 from liger_rl.head import checks
 from liger_rl.head.call import HeadCall
 from liger_rl.head.checks import Passes
-from liger_rl.head.engines.one_pass import OnePassPlan, tile_entries, tile_vocab
+from liger_rl.head.engines.one_pass import tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
+from liger_rl.head.engines.totals import OnePassPlan
 from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
 from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
 from liger_rl.head.rules import lacks

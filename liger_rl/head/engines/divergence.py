@@ -26,8 +26,8 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.engines.one_pass import OnePassPlan, _Totals, free_tile_vocab
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
+from liger_rl.head.engines.totals import OnePassPlan, Totals, free_tile_vocab
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
@@ -301,7 +301,7 @@ def one_pass(
     sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
     chunks = spans(n, one_pass_tokens(pair, options))
     sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
-    totals = _Totals(
+    totals = Totals(
         pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
     )
     if totals.weight is not None:
@@ -327,7 +327,7 @@ def one_pass(
     return PairValues(_mixed(measure, sums), statistics, sums.student), totals.finish()
 
 
-def _add_products(totals: _Totals, student: _Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
+def _add_products(totals: Totals, student: _Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
     hidden, grad_rows = student.factor[part], None
     for first, last in spans(vocab, student.width(vocab)):
         columns = tile[:, first:last]

@@ -55,6 +55,11 @@ class Head(NamedTuple):
     def wants_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.differentiable)
 
+    def may_leave_out(self, options: EngineOptions) -> bool:
+        """Whether parts of a gradient may be left out: bounds are not free, and only a backward needs them."""
+        tolerant = options.grad_tolerance != 0.0 and self.wants_gradient
+        return tolerant and options.chunks_are_free and self.low_inputs is None
+
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
         """The rows of the tokens that count, or of `live`, with hidden states in `dtype`: all of another head's."""
         live = live or self.live

@@ -5,10 +5,8 @@ are complete the caller says what dL/dlogp and dL/dentropy are. The gradients ar
 into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
-from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, spans
+from liger_rl.head.engines.tiles import spans
+from liger_rl.head.engines.totals import OnePassPlan, Totals, free_tile_vocab
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import epilogue_for, for_device, gemm
@@ -27,21 +26,6 @@ from liger_rl.once import differentiable_once
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
-VOCAB_TILES = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnePassPlan:
-    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
-
-    chunk_tokens: int
-    sum_dtype: torch.dtype | None
-    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
-    extra_bytes: int
-    """Peak of the memory beside inputs, results and gradients, at most."""
 
 
 def tile_entries(options: EngineOptions) -> int:
@@ -57,10 +41,6 @@ def tile_vocab(vocab: int, options: EngineOptions) -> int:
         return free_tile_vocab(vocab)
     entries = tile_entries(options)
     return options.chunk_vocab // entries * entries
-
-
-def free_tile_vocab(vocab: int) -> int:
-    return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
 class OnePass(NamedTuple):
@@ -88,7 +68,7 @@ def one_pass(
     entropy = torch.empty_like(logps) if options.entropy else None
     in_place = head.weight_grad is not None and needs[1]
     assert not in_place or len(chunks) <= 1
-    totals = _Totals(head, plan, needs, in_place=in_place)
+    totals = Totals(head, plan, needs, in_place=in_place)
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
     with gemm.without_autocast(device):
@@ -118,7 +98,7 @@ def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> Engin
 
 
 def _add_chunk(
-    totals: "_Totals",
+    totals: "Totals",
     kept: Kept,
     wanted: Tensor | None,  # rows of the chunk that have a gradient, None for all
     index: Tensor | slice,  # of the chunk's rows in hidden
@@ -156,56 +136,6 @@ def _add_chunk(
             totals.hidden[index] = grad_rows
         else:
             for_device(rows.device).scatter_rows(grad_rows, index, totals.hidden)
-
-
-class _Totals:
-    """Gradients while chunks are added to them."""
-
-    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs, *, in_place: bool) -> None:
-        hidden, weight, bias = head.hidden, head.weight, head.bias
-        self.hidden_like = hidden if needs[0] else None
-        self.weight: Tensor | None = None
-        if needs[1] and not in_place:
-            self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
-        self.bias = None
-        if bias is not None and needs[2]:
-            self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.empty = True  # nothing was added yet: the first product is written, and nothing need be cleared for it
-
-    @cached_property
-    def hidden(self) -> Tensor | None:
-        """Cleared at its first use, behind the first product, which need not wait for it."""
-        if self.hidden_like is None:
-            return None
-        return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
-
-    def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
-        if self.weight is None:
-            return
-        out = self.weight[first:last]
-        if out.dtype == torch.float32:
-            (gemm.write if self.empty else gemm.accumulate)(out, tile.T, rows)
-        elif out.is_cuda and out.dtype == rows.dtype:
-            # The product's accumulators are float32, and what they are added to is rounded once.
-            torch.mm(tile.T, rows, out=out) if self.empty else out.addmm_(tile.T, rows)
-        else:
-            product = gemm.matmul(tile.T, rows)
-            out.copy_(product if self.empty else product + out)
-
-    def add_bias(self, first: int, last: int, tile: Tensor) -> None:
-        if self.bias is not None:
-            self.bias[first:last] += gemm.column_sums(tile)
-
-    def finish(self) -> Gradients:
-        weight, bias = self.weight, self.bias
-        if weight is not None and self.empty:
-            weight.zero_()
-        return Gradients(
-            self.hidden,
-            None if weight is None else weight.to(self.dtypes[0]),
-            None if bias is None else bias.to(self.dtypes[1]),
-        )
 
 
 class WithGradients(torch.autograd.Function):
