@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import two_pass
+from liger_rl.head.engines import kept_share, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import EngineOptions
@@ -114,10 +114,11 @@ def backward(
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
     begun = blocks_triton.begin(
-        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
-        int(DENSE_SHARE * chosen.keep.shape[1]),
+        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform,
+        options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1]),
     )  # fmt: skip
     plan = plan_blocks(chosen)
+    kept_share.record(head.weight, plan.share)
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
         del rows, begun
