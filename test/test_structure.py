@@ -77,7 +77,7 @@ LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}
 # In how many modules an option of the head is named in code. Each is a field, a public keyword, a check and what it
 # changes; options of other things have the names chunk_tokens and fixed_shape, too.
 MOST_NAMED = {
-    "grad_tolerance": 11,
+    "grad_tolerance": 12,
     "compute_dtype": 16,
     "chunk_tokens": 13,
     "chunk_vocab": 10,

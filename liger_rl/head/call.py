@@ -94,6 +94,12 @@ class HeadCall:
         """Columns of the low-rank terms together."""
         return sum(term.a.shape[0] for term in self.low_rank)
 
+    @property
+    def exact(self) -> bool:
+        """Whether a tolerance of "auto" gives way to what the call is given."""
+        beside = self.support, self.vocab_parallel, self.weight_grad
+        return self.several or any(part is not None for part in beside)
+
     def check_together(self) -> None:
         """Raise for what does not go together with a sharded head, low-rank terms or torch.compile."""
         options = self.options

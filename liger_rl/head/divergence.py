@@ -295,7 +295,7 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
             entries, teacher_entries = shard.vocab, other_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        own = resolved(call.options, dtype)
+        own = resolved(call.options, dtype, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         yield call, _pair(call, vocab, shard), PairOptions(own, other, call.measure, call.targets is not None)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -18,12 +18,16 @@ from liger_rl.head.checks import (
     check_transform,
 )
 from liger_rl.head.rules import check_left_alone
-from liger_rl.kernels.devices import BLOCKS_BYTES
+from liger_rl.kernels.devices import blocks_bytes
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
+Tolerance = float | Literal["auto"]
+# Of "auto": half the time of the exact backward, and gradients that are as far from the truth to two digits, 2.4e-3,
+# which is what rounding to bfloat16 does to them.
+AUTO_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class HeadOptions:
             goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
+            "auto" is 1e-4 where products are 16-bit and blocks can be told apart, and 0 beside every option that does
+            not go with a tolerance.
             Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
             backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
@@ -73,7 +79,7 @@ class HeadOptions:
     lse: bool = False
     topk: int | None = None
     extras: Collection[str] = ()
-    grad_tolerance: float = 0.0
+    grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
@@ -112,6 +118,11 @@ class HeadOptions:
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
+    def named_tolerance(self) -> float:
+        """What must not stand beside some options: 0.0 for "auto", which gives way to them."""
+        return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
+
+    @property
     def names_chunk(self) -> bool:
         return self.chunk_tokens is not None or self.chunk_vocab is not None
 
@@ -124,7 +135,7 @@ class HeadKeywords(TypedDict, total=False):
     lse: bool
     topk: int | None
     extras: Collection[str]
-    grad_tolerance: float
+    grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
     gather: Gather | None
     chunk_tokens: int | None
@@ -152,6 +163,7 @@ def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
 class EngineOptions(HeadOptions):
     """The same, resolved: what every engine is given. A budget has become chunks."""
 
+    grad_tolerance: float
     compute_dtype: torch.dtype
     kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
 
@@ -163,12 +175,12 @@ class EngineOptions(HeadOptions):
         """No chunk is named, so kernels that make no tile of logits may be used."""
         return self.kernels_fit or not self.names_chunk
 
-    @property
-    def blocks_bytes(self) -> int:
+    def blocks_bytes(self, tokens: int, hidden_size: int) -> int:
         """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
+        free = blocks_bytes(tokens, hidden_size)
         if self.chunk_tokens is None or self.chunk_vocab is None:
-            return BLOCKS_BYTES
-        return min(BLOCKS_BYTES, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
+            return free
+        return min(free, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
 
 
 def resolved(
@@ -179,7 +191,15 @@ def resolved(
     chunks: tuple[int, int] | None = None,
     kernels_fit: bool = False,
 ) -> EngineOptions:
-    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given."""
+    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given.
+
+    Without one, a tolerance of "auto" is what the options allow; whether blocks can be told apart is seen later.
+    """
+    if grad_tolerance is None:
+        grad_tolerance = options.named_tolerance
+        exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
+        if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
+            grad_tolerance = AUTO_TOLERANCE
     chunk_tokens, chunk_vocab = chunks or (options.chunk_tokens, options.chunk_vocab)
     return EngineOptions(
         transform=options.transform,
@@ -187,7 +207,7 @@ def resolved(
         lse=options.lse,
         topk=options.topk,
         extras=options.extras,
-        grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
+        grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype,
         gather=options.gather,
         chunk_tokens=chunk_tokens,

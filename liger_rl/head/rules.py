@@ -66,7 +66,7 @@ def first_broken(options: object, beside: str) -> tuple[str, object, object, str
     """The first option that is not left alone: its name, what it must be, what it is, and why; None for none."""
     for name, why in NOT_TOGETHER[beside].items():
         given = getattr(options, name)
-        if given != ALONE[name]:
+        if given not in (ALONE[name], "auto"):  # which gives way
             return name, ALONE[name], given, why
     return None
 

@@ -20,7 +20,7 @@ from functools import partial
 
 from torch import Tensor
 
-from liger_rl.head.engines import two_pass
+from liger_rl.head.engines import kept_share, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import EngineOptions
@@ -105,9 +105,10 @@ def backward(
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
     inputs = blocks_triton.BlockInputs(rows.hidden, weight, bias, rows.targets, tokens, transform)
-    most_of_row = int(DENSE_SHARE * chosen.keep.shape[1])
-    begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, options.blocks_bytes, most_of_row)
+    room, most_of_row = options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1])
+    begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, room, most_of_row)
     plan = plan_blocks(chosen)
+    kept_share.record(head.weight, plan.share)
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
         del rows, inputs, begun

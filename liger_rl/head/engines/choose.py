@@ -17,14 +17,14 @@ from liger_rl.head.engines.one_pass import tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
 from liger_rl.head.engines.totals import OnePassPlan
 from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
-from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
+from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, HeadOptions, options_of, resolved
 from liger_rl.head.rules import lacks
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
-    BLOCKS_BYTES,
     MIN_TOKENS,
     STATISTICS_BYTES,
     aligned,
+    blocks_bytes,
     call_lacks,
     compiles,
     family_of,
@@ -112,6 +112,19 @@ class HeadShape:
         )
 
     @property
+    def tells_blocks_apart(self) -> bool:
+        return self.epilogue_lacks is None and not self.options.names_chunk and not self.in_place
+
+    def settled(self, asked: HeadOptions, *, one_pass: bool = False) -> "HeadShape":
+        """With the tolerance that comes of "auto": exact in one pass, and where blocks have no room or are unknown."""
+        if asked.grad_tolerance != "auto" or not self.options.grad_tolerance:
+            return self
+        budget, blocks = asked.max_extra_bytes, not one_pass and self.tells_blocks_apart
+        if blocks and (budget is None or budget >= self.least_bytes(epilogue=True, blocks=True)):
+            return self
+        return replace(self, options=replace(self.options, grad_tolerance=0.0))
+
+    @property
     def base_bytes(self) -> int:
         """Of every engine: libraries, numbers per token, and contiguous copies of what is laid out otherwise."""
         hidden = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
@@ -194,7 +207,7 @@ class HeadShape:
         beside = 3 * (1 + self.options.entropy) * n * tiles + 16 * tiles * size + 8 * self.vocab + max(blocks, sampled)
         of_tile = -(-n // BLOCK_TOKENS) * BLOCK_TOKENS * BLOCK_VOCAB * c.itemsize
         most = math.prod(backward) * c.itemsize if budgeted else of_tile * tiles
-        kept = max(of_tile, min(BLOCKS_BYTES, most))
+        kept = max(of_tile, min(blocks_bytes(n, size), most))
         return beside + self.two_pass_peak(forward, backward, epilogue=True, blocks=kept)
 
     def one_pass_peak(self) -> tuple[int, int]:
@@ -323,10 +336,13 @@ def plan_linear_logprobs(
 
     The rule:
 
-    1. One pass, where `passes` allows it, a gradient is wanted, no option needs a second pass, and a chunk has room for
-       all tokens that one token's gradient depends on. "auto" also wants it to pay: no chunk is named, a chunk has room
-       for 512 tokens (256 on CPU), and without a budget a 16-bit weight's gradient needs no sum beside the chunk.
-    2. Else block-sparse, where a `grad_tolerance` is given and blocks can be told apart (see `linear_logprobs`).
+    1. Block-sparse, where `grad_tolerance` is above 0, blocks can be told apart (see `linear_logprobs`), and `passes`
+       is not "one". With grad_tolerance="auto" they also must fit the budget. And with passes="auto" the last
+       backward of the same weight must not have kept more than 60% of them; after 16 calls in one pass they are tried
+       again. A plan, which knows no weight, supposes that they pay.
+    2. Else one pass, where `passes` allows it, a gradient is wanted, no option needs a second pass, and a chunk has
+       room for all tokens that one token's gradient depends on. "auto" also wants it to pay: no chunk is named, a chunk
+       has room for 512 tokens (256 on CPU), and without a budget a 16-bit weight's gradient needs no sum beside it.
     3. Else two passes.
 
     A chunk of one pass has the room that a budget leaves; without one, 544 MiB (64 MiB on CPU). The gradient of a
@@ -382,6 +398,7 @@ def plan_linear_logprobs(
         contiguous=(dense[0], dense[1]), aligned=lies,
         options=resolved(asked, asked.compute_dtype or dtype),
     )  # fmt: skip
+    shape = shape.settled(asked, one_pass=passes == "one")
     budget = asked.max_extra_bytes
     if passes == "two" or not any(needs):
         return plan_two_passes(shape, budget)
