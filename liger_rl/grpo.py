@@ -197,18 +197,10 @@ class FusedLinearGRPOLoss(nn.Module):
                     "ref_per_token_logps, such as `reference_logps` returns"
                 )
             call = HeadCall(
-                hidden=hidden,
-                weight=weight,
-                targets=selected_token_ids,
-                mask=mask,
-                bias=bias,
-                low_rank=low_rank,
-                support=support,
-                vocab_parallel=vocab_parallel,
-                weight_grad=weight_grad,
-                options=self.options,
+                hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+                support=support, vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=self.options,
                 targets_name="selected_token_ids",
-            )
+            )  # fmt: skip
             compute_dtype = call.check_tensors()
             call.check_weight_grad(weight)
             # A narrow dtype would wrap the vocabulary's size in comparisons.
@@ -293,17 +285,10 @@ class FusedLinearGRPOLoss(nn.Module):
         Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
         """
         call = HeadCall(
-            hidden=hidden,
-            weight=weight,
-            targets=selected_token_ids,
-            mask=mask,
-            bias=bias,
-            low_rank=low_rank,
-            support=support,
-            vocab_parallel=vocab_parallel,
-            options=replace(self.options, entropy=False),
+            hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
+            support=support, vocab_parallel=vocab_parallel, options=replace(self.options, entropy=False),
             targets_name="selected_token_ids",
-        )
+        )  # fmt: skip
         return log_probs(call).logps
 
     @property

@@ -93,18 +93,9 @@ def linear_logprobs(
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
         asked = options_of("linear_logprobs", options)
     call = HeadCall(
-        hidden=hidden,
-        weight=weight,
-        targets=targets,
-        mask=mask,
-        bias=bias,
-        low_rank=low_rank,
-        support=support,
-        vocab_parallel=vocab_parallel,
-        weight_grad=weight_grad,
-        options=asked,
-        may_be_several=True,
-    )
+        hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, may_be_several=True,
+    )  # fmt: skip
     return log_probs(call)
 
 

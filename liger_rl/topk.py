@@ -86,18 +86,10 @@ def topk_divergence(
                 raise ValueError(f"{name} must be no DTensor; call full_tensor()")
         _check_teacher(teacher_ids, teacher_logps, tail)
     call = HeadCall(
-        hidden=hidden,
-        weight=weight,
-        targets=teacher_ids,
-        mask=mask,
-        bias=bias,
-        low_rank=low_rank,
-        vocab_parallel=vocab_parallel,
-        weight_grad=weight_grad,
-        options=asked,
-        targets_name="teacher_ids",
+        hidden=hidden, weight=weight, targets=teacher_ids, mask=mask, bias=bias, low_rank=low_rank,
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, targets_name="teacher_ids",
         may_be_several=True,
-    )
+    )  # fmt: skip
     student = log_probs(call)
     listed = counted_tokens(teacher_ids, None if mask is None else mask[..., None])
     return TopKDivergence(_forward_kl(student.logps, teacher_logps.float(), listed, tail), student)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import check_apart, check_dense, check_device, check_floating, check_temperature, check_tokens
+from liger_rl.head.checks import check_apart, check_dense, check_device, check_head, check_temperature, check_tokens
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
@@ -144,29 +144,15 @@ class HeadCall:
 
     def check_tensors(self) -> torch.dtype:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
-        hidden, weight, bias = self.hidden, self.weight, self.bias
-        check_floating("hidden", hidden)
-        check_floating("weight", weight)
-        if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
-            raise ValueError(f"hidden must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
-        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-            raise ValueError(
-                f"weight must be (V, H) with H = {hidden.shape[-1]} from hidden and V of at least 1, "
-                f"got {tuple(weight.shape)}"
-            )
-        check_device("weight", weight, hidden, "hidden")
-        if bias is not None:
-            check_floating("bias", bias)
-            if bias.shape != weight.shape[:1]:
-                raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
-            check_device("bias", bias, hidden, "hidden")
+        hidden, weight = self.hidden, self.weight
+        dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
         check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets()
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
         if isinstance(self.support, Support):
             self.support.check_together(first, self.targets_name)
         check_temperature(self.options.transform, first, self.targets_name)
-        return self._compute_dtype()
+        return dtype
 
     def _first_targets(self) -> Tensor:
         """One of several; raises for what is no list of K for each token."""
@@ -184,22 +170,6 @@ class HeadCall:
                 f"{self.targets_name} must have at most {MOST_IDS} ids for each token, got {tuple(targets.shape)}"
             )
         return targets[..., 0]
-
-    def _compute_dtype(self) -> torch.dtype:
-        hidden, kind = self.hidden, self.hidden.device.type
-        chosen = self.options.compute_dtype
-        if chosen is not None:
-            return chosen
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if name == "bias" and tensor is not None and tensor.dtype == torch.float32:
-                continue  # it is added in float32 anyway
-            if tensor is not None and tensor.dtype != hidden.dtype:
-                raise TypeError(
-                    f"{name} must be {hidden.dtype} from hidden (or run under autocast), got {tensor.dtype}"
-                )
-        return hidden.dtype
 
     def check_weight_grad(self, weight: Tensor) -> None:
         """`weight` is the caller's, which may be a DTensor."""

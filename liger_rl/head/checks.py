@@ -104,6 +104,41 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name} must have no tangent: there is no forward-mode derivative, only a backward")
 
 
+def check_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None, prefix: str = ""
+) -> torch.dtype:
+    """Raise for what does not fit together of one head, whose names have the prefix; -> dtype of its products."""
+    names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
+    check_floating(names[0], hidden)
+    check_floating(names[1], weight)
+    if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
+        raise ValueError(f"{names[0]} must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"{names[1]} must be (V, H) with H = {hidden.shape[-1]} from {names[0]} and V of at least 1, "
+            f"got {tuple(weight.shape)}"
+        )
+    check_device(names[1], weight, hidden, names[0])
+    if bias is not None:
+        check_floating(names[2], bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
+        check_device(names[2], bias, hidden, names[0])
+    if compute_dtype is not None:
+        return compute_dtype
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    for name, tensor in zip(names[1:], (weight, bias), strict=True):
+        if tensor is None or (tensor is bias and tensor.dtype == torch.float32):
+            continue  # a float32 bias is added in float32 anyway
+        if tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
+            )
+    return hidden.dtype
+
+
 def check_device(name: str, tensor: Tensor, like: Tensor, source: str) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} from {source}, got {tensor.device}")

@@ -15,6 +15,7 @@ from liger_rl.head.checks import (
     check_count,
     check_device,
     check_floating,
+    check_head,
     check_tokens,
     check_transform,
 )
@@ -24,7 +25,7 @@ from liger_rl.head.engines import divergence_parts
 from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
-from liger_rl.head.low_rank import LowRank, check_low_rank
+from liger_rl.head.low_rank import LowRank, check_low_rank, low_rank_factors
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
@@ -174,10 +175,9 @@ class DivergenceCall:
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
         """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
-        dtype = _check_head("", self.hidden, self.weight, self.bias, self.options)
-        teacher_dtype = _check_head(
-            self.teacher_name, self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.options
-        )
+        asked, teacher = self.options.compute_dtype, (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        dtype = check_head(self.hidden, self.weight, self.bias, asked)
+        teacher_dtype = check_head(*teacher, asked, self.teacher_name)
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
                 f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
@@ -244,39 +244,6 @@ class DivergenceCall:
         if self.low_rank:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         check_left_alone(self.options, "with token_weights")
-
-
-def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> torch.dtype:
-    """As `HeadCall.check_tensors`, under the names of one of two heads."""
-    names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
-    check_floating(names[0], hidden)
-    check_floating(names[1], weight)
-    if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
-        raise ValueError(f"{names[0]} must be (B, T, H) or (N, H) with H of at least 1, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"{names[1]} must be (V, H) with H = {hidden.shape[-1]} from {names[0]} and V of at least 1, "
-            f"got {tuple(weight.shape)}"
-        )
-    check_device(names[1], weight, hidden, names[0])
-    if bias is not None:
-        check_floating(names[2], bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
-        check_device(names[2], bias, hidden, names[0])
-    if options.compute_dtype is not None:
-        return options.compute_dtype
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    for name, tensor in zip(names[1:], (weight, bias), strict=True):
-        if tensor is None or (tensor is bias and tensor.dtype == torch.float32):
-            continue  # a float32 bias is added in float32 anyway
-        if tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
-            )
-    return hidden.dtype
 
 
 @contextmanager
@@ -398,14 +365,7 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
         wanted = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
         live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
-    inputs = low_weight = None
-    if call.low_rank:
-        parts = [term.inputs(call.hidden, live) for term in call.low_rank]
-        # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
-        with gemm.without_autocast(device):
-            inputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            factors = [term.b for term in call.low_rank]
-            low_weight = factors[0] if len(factors) == 1 else torch.cat(factors, dim=1)
+    inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
     targets, here = ids.view(-1), vocab
     if shard is not None:
         targets = shard.local(targets)

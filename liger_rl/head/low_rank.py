@@ -136,6 +136,23 @@ def low_rank_inputs(
     return _Inputs.apply(hidden, a, live, dtype, way)
 
 
+def low_rank_factors(
+    low_rank: Sequence[LowRank],
+    hidden: Tensor,  # (..., H) of the call
+    live: TokenSelection,
+    function: Callable[..., Tensor] | None = None,  # as of `LowRank.inputs`
+) -> tuple[Tensor | None, Tensor | None]:
+    """-> (N, r) and (V, r), whose product is what all terms add up to; None without any."""
+    if not low_rank:
+        return None, None
+    inputs, weights = [term.inputs(hidden, live, function=function) for term in low_rank], [t.b for t in low_rank]
+    if len(low_rank) == 1:
+        return inputs[0], weights[0]
+    # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
+    with gemm.without_autocast(hidden.device):
+        return torch.cat(inputs, dim=1), torch.cat(weights, dim=1)
+
+
 def _parts(live: TokenSelection) -> list:
     """The rows that count, a few at a time: pieces of an index, or slices of all rows."""
     pieces = [slice(start, min(start + ROWS_AT_ONCE, live.count)) for start in range(0, live.count, ROWS_AT_ONCE)]

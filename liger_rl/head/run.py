@@ -14,6 +14,7 @@ from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
 from liger_rl.head.function import VALUES, Way, linear_values
 from liger_rl.head.host_answer import HostAnswer
+from liger_rl.head.low_rank import low_rank_factors
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support, kept
@@ -27,7 +28,6 @@ from liger_rl.head.tokens import (
     improper_temperatures,
     live_tokens,
 )
-from liger_rl.kernels import gemm
 from liger_rl.kernels.support import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
@@ -187,18 +187,11 @@ def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
 
 
 def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
-    """Of flat tensors; what all low-rank terms add up to is the product of two factors, (N, r) and (V, r)."""
-    hidden, inputs, weight = call.hidden.reshape(-1, call.hidden.shape[-1]), None, None
-    if call.low_rank:
-        function = low_rank_inputs_op if torch.compiler.is_compiling() else None
-        parts = [term.inputs(call.hidden, live, function=function) for term in call.low_rank]
-        # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
-        with gemm.without_autocast(call.hidden.device):
-            inputs, weight = _joined(parts), _joined([term.b for term in call.low_rank])
+    """Of flat tensors."""
+    hidden, function = call.hidden.reshape(-1, call.hidden.shape[-1]), None
+    if torch.compiler.is_compiling():
+        function = low_rank_inputs_op
+    inputs, weight = low_rank_factors(call.low_rank, call.hidden, live, function)
     given = call.options.transform.temperature
     temperatures = given.reshape(-1).float() if isinstance(given, Tensor) else None
     return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,24 +1,16 @@
 """Every kernel in Triton, under the names of `plain`."""
 
-from liger_rl.kernels.divergence_triton import fold_pair, grad_pair, mix_pair
-from liger_rl.kernels.saved_exponentials_triton import grad_kept, keep, scale_
-from liger_rl.kernels.selection_triton import scatter_rows, select
-from liger_rl.kernels.several_triton import keep_largest, put
-from liger_rl.kernels.tile_triton import fold, fold_rows, grad, grad_rows
-
-__all__ = [
-    "fold",
-    "fold_pair",
-    "fold_rows",
-    "grad",
-    "grad_kept",
-    "grad_pair",
-    "grad_rows",
-    "keep",
-    "keep_largest",
-    "mix_pair",
-    "put",
-    "scale_",
-    "scatter_rows",
-    "select",
-]
+from liger_rl.kernels.divergence_triton import fold_pair as fold_pair
+from liger_rl.kernels.divergence_triton import grad_pair as grad_pair
+from liger_rl.kernels.divergence_triton import mix_pair as mix_pair
+from liger_rl.kernels.saved_exponentials_triton import grad_kept as grad_kept
+from liger_rl.kernels.saved_exponentials_triton import keep as keep
+from liger_rl.kernels.saved_exponentials_triton import scale_ as scale_
+from liger_rl.kernels.selection_triton import scatter_rows as scatter_rows
+from liger_rl.kernels.selection_triton import select as select
+from liger_rl.kernels.several_triton import keep_largest as keep_largest
+from liger_rl.kernels.several_triton import put as put
+from liger_rl.kernels.tile_triton import fold as fold
+from liger_rl.kernels.tile_triton import fold_rows as fold_rows
+from liger_rl.kernels.tile_triton import grad as grad
+from liger_rl.kernels.tile_triton import grad_rows as grad_rows

@@ -482,8 +482,9 @@ def test_every_device_has_its_kernels():
     """What is called on CUDA is there, with the arguments of the plain function."""
     assert for_device(torch.device("cpu")) is plain
     assert for_device(torch.device("cuda")) is compiled
-    assert plain.__all__ == compiled.__all__
-    for name in plain.__all__:
+    names = {name for name, value in vars(plain).items() if inspect.isfunction(value)}
+    assert len(names) == len({name for name, value in vars(compiled).items() if inspect.isfunction(value)}) > 10
+    for name in names:
         mine, other = (inspect.signature(getattr(module, name)).parameters for module in (compiled, plain))
         assert list(mine)[: len(other)] == list(other), name
         assert all(more.default is not more.empty for more in list(mine.values())[len(other) :]), name
