@@ -30,11 +30,6 @@ class TokenSelection:
     mask: Tensor | None = None  # (N,) bool; never beside an index
 
     @property
-    def keeps_places(self) -> bool:
-        """Whether `gather` leaves every token in its place."""
-        return self.mask is not None
-
-    @property
     def count(self) -> int:
         """Rows that `gather` gives."""
         return self.total if self.index is None else self.index.numel()
