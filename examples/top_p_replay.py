@@ -5,7 +5,7 @@
 
 A small policy learns to add with GRPO, as in train_grpo.py. Its completions are sampled with top-p, by transformers.
 One run computes log-probabilities over the whole vocabulary, the other over the ids that the sampler could have drawn.
-Before each update, both compare the log-probabilities of the sampled tokens with those that the sampler drew them by.
+Before each update, both compare the log-probabilities of the sampled tokens with the sampler's own.
 """
 
 import argparse

@@ -67,9 +67,9 @@ def linear_logprobs(
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
-            the weight itself gets none from this call. Not with a grad_tolerance, nor with a DTensor weight. Its
-            reduction over data-parallel ranks is yours, but for `weight.grad` under DistributedDataParallel; within
-            that one's forward, unless in `no_sync()`, any other tensor is refused.
+            the weight itself gets none from this call. Not with a grad_tolerance, nor with a DTensor weight. You reduce
+            it over data-parallel ranks; DistributedDataParallel reduces `weight.grad` by itself. In its forward any
+            other tensor is refused, unless in `no_sync()`.
         vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
             the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
             group. Two collectives of (N,) statistics in the forward, a third of (N, K) logits with several targets and

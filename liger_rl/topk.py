@@ -126,5 +126,5 @@ def _forward_kl(logps: Tensor, teacher_logps: Tensor, listed: Tensor, tail: str)
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """(..., K) -> log of what is left of 1, (..., 1)."""
+    """(..., K) -> log of 1 minus their sum, (..., 1)."""
     return torch.log(-torch.expm1(log_p.logsumexp(-1, keepdim=True).clamp(max=LARGEST_LOG_MASS)))

@@ -14,7 +14,7 @@ from liger_rl.kernels.transform import LogitTransform
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRowsOptions:
-    """Everything the autograd Functions take that is not differentiated or an index, checked but for the buffer."""
+    """What the autograd Functions take that is neither differentiated nor an index; checked, except for the buffer."""
 
     transform: LogitTransform
     entropy: bool = False

@@ -25,8 +25,8 @@ def check_support(support: Support, targets: Tensor, options: LogitRowsOptions) 
         raise ValueError("support must be None under torch.compile, whose graphs do not hold its kernels")
     if options.in_place or options.grad_buffer is not None:
         raise ValueError(
-            "in_place and grad_buffer must be left out with a support, whose gradient is a new tensor: 0 but at the "
-            "listed ids"
+            "in_place and grad_buffer must be left out with a support, whose gradient is a new tensor, nonzero at the "
+            "listed ids alone"
         )
     support.check_together(targets, options.targets_name)
 

@@ -317,7 +317,7 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> 
 
 
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
-    """A loss () without a gradient -> itself with those that `in_one_pass` made."""
+    """A loss () without a gradient -> itself with the gradients that `in_one_pass` made."""
     if gradients is None:
         return loss
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]

@@ -160,7 +160,7 @@ def _parts(live: TokenSelection) -> list:
 
 
 def _taken(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
-    """Some of the rows; those that a mask leaves out as 0, whatever they hold."""
+    """Some of the rows. A row that a mask leaves out is 0, whatever it holds."""
     return values[rows] if live.mask is None else torch.where(live.mask[rows, None], values[rows], 0)
 
 
@@ -196,7 +196,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """-> values rounded to `dtype`, and what that leaves of those that do not fit."""
+    """-> values rounded to `dtype`, and the rest if they do not fit."""
     rounded = values.to(dtype)
     return rounded, [] if _fits(values, dtype) else [(values - rounded).to(dtype)]
 

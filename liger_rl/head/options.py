@@ -146,7 +146,7 @@ class HeadKeywords(TypedDict, total=False):
 
 
 KNOWN = tuple(HeadKeywords.__annotations__)
-# Options that change how it is computed, and not what: those that frameworks pass on.
+# Options that change how it is computed, and not what. Frameworks pass them on.
 HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "max_extra_bytes", "fixed_shape", "batch_invariant")
 
 
@@ -255,7 +255,7 @@ OP_OPTIONS = (
 
 
 def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
-    """In the order of OpOptions, a call of which torch 2.8 does not trace."""
+    """In the order of OpOptions, which torch 2.8 cannot trace the making of."""
     transform = options.transform
     assert not transform.per_token  # refused where the call is checked
     return (

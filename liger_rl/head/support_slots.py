@@ -59,6 +59,6 @@ class SlotsById:
 
 
 def empty_rows(slots: Slots, count: int) -> Tensor | None:
-    """Index of the tokens that count and whose row is empty, of which there are so many; None for no token."""
+    """Index of the `count` tokens that count and whose row is empty; None if there is no such token."""
     # A sort, because `nonzero` would wait for a number that is known.
     return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None

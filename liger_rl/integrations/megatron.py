@@ -34,7 +34,7 @@ PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
 
 @dataclass(frozen=True)
 class FusedOutput:
-    """What `fused_output` returns. Not a NamedTuple, of which Megatron's Float16Module makes a plain tuple.
+    """What `fused_output` returns. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one.
 
     Attributes:
         logps: (b, s) float32, log-probability in nats of labels[b, s], differentiable; 0 where the label is negative or

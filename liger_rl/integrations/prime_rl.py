@@ -47,7 +47,7 @@ def fused_output(
     the host waits for, they are taken as one number.
 
     Args:
-        head: prime-rl's, of which the weight (V, H) is used, and the softcap of one that has it.
+        head: prime-rl's. Its weight (V, H) is used, and its softcap if it has one.
         hidden_states: (B, T, H); position t predicts labels[:, t].
         labels: (B, T) integer token ids; a negative one masks its token, to 0 in both outputs.
         temperature: (B, T) float, > 0, of the tokens.
@@ -132,7 +132,7 @@ def _patches() -> tuple[MethodPatch, ...]:
 
 
 def patch_prime_rl() -> None:
-    """Put `fused_output` behind prime-rl's chunked heads, those that models have already and those to come.
+    """Put `fused_output` behind prime-rl's chunked heads, of models that exist already and of later ones.
 
     prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls for
     something else stay prime-rl's: those without a temperature, or with return_mask_logprobs.

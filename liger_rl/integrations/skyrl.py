@@ -180,7 +180,7 @@ class _FusedWrapper:
 
 
 def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    """SkyRL's, but for what has values of tokens already."""
+    """SkyRL's, except for what has values of tokens already."""
     if isinstance(logits, _PerToken):
         return logits.logps
     return _LOGPROBS.original(logits, labels, *arguments, **keywords)

@@ -74,7 +74,7 @@ class CoreOptions:
 
 @dataclass
 class FusedLogProbs:
-    """In place of `trl.trainer.utils._ChunkedLogProbFunction`, of which trainers call `apply`."""
+    """In place of `trl.trainer.utils._ChunkedLogProbFunction`. Trainers call its `apply`."""
 
     options: CoreOptions
 
@@ -152,7 +152,7 @@ _ALL = (_OP_PATCH, *trl_adapters.PATCHES, *trl_divergence.PATCHES)
 def patch_trl(
     *, grad_tolerance: Tolerance = "auto", chunk_tokens: int | None = None, chunk_vocab: int | None = None
 ) -> None:
-    """Put this package's head behind TRL's trainers, those that exist already and those that are built later.
+    """Put this package's head behind TRL's trainers, whether they exist already or are built later.
 
     The trainers then take LoRA adapters on the lm_head too. Patching again only changes the options. Code outside of
     TRL that has imported one of the names keeps what it has imported.

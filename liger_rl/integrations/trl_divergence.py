@@ -45,7 +45,7 @@ PARAMETERS = (
 
 @dataclass
 class FusedDivergence:
-    """In place of TRL's `ChunkedDivergenceFunction`, of which the trainer calls `apply`."""
+    """In place of TRL's `ChunkedDivergenceFunction`. The trainer calls its `apply`."""
 
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None

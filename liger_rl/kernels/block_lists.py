@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 STEP = 256  # rows or tiles that a program reads at a time
-ITEMS = 16  # rows or tiles of which a program finds the places in their order
+ITEMS = 16  # rows or tiles whose places in the order a program finds
 
 
 class BlockLists(NamedTuple):
-    """The kept blocks of some tiles, on the device, tile by tile; positions are those in the buffer of blocks.
+    """The kept blocks of some tiles, on the device, tile by tile. Positions are places in the buffer of blocks.
 
-    There is room for `most` of them, what comes after the last kept one meaning nothing.
+    There is room for `most` blocks. Entries after the last kept block are undefined.
     """
 
     row: Tensor  # (most,) int32, row of blocks
@@ -34,7 +34,7 @@ class BlockLists(NamedTuple):
 
     @classmethod
     def of(cls, keep: Tensor, first: int, most: int) -> "BlockLists":
-        """Of `keep` (row blocks, tiles of the span), the first of which is tile `first`, at most so many kept."""
+        """From `keep` (row blocks, tiles of the span), whose first tile is `first`. It keeps at most `most` blocks."""
         rows, tiles = keep.shape
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.

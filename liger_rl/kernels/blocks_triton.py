@@ -199,7 +199,7 @@ class LeftOutGradients(NamedTuple):
     """What the sums of left-out blocks give, float32; None where it is not asked for."""
 
     hidden: Tensor | None  # (n, H)
-    weight: Tensor | None  # (tiles or more, H), of which a tile's vocabulary entries have their shares
+    weight: Tensor | None  # (tiles or more, H); a tile's vocabulary entries share its row
     bias: Tensor | None  # (tiles or more,), as well
 
     @classmethod

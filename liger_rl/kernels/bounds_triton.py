@@ -54,8 +54,8 @@ UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two square
 # 15.3%, 7.0% and 4.7%; by entropy 10.3%, 5.1% and 3.9%; by target alone 12.9%, 5.1% and 3.3%. A tenth or ten times
 # as many moves these by less than a tenth of them.
 LARGE = 20.0
-# A key is a class of tokens, counted down from the one with most large tiles, and the target within it, of which the
-# last stands for all from there on: 32 bits in all, which sort in two thirds of the time of 64.
+# A key is a class of tokens, counted down from the one with most large tiles, and the target within it. The last target
+# stands for all larger ones. That makes 32 bits, which sort in two thirds of the time of 64.
 LAST_CLASS, TARGETS = 63, 2**24
 NOT_WANTED = 2**31 - 1
 
@@ -292,8 +292,8 @@ def _energies(
 ):  # fmt: skip
     """-> (TILES, TOKENS) upper bounds of the sum of squares of dL/dx minus what takes its place where it is left out.
 
-    That is its sum S times shares u >= 0 that add up to 1. Of numbers of one sign, such as those that dL/dlogp makes of
-    all ids but the target, |G - S u|^2 <= |G|^2 + |S u|^2; of others, |G - S u| <= |G| + |S u|.
+    The place is taken by its sum S times shares u >= 0 that add up to 1. If all numbers have one sign, as dL/dlogp has
+    beside the target, |G - S u|^2 <= |G|^2 + |S u|^2. Otherwise |G - S u| <= |G| + |S u|.
     """
     place = tile.to(tl.int64)[:, None] * count + token[None, :]
     amplitude, size = _amplitudes(known.codes, tokens.grad_logps, token, place, live, inside)
@@ -407,8 +407,8 @@ def rank_tokens(
 ) -> Ranking:
     """Tokens with about as many large tiles side by side, by target among them; those without a gradient last.
 
-    The budget is relative^2 times no more than the sum of squares of dL/dx, of which each token's target is known and,
-    for dL/dlogp, the largest entry of every other tile.
+    The budget is relative^2 times a lower bound of the sum of squares of dL/dx: each token's target is known and, for
+    dL/dlogp, the largest entry of every other tile.
     """
     tiles, n = known.codes.shape
     device = targets.device

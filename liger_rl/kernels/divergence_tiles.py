@@ -85,7 +85,7 @@ def _factors(
 
 
 def choose(bounds: TileBounds, grad: Tensor, squares: Tensor, tolerance: float) -> Tensor:
-    """(n, tiles) bool, which parts are computed: of tokens with `grad` (n,), all but those that are small together.
+    """(n, tiles) bool, which parts of tokens with `grad` (n,) are computed. The others are small together.
 
     `squares` (tiles,) are the sums of squares of the shares. Everything is kept where the bounds are not finite.
     """

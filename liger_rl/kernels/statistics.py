@@ -187,7 +187,7 @@ class BlockPlan(NamedTuple):
     """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
 
     keep: Tensor  # (row blocks, tiles) bool
-    counted: Tensor  # as `left_out_blocks_triton.count` gives it, of which the rest is known to the host
+    counted: Tensor  # as `left_out_blocks_triton.count` gives it; `counts` and `wanted` are the host's copy
     counts: Tensor  # (tiles,) int64, blocks kept in each
     kept: int  # in all
     wanted: int  # tokens with a gradient, the first of all

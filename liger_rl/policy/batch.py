@@ -244,7 +244,7 @@ def _count(name: str, value: Any, device: torch.device) -> Any:
 
 
 class BatchColumns(TypedDict, total=False):
-    """The fields of `PolicyBatch` but for the advantages and the mask, as keywords of a function."""
+    """The fields of `PolicyBatch` other than advantages and mask, as keywords of a function."""
 
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None

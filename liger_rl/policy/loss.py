@@ -107,8 +107,8 @@ class PolicyTerms:
         return PreparedLoss(self, aligned, None if self.reduction is None else _weights(self.reduction, aligned))
 
     def tokens_to_project(self, given: AlignedBatch) -> Tensor | None:
-        """Other than 0 at those of the tokens that count whose log-probabilities the result depends on; shaped like
-        them, or (B, 1). None for all that count.
+        """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1). None if it needs
+        all tokens that count.
 
         In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
         """
@@ -122,8 +122,7 @@ class PolicyTerms:
         return _unexpanded(given.advantages) if idle else None
 
     def may_have_gradient(self, given: AlignedBatch) -> Tensor | None:
-        """Other than 0 at those that may have a gradient, as far as can be known, in the same way; the tokens with a
-        say, where that are not all."""
+        """Nonzero where a token may have a gradient, as far as can be known; None if all may."""
         penalised = self.entropy_bonus.entropy_coef != 0.0 or self.kl.beta != 0.0
         return None if penalised else _unexpanded(given.advantages)
 
@@ -142,7 +141,7 @@ def _unexpanded(column: Tensor) -> Tensor:
 
 
 def _says_of_its_formula(part: Any, name: str) -> bool:
-    """A part's attribute, unless a subclass inherits it and has a formula of its own, of which it says nothing."""
+    """A part's attribute. False if a subclass with a formula of its own inherits it: it says nothing about that one."""
     if name not in getattr(part, "__dict__", {}):
         for cls in type(part).__mro__:
             if name in cls.__dict__:

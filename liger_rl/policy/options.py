@@ -60,7 +60,7 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
 
 
 def callable_instance(name: str, value: Any) -> None:
-    """Raises TypeError for what cannot be called, and for a class, a call of which would make an instance."""
+    """Raises TypeError for what cannot be called, and for a class: calling one makes an instance."""
     if isinstance(value, type):
         raise TypeError(f"{name} must be an instance, got the class {value.__name__}; write {value.__name__}(...)")
     if not callable(value):

@@ -36,9 +36,9 @@ Saved = TileBounds
 
 @dataclass(frozen=True)
 class ChosenBlocks:
-    """Blocks chosen on the device, of which the host knows nothing yet."""
+    """Blocks chosen on the device. The host knows nothing of them yet."""
 
-    order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS of which make a row of blocks; without a gradient last
+    order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS to a row of blocks; those without a gradient last
     keep: Tensor  # (row blocks, tiles) bool: which blocks are computed
     counted: Tensor  # see `left_out_blocks_triton.count`
     numbers: HostAnswer  # the same

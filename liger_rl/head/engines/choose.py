@@ -354,8 +354,8 @@ def plan_linear_logprobs(
     named. Else there are float32 tiles, as wide as the budget or the default workspace allows, and on a GPU `reason`
     says what the epilogue needs.
 
-    A plan is for all `tokens`. A call with a budget too small for all of them in one pass counts those that are not
-    masked, and "auto" takes one pass where there is room for these.
+    A plan is for all `tokens`. If a budget is too small for all of them in one pass, a call counts the tokens that are
+    not masked, and "auto" takes one pass if there is room for these.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.

@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
 class PairOptions(NamedTuple):
     student: EngineOptions
-    teacher: EngineOptions  # the same but for transform and dtype
+    teacher: EngineOptions  # the same, except for transform and dtype
     measure: Measure
     targets: bool  # whether log-probabilities at the targets are wanted
 

@@ -209,7 +209,7 @@ class _Parts:
         rows = torch.empty(tiles, most + 1, weight.shape[2], dtype=self.dtype, device=order.device)
         if most:
             inside = torch.arange(most, device=order.device) < chosen.counted[group.tiles, None]
-            # Past a tile's own tokens any kept one will do, of which nothing is added.
+            # Past a tile's own tokens any kept one will do: nothing of it is added.
             picked = torch.where(inside, order[:, :most], order[group.counts.index(most), 0])
             rows[:, :most] = _rows(self.pair.student, picked)
             grad[:, :most] = self._gradient(group, picked, inside, rows[:, :most], weight)

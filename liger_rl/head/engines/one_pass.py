@@ -139,9 +139,9 @@ def _add_chunk(
 
 
 class WithGradients(torch.autograd.Function):
-    """(value (), hidden, weight, bias) -> value, whose gradients are known already, but for the factor from above.
+    """(value (), hidden, weight, bias) -> value, whose gradients are known already, up to the factor from above.
 
-    The second result is nothing but what `differentiable_once` connects gradients to.
+    The second result is there for `differentiable_once` alone, which connects gradients to it.
     """
 
     @staticmethod

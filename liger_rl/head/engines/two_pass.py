@@ -112,8 +112,8 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
 
 
 def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
-    """With `batch_invariant`, rows and tiles of which each token's statistics are a function of its own row and the
-    head alone, bit for bit; else what is given.
+    """With `batch_invariant`, rows and tiles that make each token's statistics a function of its own row and the head
+    alone, bit for bit. Without it, what is given.
 
     A sum of floats depends on its order, and libraries choose the order of a product's sums by its shape: by how many
     tokens there are. Two things are fixed here. Where the product of our own applies, every tile of it is computed in
