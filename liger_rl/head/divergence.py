@@ -85,7 +85,7 @@ WITHOUT = {
 
 
 def check_not_compiling(what: str = "linear_divergence") -> None:
-    """Raise where the call would have to be a part of a graph; one that may be broken is broken around it."""
+    """Raise if the call would have to be a part of a graph. A graph that may be broken is broken around it."""
     if torch.compiler.is_compiling():
         raise ValueError(
             f"{what} does not run under torch.compile, whose graphs do not hold its engine; call it outside "
@@ -94,7 +94,7 @@ def check_not_compiling(what: str = "linear_divergence") -> None:
 
 
 def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
-    """HeadOptions(**keywords); a TypeError that names `function` for one that two heads do not have."""
+    """HeadOptions(**keywords). An option that two heads do not have raises a TypeError that names `function`."""
     for name in keywords:
         if name in WITHOUT:
             raise TypeError(f"{function} takes no {name}: {WITHOUT[name]}")
@@ -104,7 +104,7 @@ def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
 
 
 def measure_of(kind: str, beta: float) -> Measure:
-    """The divergence of a name; that of "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
+    """The divergence of that name. "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):

@@ -64,7 +64,7 @@ class TokenSelection:
         return TokenSelection(self.total, mask=self.mask & wanted)
 
     def among(self, picked: Tensor) -> "TokenSelection":
-        """Those at some of the places, of (count,), that `gather` gives."""
+        """Some of the tokens, by their places (n,) in what `gather` gives."""
         return TokenSelection(self.total, index=picked if self.index is None else self.index[picked])
 
     def first(self, count: int) -> "TokenSelection":
@@ -106,9 +106,9 @@ def live_tokens(
 ) -> Callable[[], LiveTokens]:
     """Tokens that are neither masked nor negative, and wanted, if only some of them are.
 
-    The device is asked at once; the call of what is returned is the forward's one host sync, and raises ValueError
-    where a token that is neither masked nor negative, wanted or not, is outside the vocabulary, and where the mask has
-    other values than 0 and 1. What the host does in between costs nothing.
+    The device is asked at once. Calling the result is the forward's one host sync. It raises ValueError if a token that
+    is neither masked nor negative, wanted or not, is outside the vocabulary, and if the mask has values other than 0
+    and 1. What the host does in between costs nothing.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
     asked = torch.cat([numbers, *counts]) if counts else numbers
@@ -123,7 +123,7 @@ def live_tokens(
 
 
 def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """How many of the tokens that count have one that is not positive and finite, (1,); nothing for a number."""
+    """[(1,) tokens that count whose temperature is not positive and finite]; empty if the temperature is a number."""
     if not isinstance(temperature, Tensor):
         return []
     improper = counted_tokens(targets, mask) & ~((temperature > 0) & temperature.isfinite())
@@ -146,12 +146,10 @@ def ask_vocabulary(
     targets_name: str = "targets",
     temperature: float | Tensor = 1.0,
 ) -> Callable[[], None]:
-    """Ask the device whether the targets that count are ids of the vocabulary, and the mask has only 0 and 1.
+    """Ask the device whether targets that count are in the vocabulary, the mask is 0 or 1, and temperatures positive.
 
-    And whether temperatures of tokens are positive.
-
-    The call of what is returned waits for the answer, and raises ValueError if it is no. What the device is given to do
-    in between hides the wait. With `fixed_shape` nothing is asked, and the call does nothing.
+    Calling the result waits for the answer, and raises ValueError if it is no. Work that is launched in between hides
+    the wait. With `fixed_shape` nothing is asked, and the call does nothing.
     """
     if fixed_shape:
         return lambda: None

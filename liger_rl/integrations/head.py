@@ -83,7 +83,7 @@ def current_head(model: Any, linear_type: type) -> Head:
 
 
 def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
-    """Forward hooks that are left out when the head is taken apart, beside ours and those from the modules `but`."""
+    """Forward hooks, except ours and those of the modules `but`, that are left out when the head is taken apart."""
     return sum(
         not _comes_from(hook, (*but, __name__))
         for part in head.bypassed()
@@ -228,10 +228,11 @@ class _ForLogits:
 
 
 def listen(head: nn.Module) -> None:
-    """Let `head` answer requests; nothing changes for who makes none. Harmless where it does already.
+    """Let `head` answer requests. A call without one is as before. Harmless if it answers already.
 
-    The answer needs what other pre-hooks make of the hidden states, and other hooks get the answer, so hooks that were
-    put on the head in the meantime change places with ours. What shards logits is left out of an answer.
+    Other pre-hooks run before the answer, because it needs what they make of the hidden states. Other hooks run after
+    it, because they get the answer. So hooks that were put on the head in the meantime change places with ours. Hooks
+    that shard logits are left out of an answer.
     """
     pre_hooks, hooks = cast(OrderedDict, head._forward_pre_hooks), cast(OrderedDict, head._forward_hooks)
     if torch.compiler.is_compiling() and not pre_hooks and not hooks:
@@ -254,7 +255,7 @@ def listen(head: nn.Module) -> None:
 
 
 def stop_listening(model: nn.Module) -> None:
-    """Undo `listen` wherever it was done: adapters put another module in the head's place."""
+    """Undo `listen` wherever it was done. Adapters may have put another module in the head's place since."""
     for module in model.modules():
         if module._forward_pre_hooks.pop(LISTENER, None) is None:
             continue
@@ -320,7 +321,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
-    """The transform that does to logits what the model's own forward does to them. Its head has to listen."""
+    """The transform that the model's own forward applies to its logits. The head has to listen."""
     name = type(model).__name__
     probe = torch.tensor(PROBE_LOGITS, dtype=torch.float32, device="cpu")  # whatever the default device is
 

@@ -277,7 +277,7 @@ def _ask_for_other_values(attention_mask: Tensor) -> Callable[[], None]:
 
 
 def _check_tokens(_input: Tensor, ids: Tensor, attention_mask: Tensor, vllm_is_ratio: Tensor | None) -> None:
-    """What is called otherwise, or may have more shapes, in the module underneath."""
+    """Arguments that have another name, or may have more shapes, in the module underneath."""
     _check_tensor("_input", _input, _input)
     if _input.dim() != 3:
         raise ValueError(f"_input must be (B, T, H), got {tuple(_input.shape)}")
@@ -312,7 +312,7 @@ def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 
 
 def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
-    """Ratios per token of the same product over each sequence: one per sequence goes to its first counted token."""
+    """Ratios per token with the same product over each sequence: its one ratio goes to its first counted token."""
     if ratio.shape == counted.shape:
         return ratio
     first = counted & (counted.cumsum(-1) == 1)

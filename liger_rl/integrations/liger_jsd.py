@@ -190,5 +190,5 @@ def kept_whole(parameter: Tensor) -> Tensor: ...
 @overload
 def kept_whole(parameter: Tensor | None) -> Tensor | None: ...
 def kept_whole(parameter: Tensor | None) -> Tensor | None:
-    """For a backward: ZeRO-3 gathers a parameter for the forward and empties it again; DeepSpeed's id marks one."""
+    """A copy of what ZeRO-3 gathers for the forward and empties again. DeepSpeed's id marks such a parameter."""
     return parameter.clone() if parameter is not None and hasattr(parameter, "ds_id") else parameter

@@ -1,10 +1,10 @@
 """LoRA adapters on the lm_head under TRL, whose op is given the head's weight and bias and no more.
 
-Two things are replaced beside the op. In the trainers, the class by which TRL recognises a head that it refuses: ours
-lets pass what `read_head` understands and raises for the rest. And the function that gives a model its fused forward:
-the forward that it makes now says, for the length of a call, which head the op is working for.
+Two things are replaced beside the op. The first is the class by which TRL's trainers recognise a head that they refuse:
+ours accepts what `read_head` understands and raises for the rest. The second is the function that gives a model its
+fused forward: the new forward says, for the length of a call, which head the op is working for.
 
-A model keeps that forward after the patch is undone. It then computes as TRL's, and raises where TRL's op would leave
+A model keeps that forward after the patch is undone. It then computes as TRL's does. It raises if TRL's op would leave
 an adapter out.
 """
 
@@ -68,9 +68,9 @@ class _AsksTheReading(type):
 
 
 class RefusedLayer(metaclass=_AsksTheReading):
-    """In place of PEFT's `BaseTunerLayer` in TRL's trainers, which build no model whose head is an instance of it.
+    """In place of PEFT's `BaseTunerLayer` in TRL's trainers. They refuse a head that is an instance of it.
 
-    No layer is: one that the fused head cannot take apart raises TypeError or ValueError and says why.
+    No layer is an instance. A layer that the fused head cannot take apart raises TypeError or ValueError and says why.
     """
 
 

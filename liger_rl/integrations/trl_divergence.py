@@ -1,9 +1,9 @@
 """TRL's distillation on this package's divergence of two heads: the op that DistillationTrainer calls.
 
-With PEFT two things are replaced beside the op, so that a LoRA adapter on the student's lm_head is trained: the
-trainer's refusal of one, and the method that calls the op with the head's weight and bias alone, which now says which
-head it is. Once an adapter was let pass, that method stays when the patch is undone, and raises where TRL's op would
-leave the adapter out.
+With PEFT two things are replaced beside the op, so that a LoRA adapter on the student's lm_head is trained. One is the
+trainer's refusal of such an adapter. The other is the method that calls the op with the head's weight and bias
+alone: the new one also says which head it is. Once an adapter was accepted, that method stays when the patch is undone,
+and raises if TRL's op would leave the adapter out.
 
 TRL 1.15 has no such op, and then nothing is replaced.
 """
@@ -132,11 +132,11 @@ class _RemembersAdapters(type(trl_adapters.RefusedLayer)):  # type: ignore[misc]
 
 
 class RefusedLayer(metaclass=_RemembersAdapters):
-    """`trl_adapters.RefusedLayer`, of a trainer whose loss must go on naming its head."""
+    """`trl_adapters.RefusedLayer` for the trainer whose loss must go on naming its head."""
 
 
 class _LossPatch(GlobalPatch):
-    """Of a method, which is in the trainer's class and in no module."""
+    """Replaces a method of the trainer's class."""
 
     needed = False
 

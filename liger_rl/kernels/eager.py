@@ -87,7 +87,7 @@ def grad_beside_targets(
 
 
 def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
-    """grad (n, v) = at_target (n,) in the targets' columns, where these are among the v from `first` on."""
+    """grad (n, v) = at_target (n,) in the targets' columns, for targets in [first, first + v)."""
     column, hit = _target_column(targets, first, grad.shape[-1])
     beside = grad.gather(-1, column[:, None]).squeeze(-1)
     grad.scatter_(-1, column[:, None], torch.where(hit, at_target, beside)[:, None])

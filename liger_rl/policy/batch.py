@@ -42,7 +42,7 @@ class AlignedBatch:
     """Detached, where the caller has it."""
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
-        """Columns of one's own making in `dtype`, 0 where the mask is 0; the mask as bool."""
+        """Columns of the loss's own in `dtype`, 0 where the mask is 0; the mask as bool."""
         masked = self.mask == 0
         given = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
         clean: dict[str, Any] = {

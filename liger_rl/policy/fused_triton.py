@@ -1,8 +1,8 @@
 """Token-local policy losses with their derivative as one Triton kernel.
 
-The losses are those of `liger_rl.policy`, which states them readably; here each has its derivative beside it, taken
-from those very formulas as autograd takes it: a clamp passes the gradient at its bounds if PyTorch's does, the smaller
-of two equal numbers is half the one and half the other, and what is NaN there is NaN here.
+`liger_rl.policy` states these losses readably. Here each has its derivative beside it, which is autograd's of that
+formula. A clamp passes the gradient at its bounds if PyTorch's does. The smaller of two equal numbers takes half of the
+gradient from each. What is NaN there is NaN here.
 """
 
 import math

@@ -69,7 +69,7 @@ class PolicyTerms:
     def locality(self) -> Locality:
         """How many tokens must be seen together for the gradient of any of them.
 
-        "token": that token; "sequence": its sequence; "batch": nothing less than all tokens is known to do. The
+        "token": that token; "sequence": its sequence; "batch": all tokens, because nothing less is known to do. The
         reduction, the sampler's correction and the divisors of means are known before any log-probability is.
         """
         parts = (self.objective, *self.corrections)
@@ -100,15 +100,14 @@ class PolicyTerms:
         return given
 
     def prepared(self, given: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":
-        """All that does not depend on the log-probabilities, of what `check` returned."""
+        """What does not depend on the log-probabilities, made of what `check` returned."""
         aligned = given.cleaned(dtype)
         if self.sampler_correction is not None:
             aligned = replace(aligned, importance_ratio=self.sampler_correction.ratio(aligned))
         return PreparedLoss(self, aligned, None if self.reduction is None else _weights(self.reduction, aligned))
 
     def tokens_to_project(self, given: AlignedBatch) -> Tensor | None:
-        """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1). None if it needs
-        all tokens that count.
+        """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
 
         In GRPO a group with equal rewards has no advantages; such tokens need not be projected at all.
         """

@@ -355,8 +355,8 @@ class DRO:
 class ClipCov:
     """PPO-clip with the gradient of a few tokens of high covariance cut. arXiv:2505.22617, verl's `clip_cov`.
 
-    Of the tokens whose covariance (A - mean A)(logp - mean logp) lies between the bounds and which PPO does not clip,
-    max(1, floor(clip_cov_ratio * tokens)) random ones have loss 0.
+    A token may be cut if its covariance (A - mean A)(logp - mean logp) lies between the bounds, unless PPO clips it. Of
+    these, max(1, floor(clip_cov_ratio * tokens)) random ones have loss 0.
 
     Attributes:
         epsilon_low, epsilon_high: as in `PPOClip`.
