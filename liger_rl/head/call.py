@@ -1,4 +1,4 @@
-"""A call of the head: its tensors, its options, and every check and every "not together with" rule."""
+"""A call of the head: its tensors and options, and every check of them. `rules` says which options exclude which."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +65,7 @@ class HeadCall:
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """Everything that may be a tensor, for those who ask what kind each is."""
+        """Everything that may be a tensor."""
         given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
         return (*given, *low_rank_tensors(self.low_rank))
 
@@ -155,7 +155,7 @@ class HeadCall:
         return dtype
 
     def _first_targets(self) -> Tensor:
-        """One of several; raises for what is no list of K for each token."""
+        """The first target of each token. Raises if several targets are no list of K ids for each token."""
         targets, lead = self.targets, self.hidden.shape[:-1]
         if not self.several:
             return targets

@@ -149,7 +149,7 @@ class DivergenceCall:
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """Everything that may be a tensor, for those who ask what kind each is."""
+        """Everything that may be a tensor."""
         teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
         own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
         return (*own, *teacher, *low_rank_tensors(self.low_rank))

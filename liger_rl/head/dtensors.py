@@ -38,7 +38,7 @@ def localized(inputs: Any) -> Any:
     """A `HeadCall` without DTensors. A collective for each that is gathered, and one for its gradient.
 
     Raises:
-        ValueError: placements that none of the rules above is for, or a place beside that of a DTensor weight.
+        ValueError: placements that no rule above covers, or a vocab_parallel beside a DTensor weight.
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
@@ -104,8 +104,10 @@ def _own(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
 
 
 def place_of(weight: object, *others: object) -> VocabParallel | None:
-    """The place of a DTensor weight whose ranks compare notes before anything else; None where one of the others, the
-    rest of a call's tensors, or the weight itself has to be gathered first, and of any other weight."""
+    """The place of a DTensor weight whose ranks can compare notes before anything else.
+
+    None for another weight, and if the weight or one of the call's other tensors must be gathered first.
+    """
     if not is_dtensor(weight) or any(map(is_dtensor, others)) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
         return None
     return _place(weight)

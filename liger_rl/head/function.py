@@ -52,8 +52,8 @@ def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> 
 class LinearLogProbs(torch.autograd.Function):
     """`linear_values`, and the gradients of logps, entropy and lse for all that is differentiable.
 
-    A sharded head must be whole around the forward, whose caller has read its shape before; the backward enters
-    `options.gather` by itself, once, whatever its rows are.
+    The caller has made a sharded head whole around the forward, because it reads the head's shape. The backward enters
+    `options.gather` by itself, once.
     """
 
     @staticmethod

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class HostAnswer:
-    """Integers (k,) on their way to the host. What the device is given to do before `wait` hides the wait."""
+    """Integers (k,) on their way to the host. Work that is launched before `wait` hides the wait."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers

@@ -1,4 +1,4 @@
-"""All of a call of the head that is no tensor: every option, and every rule on which of them go together."""
+"""Everything of a call of the head that is no tensor: its options, and the forms that engines and operators take."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager

@@ -55,7 +55,7 @@ def choose_blocks(
     *,
     needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
-    """Choose on the device alone; what it is given to do before `plan_blocks` hides that call's wait."""
+    """Choose on the device alone. Work that is launched before `plan_blocks` hides that call's wait."""
     from liger_rl.kernels import bounds_triton, left_out_blocks_triton
 
     known, transform = known._replace(share_squares=shares.squares), options.transform
@@ -91,7 +91,7 @@ def backward(
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
 ) -> Gradients:
-    """Of the kept blocks, or exact where so many are kept that the dense products are no slower. One host sync."""
+    """From the kept blocks; exact if so many are kept that the dense products are no slower. One host sync."""
     if known is None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.kernels import blocks_triton, left_out_blocks_triton

@@ -116,7 +116,7 @@ class HeadShape:
         return self.epilogue_lacks is None and not self.options.names_chunk and not self.in_place
 
     def settled(self, asked: HeadOptions, *, one_pass: bool = False) -> "HeadShape":
-        """With the tolerance that comes of "auto": exact in one pass, and where blocks have no room or are unknown."""
+        """With the tolerance that "auto" becomes: 0 in one pass, and if blocks have no room or cannot be told apart."""
         if asked.grad_tolerance != "auto" or not self.options.grad_tolerance:
             return self
         budget, blocks = asked.max_extra_bytes, not one_pass and self.tells_blocks_apart
@@ -126,7 +126,7 @@ class HeadShape:
 
     @property
     def base_bytes(self) -> int:
-        """Of every engine: libraries, numbers per token, and contiguous copies of what is laid out otherwise."""
+        """What every engine takes: libraries, numbers per token, and contiguous copies of tensors that are not."""
         hidden = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
         relaid = not self.contiguous[1] and self.needs[1] and not self.in_place  # autograd copies to a leaf's strides
         weight = self.vocab * self.hidden_size * self.weight_dtype.itemsize * relaid
@@ -134,7 +134,7 @@ class HeadShape:
 
     @property
     def logit_bytes(self) -> int:
-        """Of a float32 logit, with what eager kernels make on the way from it to its gradient."""
+        """A float32 logit, with what eager kernels make on the way to its gradient."""
         if compiles(self.device):
             return 4
         transform = self.options.transform
@@ -147,12 +147,12 @@ class HeadShape:
 
     @property
     def widened_bytes(self) -> int:
-        """Of one element of a product's factor, which becomes float32 first on CPU."""
+        """On CPU, the float32 copy of one element of a product's factor."""
         return 4 if not self.cuda and self.options.compute_dtype.itemsize < 4 else 0
 
     @property
     def sum_bytes(self) -> int:
-        """Of a float32 sum of the weight's gradient, where that is not the gradient itself."""
+        """A float32 sum of the weight's gradient, unless it is the gradient itself."""
         own = self.needs[1] and not self.in_place and self.weight_dtype != torch.float32
         return 4 * self.vocab * self.hidden_size * own
 
@@ -237,8 +237,8 @@ class HeadShape:
     def tiles(self, max_extra_bytes: int | None, *, epilogue: bool, blocks: bool = False) -> tuple[Tiles, Tiles, int]:
         """Tiles of the forward and of the backward, and their peak.
 
-        With a budget they are the same, and the widest that fit: the tokens are halved while SMALLEST_TILE.vocab
-        does not fit beside them. Without one they are the engines' own, as those of a `batch_invariant` forward always.
+        With a budget both are the same, and the widest that fit: the tokens are halved while SMALLEST_TILE.vocab does
+        not fit beside them. Without one they are the engines' own. A `batch_invariant` forward always has its own.
         """
 
         def own(tokens: int, logit_bytes: int) -> Tiles:
@@ -482,7 +482,7 @@ def _one_pass(shape: HeadShape, chunks: OnePassPlan, passes: str, least: int | N
 
 
 def one_pass_obstacle(shape: HeadShape) -> str | None:
-    """The option or dtype that rules one pass out, as what it would need; None where there is none."""
+    """What one pass would need, if an option or a dtype rules it out; None if nothing does."""
     options = shape.options
     transform, dtypes = shape.options.transform, zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True)
     made = [shape.options.compute_dtype, *(dtype for dtype, need in dtypes if need)]  # autocast leaves a weight its own

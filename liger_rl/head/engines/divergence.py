@@ -4,18 +4,18 @@ A tile of both heads' logits is made together, and a pair of tiles is folded at 
 backward makes the pairs again for the tokens with a gradient, turns each into dL/dlogits of the student, and that into
 the student's products. The teacher's logits are read and never differentiated.
 
-With S = 2 N H V of the student and T of the teacher: S + T for either KL divergence in the forward, S + T and at most
-2 S in the backward. The value of a mixture needs both normalisers at every entry, which are known after all tiles. Two
-sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, the products are of few tokens with the
-whole vocabulary, whose float32 rows are kept for the second step: S + T again, for one read of both weights per
-`_whole_rows` tokens. By an H200's bandwidth and speed, that read takes as long as the products of 150 tokens, so 75
-tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain for where under
-MIN_WHOLE_ROWS fit, where a chunk is named, where a weight is converted tile by tile, and where the vocabulary is
-sharded: no collective stands inside a loop.
+One product of the student's head is S = 2 N H V operations, one of the teacher's T. A KL divergence takes S + T in the
+forward, and S + T and at most 2 S in the backward. The value of a mixture needs both normalisers at every entry. They
+are known after all tiles, so two sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, a few
+tokens at a time are multiplied with the whole vocabulary, and their float32 rows are kept for the second step. That is
+S + T again, and one read of both weights per `_whole_rows` tokens. On an H200 such a read takes as long as the products
+of 150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain if
+under MIN_WHOLE_ROWS fit, if a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded,
+because no collective stands inside a loop.
 
-Where every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T
-and at most 2 S in all, of chunks of tokens whose float32 logits of both heads are kept over the whole vocabulary. The
-weight's gradient is summed over the chunks in float32, which is read and written once a chunk.
+If every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T and at
+most 2 S in all. It keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens. The weight's
+gradient is summed over the chunks in float32. Each chunk reads and writes this sum once.
 """
 
 from collections.abc import Callable
@@ -239,13 +239,13 @@ def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
 
 
 def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
-    """Gradients of the student; `tokens` are the numbers of those that count."""
+    """Gradients of the student; `tokens` are the numbers of the tokens that count."""
     live, tokens = _with_gradient(pair.student.live, tokens)
     return gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
 
 
 def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSelection, PairGradients]:
-    """Those of the live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
     wanted = tokens.grad != 0
     for grad in (tokens.grad_logps, tokens.grad_entropy):
         wanted = wanted if grad is None else wanted | (grad != 0)
@@ -262,7 +262,7 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
 
 
 def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
-    """Of the tokens in `live`, whose numbers `tokens` are, from pairs of tiles; those of padding entries are 0."""
+    """Gradients of the tokens in `live`, whose numbers `tokens` are. Padding entries of the vocabulary get 0."""
     student, teacher = _sides(pair, options, live)
     rows, dtype = student.rows, options.student.compute_dtype
     kernels = for_device(rows.weight.device)

@@ -1,14 +1,14 @@
 """Two heads with a tolerance: the backward of the parts of the gradient that matter, a part being a token and a tile.
 
 `kernels.divergence_tiles` says which parts are kept, and why the rest is within the tolerance. A tile is TILE_VOCAB
-entries. Of each, the tokens that keep it are gathered, and a few tiles at a time go through the batched products that
-the exact backward makes of all tokens: with s the kept share, s (S + T) to recompute both heads, and at most 2 s S.
-Tokens are chosen tile by tile, so their order does not matter. docs/notes/kernels.md says what tiles of other widths,
-and blocks of tokens, would keep.
+entries. For each tile, the tokens that keep it are gathered. A few tiles at a time go through batched products, which
+are those of the exact backward. With s the kept share, this takes s (S + T) to recompute both heads, and at
+most 2 s S. Tokens are chosen tile by tile, so their order does not matter. docs/notes/kernels.md says what tiles of
+other widths, and blocks of tokens, would keep.
 
-What takes the place of the rest is one more row in each tile's product for the weight: the hidden states of the tokens
-that left the tile out, added up by what they left out, in the tile's shares. For the hidden states it is one product of
-(n, tiles) with (tiles, H).
+What is left out is replaced. In each tile's product for the weight, the replacement is one more row: the hidden states
+of the tokens that left the tile out, weighted by what they left out, and spread by the tile's shares. For the hidden
+states it is one product of (n, tiles) with (tiles, H).
 
 Every sum has a fixed order, so two runs give the same bits. One host sync, for the number of tokens of each tile.
 """
@@ -77,8 +77,8 @@ class _Group(NamedTuple):
 def backward(
     pair: Pair, options: PairOptions, bounds: TileBounds | None, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `divergence.backward`, of the kept parts; exact without bounds, or where so many are kept that it is no
-    slower."""
+    """As `divergence.backward`, from the kept parts alone. Exact without bounds, and if so many parts are kept that
+    this is no slower."""
     if bounds is None or tokens.grad_logps is not None or tokens.grad_entropy is not None or not tokens.grad.numel():
         return exact.backward(pair, options, tokens, needs)
     shares = _shares(pair, options, bounds, tokens, needs)

@@ -61,7 +61,7 @@ class Head(NamedTuple):
         return tolerant and options.chunks_are_free and self.low_inputs is None
 
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
-        """The rows of the tokens that count, or of `live`, with hidden states in `dtype`: all of another head's."""
+        """A head of the tokens that count, or of `live`, alone, with hidden states in `dtype`."""
         live = live or self.live
         low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
@@ -95,7 +95,7 @@ class Gradients(NamedTuple):
     low_weight: Tensor | None = None  # (V, r)
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
-        """Float32 rows (n, ...) of the tokens in `live` -> those of the call, 0 at all others, in its dtypes."""
+        """Float32 rows (n, ...) of the tokens in `live` -> rows of all N tokens, in their dtypes, 0 elsewhere."""
         hidden, low_inputs = self.hidden, self.low_inputs
         if hidden is not None:
             hidden = live.scatter(hidden, head.hidden)
@@ -108,7 +108,7 @@ Needs = tuple[bool, ...]  # which of `Gradients` are asked for
 
 
 def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSelection, TokenGradients]:
-    """Those of the live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
     if live.mask is not None:
         live = live.restricted(has_gradient(tokens))
         assert live.mask is not None

@@ -1,4 +1,4 @@
-"""Gradients made in the forward: three products in place of four, for callers who know theirs chunk by chunk.
+"""Gradients made in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
 
 A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.saved_exponentials`). Once its statistics
 are complete the caller says what dL/dlogp and dL/dentropy are. The gradients are made at once: the exponentials turn

@@ -1,14 +1,14 @@
 """Several ids a token: the log-probabilities of K targets, and the K largest of the vocabulary.
 
-With G = sum_k g_k of the gradients of a token's K log-probabilities, dL/dz_v = sum_{k: id_k = v} g_k - p_v G. So the
-forward is that of one target with K logits z_k in its place, and the backward that of a token without a target, whose
-tiles of the gradient get the K numbers above before their products: summed in float32 and rounded once, as a target's
-is. They are not sums of what two products leave. Where a student has nearly its teacher's probabilities, dL/dz_v is the
-small difference of the two terms.
+With g_k the gradients of a token's K log-probabilities and G = sum_k g_k, dL/dz_v = sum_{k: id_k = v} g_k - p_v G. The
+forward is that of one target, with K logits z_k in place of one. The backward is that of a token without a target. The
+K numbers above are written into its tiles of the gradient before their products. So dL/dz_v is summed in float32 and
+rounded once, as with one target. Two products would each round a term, and if a student has nearly its teacher's
+probabilities, dL/dz_v is the small difference of the two terms.
 
-The K logits are taken out of the tiles. Where the fold is made in a product's epilogue there is no tile: they are
-products of gathered rows of the weight, 2 N K H operations. These add the same numbers in another order than the fold,
-so a log-probability near 0 has the rounding of its logit, where one target's has that of the small number that it is.
+The K logits are taken out of the tiles. If the fold is made in a product's epilogue there is no tile: they are then
+products of gathered rows of the weight, 2 N K H operations. These add the same numbers in another order than the fold.
+So a log-probability near 0 is rounded as its logit is, while with one target it is rounded as the small number it is.
 
 The largest are kept while tiles pass. They have no gradient, and need tiles in memory.
 """
@@ -81,7 +81,7 @@ class _Targets:
         self.x[part] = torch.where((column >= 0) & (column < width), found, self.x[part])
 
     def multiply(self) -> None:
-        """From the rows alone, where no tile passes; whatever folds in an epilogue has Triton."""
+        """From the rows alone, if no tile passes. Triton is there, because the fold was in an epilogue."""
         from liger_rl.kernels import support_triton
 
         rows, (n, count), device = self.rows, self.ids.shape, self.ids.device
@@ -159,7 +159,7 @@ def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, token
 
 
 def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
-    """(n, K) both -> for each place the sum of the values with its id, the same bits at all of these."""
+    """(n, K) both -> for each place the sum of the values with its id, the same bits at each of them."""
     n, count = ids.shape
     out = torch.empty_like(values)
     for start, stop in spans(n, max(1, PAIRS // count**2)):

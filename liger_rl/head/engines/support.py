@@ -181,10 +181,10 @@ def backward(
     tokens: TokenGradients,  # (N,) each
     needs: Needs,
 ) -> Gradients:
-    """Summed in float32 and rounded once; where a row is empty, once more for the sum with the gradients of two passes.
+    """Summed in float32 and rounded once. With an empty row, rounded once more in the sum with two passes' gradients.
 
-    Without an empty row, the weight's touches the listed rows of `weight_grad` alone. With a shard, gradients of hidden
-    and low_inputs are summed over the ranks, beneath the sums for the weight.
+    Without an empty row, only the listed rows of `weight_grad` are touched. With a shard, gradients of hidden and
+    low_inputs are summed over the ranks, during the sums for the weight.
     """
     listed = head.listed
     assert listed is not None

@@ -39,9 +39,9 @@ def forward(
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
 
-    They include the target's own logit where exponentials are kept, from which it cannot always be made again.
-    Without bounds a backward is exact: they are made in the product's epilogue alone, where it applies, no chunk is
-    named and no low-rank term joins the weight.
+    With kept exponentials they include the target's own logit, which these cannot always give back. Bounds are made in
+    the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without bounds
+    a backward is exact.
     """
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
@@ -163,8 +163,8 @@ def gradients(
     """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
     weight. Of several targets, `tokens.at_target` (n, K) is dL/dx itself, as the same number where an id is repeated.
 
-    Those of hidden and of the low-rank inputs are float32 rows, summed over the ranks of a sharded vocabulary beneath
-    the last product of the weight's.
+    The gradients of hidden and of the low-rank inputs are float32 rows. With a sharded vocabulary they are summed over
+    the ranks during the last product for the weight.
     """
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
