@@ -331,9 +331,9 @@ def markdown(results: dict[str, Any]) -> str:
     about = (
         f"{first['parameters'] / 1e6:.0f} million parameters, {first['vocab']:,} token ids, {len(seeds)} seeds, "
         f"{plan['steps']} steps of {plan['prompts'] * plan['group']} completions. Reward, KL to the first policy and "
-        f"entropy are means of the last {plan['last']} steps. Apart: the root mean square of the difference to an exact "
-        "run of the same seed; in the first row, of two exact runs. Weights apart: of the final weights, relative to "
-        "how far training moved them."
+        f"entropy are means of the last {plan['last']} steps. Apart: the root mean square of the difference to an "
+        "exact run of the same seed; in the first row, of two exact runs. Weights apart: of the final weights, "
+        "relative to how far training moved them."
     )
     rows = []
     for group, names in GROUPS.items():
