@@ -225,8 +225,8 @@ def plot_directory(directory: Path) -> list[Path]:
     drawn = []
     for source in sorted(directory.glob("*.json")):
         results = read_results(source)
-        if not all("groups" in row for row in results["rows"]):
-            continue  # of row losses or of tensor parallelism, which lie beside them
+        if not all("groups" in row for row in results.get("rows", [{}])):
+            continue  # of other benchmarks, which lie beside them
         for name, draw in PLOTS.items():
             target = directory / f"{name}-{source.stem}.png"
             if draw(results, target):

@@ -2,7 +2,7 @@
 
 A model of 177 million parameters with 65,536 token ids learns Python sources for a minute. Then it is trained with a
 reward that Python's own parser verifies: the share of the lines of a completion that are statements. For each seed
-there are five runs from the same weights, with the same prompts and random numbers:
+there are up to five runs from the same weights, with the same prompts and random numbers:
 
 exact         grad_tolerance=0
 reordered     exact too, with the sequences of each training batch in another order; two of them
@@ -22,9 +22,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -217,12 +218,12 @@ def run(start: Start, seed: int, way: Way) -> tuple[dict[str, Any], Tensor]:
     return {**found, **about}, trainer.moved()
 
 
-def runs_of(seed: int, start: Start) -> dict[str, Any]:
-    """All ways of a seed, by name, each with how far its weights ended from the exact run's."""
+def runs_of(seed: int, start: Start, ways: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
+    """Those of a seed, by name, the exact one first; each with how far its weights ended from that one's."""
     found: dict[str, Any] = {}
     exact = None
-    for name, way in WAYS.items():
-        found[name], moved = run(start, seed, way)
+    for name in ways:
+        found[name], moved = run(start, seed, WAYS[name])
         exact = moved if exact is None else exact
         found[name]["distance"] = ((moved - exact).norm() / exact.norm().clamp(min=1e-30)).item()
         ends = {curve: round(mean(found[name][curve][-start.plan.last :]), 4) for curve in CURVES}
@@ -246,7 +247,7 @@ def measure(
     """In this process, one seed after the other."""
     model, tokenizer, held_out, about = prepare(plan, recipe, device)
     start = Start(frozen(model, device), tokenizer, held_out, plan, reward)
-    return {"policy": about, "seeds": [runs_of(seed, start) for seed in range(seeds)]}
+    return {"policies": [about], "seeds": [runs_of(seed, start) for seed in range(seeds)]}
 
 
 def frozen(model: Any, device: str) -> Any:
@@ -256,23 +257,23 @@ def frozen(model: Any, device: str) -> Any:
     return model.eval()
 
 
-def measure_beside(plan: Plan, recipe: Any, seeds: int, folder: Path) -> dict[str, Any]:
+def measure_beside(plan: Plan, recipe: Any, seeds: Sequence[int], ways: Sequence[str], folder: Path) -> dict[str, Any]:
     """The seeds in processes beside each other, spread over the GPUs there are; the host is what they wait for."""
     model, tokenizer, held_out, about = prepare(plan, recipe, "cuda")
     start = {"state": model.state_dict(), "config": model.config.to_dict(), "held_out": held_out, "plan": asdict(plan)}
-    torch.save(start, folder / "start.pt")
+    torch.save(start | {"ways": list(ways)}, folder / "start.pt")
     tokenizer.save(str(folder / "tokenizer.json"))
     del model
     torch.cuda.empty_cache()
     workers = []
-    for seed in range(seeds):
+    for seed in seeds:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(seed % torch.cuda.device_count())}
         command = [sys.executable, "-m", "benchmark.tolerance_runs", "--seed", str(seed), "--output", str(folder)]
         workers.append(subprocess.Popen(command, cwd=ROOT, env=environment))
     codes = [worker.wait() for worker in workers]
     if any(codes):
         raise SystemExit("a worker failed")
-    return {"policy": about, "seeds": [read_results(folder / f"seed-{seed}.json") for seed in range(seeds)]}
+    return {"policies": [about], "seeds": [read_results(folder / f"seed-{seed}.json") for seed in seeds]}
 
 
 def worker(seed: int, folder: Path) -> None:
@@ -284,60 +285,72 @@ def worker(seed: int, folder: Path) -> None:
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**start["config"]))
     model.load_state_dict(start["state"])
-    found = runs_of(seed, Start(frozen(model, "cuda"), tokenizer, start["held_out"], Plan(**start["plan"])))
+    begin = Start(frozen(model, "cuda"), tokenizer, start["held_out"], Plan(**start["plan"]))
+    found = runs_of(seed, begin, start["ways"])
     write_results(folder / f"seed-{seed}.json", found)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
+GROUPS = {"exact": ("exact", "reordered", "reordered again"), "1e-4": ("1e-4",), "1e-3": ("1e-3",)}
 
-def differences(results: dict[str, Any], name: str) -> dict[str, float]:
-    """Of a way's runs from the exact ones, at most over the seeds: of the last steps' means, and of the weights."""
-    last, seeds = results["plan"]["last"], results["seeds"]
-    ends = {
-        curve: max(abs(mean(runs[name][curve][-last:]) - mean(runs["exact"][curve][-last:])) for runs in seeds)
-        for curve in CURVES
-    }
-    return ends | {"distance": mean(runs[name]["distance"] for runs in seeds)}
+
+def end(run: dict[str, Any], curve: str, last: int) -> float:
+    return mean(run[curve][-last:])
+
+
+def differences(results: dict[str, Any], group: str, curve: str) -> list[float]:
+    """Of the ends of two runs of a seed, one of this group and the other an exact one: all pairs, of all seeds."""
+    found = []
+    for runs in results["seeds"]:
+        exact = [name for name in GROUPS["exact"] if name in runs]
+        mine = [name for name in GROUPS[group] if name in runs]
+        pairs = combinations(exact, 2) if group == "exact" else product(mine, exact)
+        ends = {name: end(run, curve, results["plan"]["last"]) for name, run in runs.items()}
+        found += [ends[one] - ends[other] for one, other in pairs]
+    return found
 
 
 COLUMNS: Columns = {
+    "runs": number("runs", ".0f"),
     "reward": number("reward", ".3f"),
-    "largest difference": number("d_reward", ".3f"),
-    "KL": number("kl", ".4f"),
-    "largest difference ": number("d_kl", ".4f"),
+    "apart": number("reward_apart", ".4f"),
+    "KL": number("kl", ".3f"),
+    "apart ": number("kl_apart", ".3f"),
     "entropy": number("entropy", ".3f"),
-    "largest difference  ": number("d_entropy", ".3f"),
-    "weights": number("distance", ".0%"),
+    "apart  ": number("entropy_apart", ".3f"),
+    "weights apart": number("distance", ".0%"),
     "blocks kept": number("kept", ".0%"),
 }
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A row for each way: means over seeds of the last steps, and the largest difference of a seed's two runs."""
-    plan, seeds, policy = results["plan"], results["seeds"], results["policy"]
+    """A row for each tolerance: means over runs, and how far these end from exact runs of the same seed."""
+    plan, seeds, policies = results["plan"], results["seeds"], results["policies"]
+    first = policies[0]
     about = (
-        f"{policy['parameters'] / 1e6:.0f} million parameters, {policy['vocab']:,} token ids, {len(seeds)} seeds, "
-        f"{plan['steps']} steps of {plan['prompts'] * plan['group']} completions. Means of the last {plan['last']} "
-        "steps, each with the largest difference from the exact run of the same seed; how far the final weights are "
-        "from that run's, relative to how far it moved them."
+        f"{first['parameters'] / 1e6:.0f} million parameters, {first['vocab']:,} token ids, {len(seeds)} seeds, "
+        f"{plan['steps']} steps of {plan['prompts'] * plan['group']} completions. Reward, KL to the first policy and "
+        f"entropy are means of the last {plan['last']} steps. Apart: the root mean square of the difference to an "
+        "exact run of the same seed; in the first row, of two exact runs. Weights apart: of the final weights, "
+        "relative to how far training moved them."
     )
     rows = []
-    for name, way in WAYS.items():
-        row: dict[str, Any] = {"status": "ok"}
+    for group, names in GROUPS.items():
+        runs = [runs[name] for runs in seeds for name in names if name in runs]
+        row: dict[str, Any] = {"status": "ok", "runs": len(runs)}
         for curve in CURVES:
-            row[curve] = mean(mean(runs[name][curve][-plan["last"] :]) for runs in seeds)
-        if name != "exact":
-            found = differences(results, name)
-            row |= {f"d_{curve}": found[curve] for curve in CURVES} | {"distance": found["distance"]}
-        kept = [runs[name]["kept_share"] for runs in seeds]
+            row[curve] = mean(end(run, curve, plan["last"]) for run in runs)
+            row[f"{curve}_apart"] = mean(value**2 for value in differences(results, group, curve)) ** 0.5
+        row["distance"] = mean(run["distance"] for run in runs if run["distance"] or group != "exact")
+        kept = [run["kept_share"] for run in runs]
         row["kept"] = None if None in kept else mean(kept)
-        rows.append((way.title, row))
+        rows.append((group, row))
     return "\n\n".join([environment_line(results["environment"], ()), about, markdown_table(COLUMNS, rows)]) + "\n"
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Mean over the seeds of each curve, over steps."""
+    """Mean over the seeds of each curve, over steps; of the seeds that have all runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -345,9 +358,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, len(CURVES), figsize=(13, 4), layout="constrained")
     width = max(1, results["plan"]["steps"] // 20)
+    whole = [runs for runs in results["seeds"] if runs.keys() == WAYS.keys()]
     for panel, curve in zip(panels, CURVES, strict=True):
         for name, way in WAYS.items():
-            by_step = zip(*(runs[name][curve] for runs in results["seeds"]), strict=True)
+            by_step = zip(*(runs[name][curve] for runs in whole), strict=True)
             values = [mean(values) for values in by_step]
             smooth = [mean(values[max(0, k - width + 1) : k + 1]) for k in range(len(values))]
             panel.plot(smooth, label=way.title, linewidth=2.2 if way.tolerance else 1.4)
@@ -356,7 +370,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         panel.grid(True, color="#dddddd")
     panels[0].legend(frameon=False)
     name = results["environment"]["device_name"]
-    figure.suptitle(f"GRPO, {len(results['seeds'])} seeds, mean of {width} steps, {name}", fontsize=11)
+    figure.suptitle(f"GRPO, {len(whole)} seeds, mean of {width} steps, {name}", fontsize=11)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     pyplot.close(figure)
 
@@ -367,20 +381,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of the policy's training")
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", default=",".join(WAYS), help="by name, with commas between; exact is the first")
+    parser.add_argument(
+        "--add", type=Path, metavar="FILE", help="results to which more seeds are added, of a new policy"
+    )
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # of a worker
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return worker(arguments.seed, arguments.output)
+    ways = arguments.ways.split(",")
+    if ways[0] != "exact" or not set(ways) <= WAYS.keys():
+        parser.error(f"--ways must begin with exact and be among {', '.join(WAYS)}; got {arguments.ways}")
     environment = describe("auto")
     toy = environment["device"] == "cpu"  # to see that everything runs
     plan = TOY if toy else Plan()
     plan = replace(plan, **{name: value for name in ("seconds", "steps") if (value := getattr(arguments, name))})
+    before: dict[str, Any] = read_results(arguments.add) if arguments.add else {"policies": [], "seeds": []}
     folder = output_directory(arguments.output, whole=not toy)
     if toy:
         found = measure(plan, recipe_of(toy), arguments.seeds, "cpu")
     else:
-        found = measure_beside(plan, recipe_of(toy), arguments.seeds, output_directory(None, whole=False))
-    results = {"environment": environment, "plan": asdict(plan), **found}
+        first, work = len(before["seeds"]), output_directory(None, whole=False)
+        found = measure_beside(plan, recipe_of(toy), range(first, first + arguments.seeds), ways, work)
+    results = {"environment": environment, "plan": asdict(plan)}
+    results |= {name: before[name] + found[name] for name in ("policies", "seeds")}
     target = folder / f"{PREFIX}{slug(environment)}.json"
     target.write_text(json.dumps(results) + "\n", encoding="utf-8")  # curves, which no line each makes readable
     plot(results, target.with_suffix(".png"))

@@ -41,7 +41,13 @@ def test_tables_of_numbers_are_those_of_the_results():
     readme = pytest.importorskip("benchmark.readme", reason="the benchmark is not part of an installed package")
     tables = {
         "README.md": {"nvidia-h200"},
-        "results.md": {"row-losses-nvidia-h200", "nvidia-h200", "nvidia-h200-policy", "cpu"},
+        "results.md": {
+            "row-losses-nvidia-h200",
+            "nvidia-h200",
+            "nvidia-h200-policy",
+            "cpu",
+            "tolerance-runs-nvidia-h200",
+        },
         "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
         "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200"},
         "targets.md": {"targets-nvidia-h200"},
