@@ -13,9 +13,9 @@ from liger_rl import FusedLinearGRPOLoss, linear_logprobs
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
 
 PACKAGE = str(Path(liger_rl.__file__).parent)
-# linear_logprobs or the loss, log_probs, linear_values, the Function, the engine, a sweep over tiles, the launch.
-# Backward: the guard against second derivatives, the Function, token_gradients, the engine, its tiles, one, the launch.
-MOST_FRAMES = 7
+# linear_logprobs or the loss, log_probs, linear_values, the engine, a sweep over tiles, the launch.
+# Backward: the guard against second derivatives, the Function, token_gradients, the engine, its tiles, the launch.
+MOST_FRAMES = 6
 
 
 @pytest.fixture

@@ -105,9 +105,13 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None, prefix: str = ""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: torch.dtype | None, prefix: str = ""
 ) -> torch.dtype:
-    """Raise for what does not fit together of one head, whose names have the prefix; -> dtype of its products."""
+    """Raise for what does not fit together of one head, whose names have the prefix.
+
+    Returns:
+        The dtype of its products: `asked`, unless that is None.
+    """
     names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
     check_floating(names[0], hidden)
     check_floating(names[1], weight)
@@ -124,8 +128,8 @@ def check_head(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
         check_device(names[2], bias, hidden, names[0])
-    if compute_dtype is not None:
-        return compute_dtype
+    if asked is not None:
+        return asked
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -36,10 +36,10 @@ def linear_values(head: Head, options: EngineOptions, way: Way) -> Values:
 
     If `head.live` keeps places, they cover all N tokens; entries of tokens that do not count are undefined.
     """
+    with torch.no_grad(), gemm.without_autocast(head.hidden.device):
+        statistics, saved = way.fold(head, options)
     if head.wants_gradient:
-        return LinearLogProbs.apply(*head.differentiable, head, options, way)
-    with gemm.without_autocast(head.hidden.device):
-        statistics, _ = way.fold(head, options)
+        return LinearLogProbs.apply(*head.differentiable, head, options, (statistics, saved, way.gradients))
     return _values(statistics, head, options)
 
 
@@ -50,21 +50,20 @@ def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> 
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """`linear_values`, and the gradients of logps, entropy and lse for all that is differentiable.
+    """What an engine's forward has found, and the gradients of logps, entropy and lse for all that is differentiable.
 
     The caller has made a sharded head whole around the forward, because it reads the head's shape. The backward enters
     `options.gather` by itself, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, way):
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, found):
         ctx.set_materialize_grads(False)
-        with gemm.without_autocast(hidden.device):
-            statistics, saved = way.fold(head, options)
+        statistics, saved, gradients = found
         # The extras have no gradient, and a gradient does not need them.
         tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
         ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
-        ctx.rest, ctx.options, ctx.gradients = head[len(tensors) :], options, way.gradients
+        ctx.rest, ctx.options, ctx.gradients = head[len(tensors) :], options, gradients
         values = _values(statistics, head, options)
         others = values[DIFFERENTIABLE:]
         ctx.mark_non_differentiable(*(part for part in others if part is not None))

@@ -10,7 +10,8 @@ torch.compile traces all that leads here. Torch 2.8 traces no `X | Y` in `isinst
 function, no slice, `_replace` or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's bare integer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from liger_rl.head.schema import (
     TENSORS,
     contiguous_like,
     gradients_by,
+    registered,
     taken_apart,
     tensors_of,
 )
@@ -153,23 +155,9 @@ def _fake_grad(
     return contiguous_like(arguments[:DIFFERENTIABLE], needs)
 
 
-def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
-    """The operator, and that of its gradients."""
-    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
-    found = []
-    for full_name, function, fake, first in (
-        (name, _fold, _fake_fold, ""),
-        (f"{name}_backward", _grad, _fake_grad, f"{grads}, "),
-    ):
-        schema = f"({first}{TENSORS}, {OP_OPTIONS}, bool bounded) -> Tensor[]"
-        operator = torch.library.custom_op(
-            f"liger_rl::{full_name}", function, mutates_args=(), schema=schema, **options
-        )
-        operator.register_fake(fake)
-        found.append(operator)
-    return found[0], found[1]
-
-
+SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
+GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
+_registered = partial(registered, fold=(_fold, _fake_fold), grad=(_grad, _fake_grad), schema=SCHEMA, grads=GRADS)
 # Two operators that compute the same, because an operator either has a tag or has it not.
 waiting, waiting_backward = _registered("linear_logprobs", **WAITING_OPERATOR)
 never_waiting, never_waiting_backward = _registered("linear_logprobs_fixed_shape")

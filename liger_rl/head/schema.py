@@ -33,6 +33,24 @@ def contiguous_like(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> l
     ]
 
 
+Pair = tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]
+
+
+def registered(name: str, *, fold: Pair, grad: Pair, schema: str, grads: str, **options: Any) -> Pair:
+    """The operator of that name, and that of its gradients, which takes `grads` before what the schema says.
+
+    Both are given with the function that makes their outputs of no values.
+    """
+    found = []
+    for full_name, (function, fake), first in ((name, fold, ""), (f"{name}_backward", grad, f"{grads}, ")):
+        operator = torch.library.custom_op(
+            f"liger_rl::{full_name}", function, mutates_args=(), schema=f"({first}{schema}) -> Tensor[]", **options
+        )
+        operator.register_fake(fake)
+        found.append(operator)
+    return found[0], found[1]
+
+
 def gradients_by(backward: Callable[..., list[Tensor]], *rest: Any, outputs: int = 3) -> Callable[..., Gradients]:
     """`token_gradients` of an engine from the operator of its gradients; `rest` is what follows the head's tensors.
 

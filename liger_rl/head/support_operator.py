@@ -3,7 +3,7 @@
 What is wrong with the values of a support raises when the operator runs.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from liger_rl.head.engines import support as engine
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.function import Way, linear_values, token_gradients
 from liger_rl.head.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
-from liger_rl.head.schema import TENSOR_COUNT, TENSORS, contiguous_like, gradients_by, taken_apart, tensors_of
+from liger_rl.head.schema import (
+    TENSOR_COUNT,
+    TENSORS,
+    contiguous_like,
+    gradients_by,
+    registered,
+    taken_apart,
+    tensors_of,
+)
 from liger_rl.head.support import Support
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import WAITING_OPERATOR, live_tokens
@@ -94,18 +102,9 @@ def _fake_grad(
     return contiguous_like(arguments[: len(needs)], needs)
 
 
-def _registered(name: str, **options: Any) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]]:
-    schema = f"{TENSORS}, {OP_OPTIONS}, {LISTED}) -> Tensor[]"
-    grads = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
-    forward = torch.library.custom_op(f"liger_rl::{name}", _fold, mutates_args=(), schema=f"({schema}", **options)
-    backward = torch.library.custom_op(
-        f"liger_rl::{name}_backward", _grad, mutates_args=(), schema=f"({grads}, {schema}", **options
-    )
-    forward.register_fake(_fake_fold)
-    backward.register_fake(_fake_grad)
-    return forward, backward
-
-
+SCHEMA = f"{TENSORS}, {OP_OPTIONS}, {LISTED}"
+GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor[] outputs, bool[] needs"
+_registered = partial(registered, fold=(_fold, _fake_fold), grad=(_grad, _fake_grad), schema=SCHEMA, grads=GRADS)
 waiting, waiting_backward = _registered("support_logprobs", **WAITING_OPERATOR)
 never_waiting, never_waiting_backward = _registered("support_logprobs_fixed_shape")
 

@@ -41,14 +41,6 @@ class TokenSelection:
             return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
         return values if self.index is None else values[self.index]
 
-    def scatter(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Float32 gradients (count, H) of what `gather` gave -> (N, H) like `like`, 0 at tokens that do not count."""
-        if self.index is None:
-            return rows.to(like.dtype)
-        out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        for_device(like.device).scatter_rows(rows, self.index, out)
-        return out
-
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """(count, ...) -> `shape` of N tokens, 0 at tokens that do not count."""
         beyond = values.shape[1:]

@@ -19,6 +19,7 @@ from liger_rl.distributed import VocabShard
 from liger_rl.head.options import EngineOptions, Gather
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import TokenSelection
+from liger_rl.kernels import for_device
 from liger_rl.kernels.devices import realigned
 from liger_rl.kernels.statistics import TokenGradients
 from liger_rl.kernels.transform import LogitTransform
@@ -96,12 +97,15 @@ class Gradients(NamedTuple):
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
         """Float32 rows (n, ...) of the tokens in `live` -> rows of all N tokens, in their dtypes, 0 elsewhere."""
-        hidden, low_inputs = self.hidden, self.low_inputs
-        if hidden is not None:
-            hidden = live.scatter(hidden, head.hidden)
-        if low_inputs is not None and head.low_inputs is not None:
-            low_inputs = live.scatter(low_inputs, head.low_inputs)
-        return self._replace(hidden=hidden, low_inputs=low_inputs)
+        found: list[Tensor | None] = []
+        for rows, like in ((self.hidden, head.hidden), (self.low_inputs, head.low_inputs)):
+            if rows is None or like is None or live.index is None:
+                found.append(None if rows is None or like is None else rows.to(like.dtype))
+                continue
+            out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            for_device(like.device).scatter_rows(rows, live.index, out)
+            found.append(out)
+        return self._replace(hidden=found[0], low_inputs=found[1])
 
 
 Needs = tuple[bool, ...]  # which of `Gradients` are asked for

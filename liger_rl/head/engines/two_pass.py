@@ -197,24 +197,6 @@ def gradients(
         grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
         grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
 
-    def tile_gradient(weight_tile: Tensor, first: int, start: int, stop: int) -> Tensor:
-        if known is not None:
-            return known(first, first + weight_tile.shape[0], start, stop)
-        assert tokens is not None
-        bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
-        part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
-        if epilogue is not None:
-            out = epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
-        else:
-            logits, dtype = gemm.matmul(part, weight_tile.T), options.compute_dtype
-            out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-            transform = rows.transform(options, slice(start, stop))
-            kernels.grad(logits, part_targets, first, bias_tile, transform, part_tokens, out)
-        if several is not None:
-            ids, values = several
-            kernels.put(out, ids[start:stop], values[start:stop], first)
-        return out
-
     token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
     pending = None
     if rows.shard is not None:
@@ -231,20 +213,34 @@ def gradients(
             low_tile = low_rank.weight[first:last].to(options.compute_dtype)
             if known is None:
                 factor_tile = low_rank.beside_tile(weight_tile, first)
-        bias_total = None
+        bias_tile, bias_total = None if bias is None else bias[first:last], None
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
-            tile = tile_gradient(factor_tile, first, start, stop)
+            part = slice(start, stop)
+            if known is not None:
+                tile = known(first, last, start, stop)
+            else:
+                assert tokens is not None
+                ids, some = targets[part], tokens.take(part)
+                if epilogue is not None:
+                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
+                else:
+                    logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
+                    tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, part), some, tile)
+                    del logits
+            if several is not None:
+                kernels.put(tile, several[0][part], several[1][part], first)
             if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[start:stop], tile, weight_tile)
+                gemm.accumulate(grad_hidden[part], tile, weight_tile)
             if low_rank is not None and grad_inputs is not None:
-                gemm.accumulate(grad_inputs[start:stop], tile, low_tile)
+                gemm.accumulate(grad_inputs[part], tile, low_tile)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            weight_total.add(tile, hidden[start:stop])
+            weight_total.add(tile, hidden[part])
             if low_rank is not None:
-                low_total.add(tile, low_inputs[start:stop])
+                low_total.add(tile, low_inputs[part])
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
