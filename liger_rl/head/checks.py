@@ -133,9 +133,9 @@ def check_head(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for name, tensor in zip(names[1:], (weight, bias), strict=True):
-        if tensor is None or (tensor is bias and tensor.dtype == torch.float32):
-            continue  # a float32 bias is added in float32 anyway
+    for name, tensor, added in ((names[1], weight, False), (names[2], bias, True)):
+        if tensor is None or (added and tensor.dtype == torch.float32):
+            continue  # a bias is added in float32 anyway
         if tensor.dtype != hidden.dtype:
             raise TypeError(
                 f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
