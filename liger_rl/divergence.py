@@ -92,10 +92,10 @@ def linear_divergence(
             none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
             first call with a weight, so both should be the same objects from call to call. Not with token_weights.
         options: fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
-            chunk_vocab and fixed_shape. "auto" is exact here. With another `grad_tolerance` parts of a token and a tile of vocabulary entries that
-            are negligible together leave the backward, on every device; the error of dL/dlogits is at most so much of
-            it in the Frobenius norm, and docs/distillation.md says where it is 0 all the same. `gather` is called for
-            each of the two heads. A named chunk bounds both tiles of a pair.
+            chunk_vocab and fixed_shape. A `grad_tolerance` of "auto" is exact here. With a number, parts of a token
+            and a tile of vocabulary entries that are negligible together leave the backward, on every device; the
+            error of dL/dlogits is at most so much of it in the Frobenius norm, and docs/distillation.md says where it
+            is 0 all the same. `gather` is called for each of the two heads. A named chunk bounds both tiles of a pair.
 
     Returns:
         Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not
