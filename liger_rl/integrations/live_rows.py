@@ -5,9 +5,10 @@ the host, and makes micro-batches. `inputs_of` makes what the model is called wi
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # Models without rotary embeddings in whose forwards a token's position is its column, where none is given. Others, such
 # as OPT, count the attention mask.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+TRIED = 16  # tokens of a sequence on which packing is tried out
 CARRIED = ("attention_mask", "position_ids", "support")
 
 
@@ -59,7 +61,7 @@ class Body:
         rotary: a sequence's positions matter up to a constant.
         packs: attention takes time linear in the number of packed sequences.
         varlen: attention is given the sequences' ends.
-        no_packing: why rows cannot be packed; None where they can.
+        no_packing: why rows cannot be packed; None where nothing speaks against a try.
         positions: positions that the model has, at least; 0 where that is not known.
     """
 
@@ -151,10 +153,6 @@ def _no_packing(
         return f"the forward of {name} takes no position_ids of its own"
     if not causal:
         return f"{name} is not causal"
-    if getattr(swapped, "_is_stateful", False):
-        return f"{name} has layers with a state, which runs on from one sequence into the next"
-    if not getattr(swapped, "_supports_attention_backend", False):
-        return f"{name} does not hand its position_ids to its attention"
     others = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
     if others:
         return f"{name} has layers of type {', '.join(sorted(others))}"
@@ -265,6 +263,45 @@ class Demand(NamedTuple):
     """Whether the loss is a sum over sequences."""
 
 
+def wants_packing(body: Body, options: RowOptions) -> bool:
+    wanted = body.packs if options.packing is None else options.packing
+    return wanted and options.trim and body.obstacle is None and body.no_packing is None
+
+
+@torch.no_grad()
+def keeps_sequences_apart(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> bool:
+    """Whether a packed sequence's log-probabilities are those that it has alone.
+
+    Some models do not hand positions on to their attention, or have a state that runs on. Three forwards of at most 32
+    tokens, once for a model and its kind of attention.
+
+    Args:
+        run: what `inputs_of` made -> log-probabilities (1, n).
+    """
+    kind = swapped.config.get_text_config()._attn_implementation
+    found = _apart.setdefault(swapped, {})
+    if kind not in found:
+        ids = 3 + torch.arange(2 * TRIED, device=device).view(2, TRIED)
+        counted = torch.arange(2 * TRIED, device=device).view(2, TRIED) % TRIED != 0
+        micro = MicroBatch(torch.arange(2 * TRIED)[None], (TRIED, TRIED), packed=True)
+        trained = {part: part.training for part in swapped.modules()}
+        try:
+            swapped.eval()  # a dropout would differ
+            packed = run(inputs_of(micro, ids, counted, {}, body))
+            alone = run({"input_ids": ids[1:], "counted": counted[1:]})
+            behind = run({"input_ids": ids.view(1, -1), "counted": counted.view(1, -1)})
+        finally:
+            for part, mode in trained.items():
+                part.training = mode
+        # Kernels and experts may round in another way, which is little beside what the other sequence changes.
+        seen = (behind[:, TRIED:] - alone).abs().max()
+        found[kind] = bool((packed[:, TRIED:] - alone).abs().max() <= seen / 16)
+    return found[kind]
+
+
+_apart: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+
+
 def planned(
     ids: Tensor, mask: Tensor, inputs: Mapping[str, Any], body: Body, demand: Demand, options: RowOptions
 ) -> Plan:
@@ -312,7 +349,7 @@ def planned(
 
 
 def _packed(rows: list[Row], body: Body, options: RowOptions) -> bool:
-    if body.no_packing or not options.trim or not (options.packing or (options.packing is None and body.packs)):
+    if not wants_packing(body, options):
         return False
     for place, row in enumerate(rows):
         if not (row.attended and row.steps and (row.from_zero or body.rotary)):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.live_rows import (
+    CARRIED,
     Body,
     Demand,
     Idle,
@@ -31,9 +32,11 @@ from liger_rl.integrations.live_rows import (
     body_of,
     data_parallel,
     inputs_of,
+    keeps_sequences_apart,
     placed,
     planned,
     rank_groups,
+    wants_packing,
 )
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
@@ -157,7 +160,8 @@ def policy_steps(
         packing: whether sequences are put one after the other in one row, told apart by position_ids. None does so
             where the model's attention is "flash_attention_2", "_3", "_4", one of the hub's "flash-attn" kernels or
             "flex_attention". True does it with "sdpa" and "eager", too, whose time and memory then grow with the
-            square of the row. Positions begin at 0 in each sequence.
+            square of the row. Positions begin at 0 in each sequence. A model's first call tries out, on 32 tokens,
+            that its attention keeps sequences apart.
         idle: sequences without a gradient are run with the others for "backward"; without a graph for "forward"; for
             "skip" as for "forward" where a metric needs them, else not at all, and their log-probabilities are NaN.
         group: process group whose ranks run the model together. None finds that of DDP, and those of FSDP2's and tensor
@@ -290,6 +294,8 @@ class _Job:
         elif loss.options.fixed_shape:
             kept = "a loss of fixed_shape reads no value"
         body = body_of(model, swapped, inputs, ids, kept)
+        if wants_packing(body, options):
+            body = _tried(model, swapped, loss, inputs, body, ids.device)
         if logps_alone:
             demand, body = Demand(None, True, True), replace(body, router=False)
         else:
@@ -396,6 +402,22 @@ class _Job:
         return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
 
 
+def _tried(
+    model: nn.Module, swapped: Any, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], body: Body, device: torch.device
+) -> Body:
+    """The body, without packing if sequences in one row see each other."""
+    options = {name: value for name, value in inputs.items() if name not in CARRIED}
+
+    def run(inputs: dict[str, Any]) -> Tensor:
+        inputs = options | inputs
+        ids, counted = inputs.pop("input_ids"), inputs.pop("counted")
+        return _fused(model, ids, counted, loss, inputs, entropy=False).per_token_logps
+
+    if keeps_sequences_apart(run, swapped, body, device):
+        return body
+    return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
+
+
 def _placed_values(values: list[Tensor], source: Tensor | None, shape: torch.Size) -> Tensor:
     """Flat outputs -> `shape`, 0 for tokens of none of them."""
     if source is None:
@@ -472,7 +494,7 @@ def _model_inputs(swapped: Any, batch: Mapping[str, Any], model_inputs: dict[str
             "what follows the head"
         )
     inputs = {name: value for name, value in batch.items() if name not in known} | model_inputs
-    if "use_cache" in accepted:
+    if "use_cache" in swapped._fused_arguments:  # some models hand it on without naming it
         inputs.setdefault("use_cache", False)
     return inputs
 
