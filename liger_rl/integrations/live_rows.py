@@ -5,6 +5,7 @@ the host, and makes micro-batches. `inputs_of` makes what the model is called wi
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -81,7 +82,7 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     config = swapped.config.get_text_config()
     attention_kind = config._attn_implementation
     takes_positions = "position_ids" in inspect.signature(swapped.forward).parameters
-    rotary = any(name.rsplit(".")[-1] == "inv_freq" for name, _ in swapped.named_buffers())
+    rotary = any(name.endswith("inv_freq") for name, _ in swapped.named_buffers())
     attention, given = inputs.get("attention_mask"), inputs.get("position_ids")
     causal = getattr(config, "is_causal", True) and all(
         getattr(part, "is_causal", None) is not False for part in swapped.modules()
@@ -104,10 +105,10 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
 
 
 def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> str | None:
-    unknown = [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in CARRIED]
-    unknown += [name for name in ("past_key_values", "inputs_embeds") if inputs.get(name) is not None]
+    plain = (type(None), bool, int, float, str)
+    unknown = [name for name, value in inputs.items() if name not in CARRIED and not isinstance(value, plain)]
     if unknown:
-        return f"what {', '.join(sorted(set(unknown)))} says of single tokens is not known"
+        return f"what {', '.join(sorted(unknown))} says of single tokens is not known"
     for name in ("attention_mask", "position_ids"):
         column = inputs.get(name)
         shapes = (ids.shape,) if name == "attention_mask" else (ids.shape, (1, ids.shape[1]))
@@ -278,28 +279,35 @@ def keeps_sequences_apart(run: Callable[[dict[str, Any]], Tensor], swapped: Any,
     Args:
         run: what `inputs_of` made -> log-probabilities (1, n).
     """
-    kind = swapped.config.get_text_config()._attn_implementation
-    found = _apart.setdefault(swapped, {})
-    if kind not in found:
-        ids = 3 + torch.arange(2 * TRIED, device=device).view(2, TRIED)
-        counted = torch.arange(2 * TRIED, device=device).view(2, TRIED) % TRIED != 0
-        micro = MicroBatch(torch.arange(2 * TRIED)[None], (TRIED, TRIED), packed=True)
-        trained = {part: part.training for part in swapped.modules()}
-        try:
-            swapped.eval()  # a dropout would differ
-            packed = run(inputs_of(micro, ids, counted, {}, body))
-            alone = run({"input_ids": ids[1:], "counted": counted[1:]})
-            behind = run({"input_ids": ids.view(1, -1), "counted": counted.view(1, -1)})
-        finally:
-            for part, mode in trained.items():
-                part.training = mode
-        # Kernels and experts may round in another way, which is little beside what the other sequence changes.
-        seen = (behind[:, TRIED:] - alone).abs().max()
-        found[kind] = bool((packed[:, TRIED:] - alone).abs().max() <= seen / 16)
-    return found[kind]
+    config = swapped.config.get_text_config()
+    with _trying:
+        found = _apart.setdefault(swapped, {})
+        if config._attn_implementation not in found:
+            found[config._attn_implementation] = _keeps_apart(run, swapped, body, config.vocab_size, device)
+        return found[config._attn_implementation]
 
 
+_trying = threading.Lock()
 _apart: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+
+
+def _keeps_apart(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any) -> bool:
+    length = min(TRIED, body.positions // 2 or TRIED)
+    ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % vocab
+    counted = torch.arange(length, device=device).expand(2, length) != 0
+    micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
+    trained = {part: part.training for part in swapped.modules()}
+    try:
+        swapped.eval()  # a dropout would differ
+        packed = run(inputs_of(micro, ids, counted, {}, body))
+        alone = run({"input_ids": ids[1:], "counted": counted[1:]})
+        behind = run({"input_ids": ids.view(1, -1), "counted": counted.reshape(1, -1)})
+    finally:
+        for part, mode in trained.items():
+            part.training = mode
+    # Kernels and experts may round in another way, which is little beside what the other sequence changes.
+    seen = (behind[:, length:] - alone).abs().max()
+    return bool((packed[:, length:] - alone).abs().max() <= seen / 16)
 
 
 def planned(
@@ -311,7 +319,7 @@ def planned(
         raise ValueError(f"packing must not be True here: {obstacle or body.no_packing}")
     batch = ids.shape[0]
     budget = options.max_tokens
-    if body.obstacle is not None:
+    if body.obstacle is not None or not ids.numel():
         if budget is not None and budget < ids.numel():
             raise ValueError(
                 f"max_tokens must be None or at least B T = {ids.numel()} for a batch that stays as it is, got "
@@ -469,14 +477,21 @@ def _flat_cells(micro: MicroBatch, shape: torch.Size) -> Tensor:
     return torch.arange(shape.numel()) if micro.cells is None else micro.cells.reshape(-1)
 
 
-def agreed(plan: Plan, groups: list[Any], device: torch.device) -> tuple[int, int]:
-    """-> how many micro-batches with a backward, and without, every rank of the groups runs."""
-    if not groups:
+def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[int, int]:
+    """-> how many micro-batches with a backward, and without, every rank of the groups runs. None is a rank that has
+    refused its batch, which the others then refuse, too."""
+    if plan is not None and not groups:
         return len(plan.parts), len(plan.idle)
-    counts = torch.tensor([len(plan.parts), len(plan.idle)], device=device)
+    counts = [0, 0, 1] if plan is None else [len(plan.parts), len(plan.idle), 0]
+    most = torch.tensor(counts, device=device)
     for group in groups:
-        torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=group)
-    return tuple(counts.tolist())
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    steps, forwards, refused = most.tolist() if groups else counts
+    if refused and plan is not None:
+        raise ValueError(
+            "max_tokens and packing must be possible on every rank, and another rank has refused its batch"
+        )
+    return steps, forwards
 
 
 def rank_groups(model: nn.Module, group: Any) -> list[Any]:
@@ -510,4 +525,5 @@ def data_parallel(model: nn.Module) -> Any:
 
 
 def _meshes(model: nn.Module) -> list[Any]:
-    return [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    parameters: list[Any] = list(model.parameters())
+    return [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]

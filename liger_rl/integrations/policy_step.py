@@ -296,17 +296,15 @@ class _Job:
         body = body_of(model, swapped, inputs, ids, kept)
         if wants_packing(body, options):
             body = _tried(model, swapped, loss, inputs, body, ids.device)
-        if logps_alone:
-            demand, body = Demand(None, True, True), replace(body, router=False)
-        else:
-            terms = loss.terms
-            demand = Demand(
-                given.advantages if terms.idle_without_advantages else None,
-                terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None),
-                terms.locality != "batch",
-            )
-        plan = planned(ids, mask, inputs, body, demand, options)
-        steps, forwards = agreed(plan, rank_groups(model, group), ids.device)
+        if given is None:
+            body = replace(body, router=False)  # a loss, which nobody reads
+        groups = rank_groups(model, group)
+        try:
+            plan = planned(ids, mask, inputs, body, _demand(loss, given, inputs), options)
+        except ValueError:
+            agreed(None, groups, ids.device)
+            raise
+        steps, forwards = agreed(plan, groups, ids.device)
         return cls(
             model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, given=given, body=body,
             plan=plan, steps=steps, forwards=forwards,
@@ -353,9 +351,11 @@ class _Job:
                 f"{type(self.swapped).__name__} returns a router loss without output_router_logits in its config or "
                 'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
             )
-        found = (output.per_token_logps, output.entropy, output.missing_target)
-        flat = (None if values is None else _aligned(values, ids).reshape(-1) for values in found)
-        return _Output(*flat, output.aux_loss)
+
+        def flat(values: Tensor | None) -> Any:
+            return None if values is None else _aligned(values, ids).reshape(-1)
+
+        return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
 
     def _step_of(
         self, rows: tuple[int, ...], micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]
@@ -400,6 +400,18 @@ class _Job:
         nothing = self.ids.new_zeros(self.ids.shape, dtype=torch.float32)
         loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
         return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
+
+
+def _demand(loss: FusedLinearGRPOLoss, given: AlignedBatch | None, inputs: Mapping[str, Any]) -> Demand:
+    if given is None:
+        return Demand(alive=None, reads_idle=True, divisible=True)
+    terms = loss.terms
+    return Demand(
+        alive=given.advantages if terms.idle_without_advantages else None,
+        # Of a support's missing targets there is a metric.
+        reads_idle=terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None),
+        divisible=terms.locality != "batch",
+    )
 
 
 def _tried(

@@ -119,11 +119,11 @@ class Calls(list):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset(name):
+def test_every_preset(name, device):
     """With a sequence without advantages, one without completion tokens, and no two of one length."""
-    model = build("Llama", num_hidden_layers=1)
+    model = build("Llama", device, num_hidden_layers=1)
     loss = FusedLinearGRPOLoss(name, metrics="basic", **OPTIONS.get(name, {}))
-    batch = with_columns(model, make_batch())
+    batch = with_columns(model, make_batch(device=device))
     together = loss.terms.locality == "batch"
     assert together == (name in ("clip_cov", "kl_cov"))
     calls = Calls(swap_lm_head(model))
@@ -159,7 +159,7 @@ ARCHITECTURES = {
     "GPT2": {},  # learned positions, which are columns
     "OPT": {},  # learned positions, which count the attention mask
     "Mistral": {"sliding_window": 4},
-    "Gemma2": {"sliding_window": 5},
+    "Gemma3Text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "Mixtral": {},  # a router loss
     "FalconH1": {},  # a state
 }
@@ -236,9 +236,9 @@ def test_a_support_goes_with_its_tokens():
     assert_same_gradients(found, expected)
 
 
-def test_gradients_repeat_bit_by_bit():
-    model, loss = build("Llama"), FusedLinearGRPOLoss("gspo", metrics="basic")
-    batch = with_columns(model, make_batch("both"))
+def test_gradients_repeat_bit_by_bit(device):
+    model, loss = build("Llama", device), FusedLinearGRPOLoss("gspo", metrics="basic")
+    batch = with_columns(model, make_batch("both", device=device))
     first, second = (run(model, batch, loss, max_tokens=20)[1] for _ in range(2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -303,6 +303,15 @@ def test_positions_never_go_past_a_table():
     """A row's padding counts on from its last position, which may be the last that the model has."""
     model, loss = build("GPT2", n_positions=LENGTH), FusedLinearGRPOLoss("grpo")
     assert_as_padded(model, with_columns(model, make_batch("left")), loss)
+    assert_as_padded(model, with_columns(model, make_batch("left", positions=True)), loss, packing=True)
+
+
+def test_micro_batches_of_rows_as_they_are():
+    model, loss = build("Llama"), FusedLinearGRPOLoss("gspo")
+    batch = with_columns(model, make_batch("both"))
+    calls = Calls(swap_lm_head(model))
+    assert_as_padded(model, batch, loss, max_tokens=2 * LENGTH, trim=False)
+    assert [call[0] for call in calls[-2:]] == [(2, LENGTH)] * 2
 
 
 @pytest.mark.parametrize("changed", [{"token_type_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)}, "4d", "fixed"])
@@ -347,6 +356,20 @@ def test_packed_rows(name):
         steps = assert_as_padded(model, batch, loss, packing=True, max_tokens=20)
         assert [call[0] for call in calls if call[1] and call[0][0] == 1] == [(1, 20), (1, 10)]
         assert len(steps) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward on CPU")
+def test_flex_attention_gets_packed_rows_by_itself():
+    model, loss = build("Llama", "cuda"), FusedLinearGRPOLoss("gspo")
+    batch = with_columns(model, make_batch("both", device="cuda"))
+    total, _, expected, _ = expected_step(model, batch, loss)
+    model = build("Llama", "cuda", attention="flex_attention")
+    calls = Calls(swap_lm_head(model))
+    steps, found = run(model, batch, loss)
+    torch.testing.assert_close(steps.total.loss, total, rtol=1e-4, atol=1e-5)
+    size = sum(grad.square().sum() for grad in expected.values()).sqrt()
+    assert sum((found[name] - grad).square().sum() for name, grad in expected.items()).sqrt() <= 1e-3 * size
+    assert calls[-1][0] == (1, 30)
 
 
 def varlen_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
