@@ -327,8 +327,6 @@ def planned(
             )
         whole = MicroBatch(None, ())
         return Plan([Part(whole, tuple(range(batch)))], [], (), whole)
-    if body.router or options.idle == "backward":
-        demand = demand._replace(alive=None)
     rows = _read_rows(ids, mask, inputs, demand.alive, body, options.trim)
     packed = _packed(rows, body, options)
     everything = body.router or options.idle == "backward"

@@ -196,6 +196,17 @@ def test_a_mask_with_holes_stays():
     assert "attention_mask" in calls[-1][2]
 
 
+def test_positions_with_gaps_stay():
+    """Without a mask they would be those of packed sequences."""
+    model, loss = build("Llama"), FusedLinearGRPOLoss("grpo")
+    batch = make_batch("both", positions=True)
+    batch["position_ids"][:, 4:] += 2
+    batch = with_columns(model, batch)
+    assert_as_padded(model, batch, loss)
+    with pytest.raises(ValueError, match="packing must not be True here: row 0 of input_ids is no run of tokens"):
+        policy_step(model, batch, loss, packing=True)
+
+
 def test_a_completion_at_the_start_of_its_row():
     """Its first token is predicted by padding, which stays, whatever a model makes of it. All others are the same."""
     model, loss = build("Llama"), FusedLinearGRPOLoss("grpo", beta=0.1)
@@ -358,6 +369,16 @@ def test_packed_rows(name):
         assert len(steps) == 2
 
 
+def test_packed_sequences_whose_columns_follow_on():
+    """Row 1 begins at the column after row 0's last. By columns they would be one sequence."""
+    model, loss = build("Llama"), FusedLinearGRPOLoss("grpo")
+    batch = {name: value[:2] if isinstance(value, Tensor) else value for name, value in make_batch().items()}
+    column = torch.arange(LENGTH)
+    attended = torch.stack([column < 6, column >= 6])
+    batch |= {"attention_mask": attended.long(), "completion_mask": attended & (column % 6 > 1)}
+    assert_as_padded(model, with_columns(model, batch), loss, packing=True)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward on CPU")
 def test_flex_attention_gets_packed_rows_by_itself():
     model, loss = build("Llama", "cuda"), FusedLinearGRPOLoss("gspo")
@@ -399,7 +420,7 @@ def test_flash_attention_gets_packed_rows_by_itself(monkeypatch):
             cu_seq_lens_q, max_length_q = torch.tensor([0, query.shape[2]]), query.shape[2]
         return varlen_attention(module, query, *args, cu_seq_lens_q=cu_seq_lens_q, max_length_q=max_length_q, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", of_trial)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", of_trial)
     calls = Calls(model)
     steps, found = run(model, batch, loss)
     torch.testing.assert_close(steps.total.loss, total, rtol=1e-5, atol=1e-6)
@@ -409,7 +430,7 @@ def test_flash_attention_gets_packed_rows_by_itself(monkeypatch):
     def blind(*args, cu_seq_lens_q=None, max_length_q=None, **kwargs):
         return of_trial(*args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", blind)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", blind)
     steps, found = run(tried, batch, loss)  # by its trial such a model keeps its rows apart
     assert_same_gradients(found, expected)
     with pytest.raises(ValueError, match="packing must not be True here: sequences in one row of LlamaForCausalLM see"):
