@@ -21,23 +21,19 @@ from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.integrations.live_rows import (
-    CARRIED,
-    Body,
     Demand,
     Idle,
     MicroBatch,
     Plan,
     RowOptions,
-    agreed,
-    body_of,
-    data_parallel,
     inputs_of,
     keeps_sequences_apart,
     placed,
     planned,
-    rank_groups,
     wants_packing,
 )
+from liger_rl.integrations.model_body import CARRIED, Body, body_of
+from liger_rl.integrations.step_ranks import agreed, data_parallel, rank_groups
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
 from liger_rl.policy.fused import evaluate

@@ -186,6 +186,13 @@ def test_without_a_mask_only_what_follows_the_completions_leaves():
     assert calls[-1] == ((4, 11), True, set())
 
 
+def test_what_follows_the_completions_stays_where_it_is_seen():
+    model, loss = build("Llama", is_causal=False), FusedLinearGRPOLoss("dapo")
+    batch = make_batch("left")
+    batch["completion_mask"][:, 11:] = False
+    assert_as_padded(model, with_columns(model, batch), loss, max_tokens=20)
+
+
 def test_a_mask_with_holes_stays():
     model, loss = build("Llama"), FusedLinearGRPOLoss("grpo")
     batch = with_columns(model, make_batch("both"))
