@@ -1,18 +1,19 @@
 """A whole training step beside TRL's: `python -m benchmark.step`.
 
-Forward, loss, backward, clipping and AdamW, of rollouts that are there already: four prompts with eight completions
-each, about 40% of the padded batch is padding, and a quarter of the groups has no advantage. All ways share one model,
-its optimizer, gradient checkpointing, SDPA attention, autocast and the old policy's log-probabilities. They take turns,
-and the losses and the gradients' norms must agree. The head's cost depends on the policy, so the model learns a text
-first (`benchmark.step_runs`), and its entropy is among the results.
+Forward, loss, backward, clipping and AdamW, of rollouts that are there already: eight completions of each of four
+prompts. About 40% of the padded batch is padding, and a quarter of the groups has no advantage. All ways share one
+model, its optimizer, gradient checkpointing, SDPA attention, autocast and the old policy's log-probabilities. They take
+turns. Losses and gradients' norms must agree. The head's cost depends on the policy, so the model learns a text first
+(`benchmark.step_runs`); its entropy is among the results.
 
-full logits             TRL's trainer on the logits of all completion positions, by TRL's function for those
-TRL                     its GRPOTrainer with its defaults
-TRL, patch_trl()        the same with this library's head, with its defaults
-policy_step             the whole step by this library; also as padded, with every sequence
-policy_steps            the same in micro-batches; also with TRL's metric of the entropy, which every TRL step has
+full logits         TRL's trainer with the logits of all completion positions, by TRL's function for those
+TRL                 its GRPOTrainer with its defaults
+TRL, patch_trl()    the same with this library's head, with its defaults
+policy_step         the step by this library; with trim=False and idle="backward", all of the padded batch
+policy_steps        the same in micro-batches; with metrics="with_entropy", it logs the entropy as TRL always does
 
-On a GPU two shapes take about three minutes. `--shapes llama-3-8b` needs 110 GiB, `--longest` minutes more.
+On a GPU two shapes take about four minutes. `--shapes llama-3-8b` needs most of 139 GiB, and minutes more, as
+`--longest` does.
 """
 
 import argparse
@@ -44,13 +45,12 @@ PREFIX = "step-"
 NAMES = ("qwen3-0.6b", "qwen3-1.7b", "llama-3-8b", "toy")
 DEFAULT = {"cuda": NAMES[:2], "cpu": NAMES[-1:]}
 MOST_NATS = 1.5  # of the policy's entropy
-# Of the loss in shares of the mean |advantage|, which is its scale, and of the gradient's norm relative to TRL's. Logits
-# and hidden states in bfloat16 move a token's log-probability by some hundredths.
+# Of the loss in shares of its scale, the mean |advantage|, and of the gradient's norm in shares of TRL's. Logits and
+# hidden states in bfloat16 move a token's log-probability by some hundredths.
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (1e-2, 5e-2)}
-LONGEST_SECONDS = 20  # of a step, after which no larger batch is tried
 
 
-def measure(name: str, device: str, *, longest: bool) -> tuple[dict[str, Any], list[Row]]:
+def measure(name: str, device: str, *, longest: float | None) -> tuple[dict[str, Any], list[Row]]:
     """One shape: what its batch and its policy are, and a row of each way."""
     from benchmark.step_runs import SHAPES, Runner
 
@@ -63,9 +63,8 @@ def measure(name: str, device: str, *, longest: bool) -> tuple[dict[str, Any], l
             row["step_ms"] = statistics.median(times)
             row["tokens_per_s"] = about["counted_tokens"] / row["step_ms"] * 1e3
         compare(rows)
-        if longest:
-            for row in timed:
-                row |= longest_batch(runner, runner.ways[row["variant"]])
+        for row in timed if longest is not None else ():
+            row |= longest_batch(runner, runner.ways[row["variant"]], longest)
     return about, rows
 
 
@@ -118,10 +117,13 @@ def in_turns(runner: "Runner", ways: list[str], device: str) -> list[list[float]
 
 
 def description(runner: "Runner") -> dict[str, Any]:
-    """Of the batch and the policy. Run after a step of TRL's, whose entropy it is."""
+    """Of the batch and the policy, whose entropy is what TRL logs."""
+    from benchmark.step_runs import TRL
+
     batch, shape = runner.batch, runner.shape
     sequences, length = batch["completion_mask"].shape[0], shape.prompt + shape.completion
     attended = (batch["prompt_mask"].sum() + batch["completion_mask"].sum()).item()
+    runner.step(runner.ways[TRL], batch)
     with kept_shares() as shares:
         runner.step(lambda batch: runner.ours(batch, runner.loss(grad_tolerance=1e-4)), batch)
     return {
@@ -136,8 +138,8 @@ def description(runner: "Runner") -> dict[str, Any]:
         "parameters": sum(p.numel() for p in runner.model.parameters()),
         "entropy": runner.entropy,
         "kept_share_1e-4": statistics.mean(shares) if shares else None,
-        "training_steps": len(runner.policy.losses),
-        "training_loss": runner.policy.losses[-1],
+        "surprise": runner.surprise,
+        "training_steps": len(runner.policy.entropies),
         "text_tokens": runner.policy.text.numel(),
         "text_ids": runner.policy.text.unique().numel(),
     }
@@ -166,19 +168,19 @@ def objections(about: dict[str, Any], rows: list[Row]) -> list[str]:
         if row["status"] != "ok":
             continue
         if not abs(row["loss_difference"]) <= of_loss * about["mean_advantage"]:
-            found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's less {-row['loss_difference']:.6f}")
+            found.append(f"{name}: the loss is {row['loss']:.6f}, TRL's is {row['loss'] - row['loss_difference']:.6f}")
         if not abs(row["grad_norm_x_trl"] - 1) <= of_norm:
             found.append(f"{name}: the gradient's norm is {row['grad_norm_x_trl']:.4f} x TRL's")
     return found
 
 
-def longest_batch(runner: "Runner", way: "Callable[[Batch], Tensor]") -> Row:
-    """The most sequences of which a step fits: the batch twice, four times, ... as often."""
+def longest_batch(runner: "Runner", way: "Callable[[Batch], Tensor]", seconds: float) -> Row:
+    """The most sequences whose step fits: the batch twice, four times, ..., until a step takes `seconds`."""
     from benchmark.step_runs import repeated
 
     times, fits, limit = 1, 0, "time"
     spent = 0.0
-    while spent < LONGEST_SECONDS:
+    while spent < seconds:
         batch = repeated(runner.batch, times)
         begun = time.monotonic()
         try:
@@ -241,7 +243,12 @@ def main() -> None:
         prog="python -m benchmark.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--longest", action="store_true", help="also search for the most sequences that fit")
+    parser.add_argument(
+        "--longest",
+        type=float,
+        metavar="SECONDS",
+        help="also search for the most sequences that fit, by doubling them until a step takes so long",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
     arguments = parser.parse_args()
     environment = describe("auto")

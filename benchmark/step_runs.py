@@ -1,8 +1,9 @@
 """What `benchmark.step` measures: a policy, rollouts as reinforcement learning makes them, and ways of a training step.
 
-A random policy is flat, and its head is another problem than a trained one's. So the model learns a window of this
-machine's Python sources by heart until its loss is under a nat, which takes 100 to 200 short steps. Prompts and
-completions are pieces of that window, so the policy is about as sure of them as of tokens that it has sampled.
+A random policy is flat, and its head is another problem than a trained one's. So the model learns a few thousand tokens
+of this machine's Python sources by heart until its entropy on them is under a nat, which takes a few hundred short
+steps. Prompts and completions are pieces of that text. They are not sampled: after so little training, the model would
+run into loops.
 """
 
 import math
@@ -33,10 +34,10 @@ GROUP = 8  # completions of a prompt
 MEDIAN, SPREAD = 0.55, 0.7
 SHORTEST_PROMPT = 0.25  # in shares of the longest
 DRIFT_NATS = 0.1  # of the old policy from the current one, standard deviation per token
-LEARNT_NATS, MOST_STEPS = 1.0, 600
-RATE, WARM_UP, TRAINING_BATCH = 1e-2, 20, 8
+LEARNT_NATS, LAST, MOST_STEPS = 1.2, 5, 600
+RATE, WARM_UP = 1e-2, 20
 DOCUMENTS = 64  # of which the text is the beginning
-TRL = "TRL 1.16"  # the way that others are compared with
+TRL = "TRL"  # the way that others are compared with
 CLIP = 0.2  # TRL's default, on both sides
 
 
@@ -49,8 +50,9 @@ class Shape:
     groups: int = 4  # of GROUP completions
     prompt: int = 256  # tokens of the longest
     completion: int = 1024  # tokens of the longest
-    text: int = 16384  # tokens that are learnt
+    text: int = 8192  # tokens that are learnt
     window: int = 512  # tokens of a training sequence
+    windows: int = 8  # of a training step
     source_bytes: int = 24 << 20  # what the vocabulary is learnt from
     max_tokens: int = 16384  # of a micro-batch, where there are several
     repeats: int = 5
@@ -86,15 +88,16 @@ def _llama_3_8b() -> LlamaConfig:
 SHAPES = {
     "qwen3-0.6b": Shape(config=lambda: _qwen3(1024)),
     "qwen3-1.7b": Shape(config=lambda: _qwen3(2048)),
-    "llama-3-8b": Shape(config=_llama_3_8b, repeats=3),
+    "llama-3-8b": Shape(config=_llama_3_8b, windows=4, repeats=3),
     # Everything once, in seconds on a CPU.
     "toy": Shape(
         config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=2, head_dim=8),
         dtype="float32",
         prompt=8,
         completion=24,
-        text=256,
+        text=64,
         window=32,
+        windows=4,
         source_bytes=200 << 10,
         max_tokens=128,
         repeats=2,
@@ -106,7 +109,7 @@ class Policy(NamedTuple):
     model: nn.Module
     tokenizer: Tokenizer
     text: Tensor  # (n,) int64, on the CPU
-    losses: list[float]  # in nats, of each training step
+    entropies: list[float]  # in nats, of each training step
 
 
 @cache
@@ -119,41 +122,44 @@ def _vocabulary(size: int, source_bytes: int) -> tuple[Tokenizer, Tensor]:
 
 
 def learnt_policy(shape: Shape, device: str) -> Policy:
-    """The model in the shape's dtype, when the mean loss of its last training steps is under LEARNT_NATS."""
+    """The model in the shape's dtype, once its mean entropy in training is under LEARNT_NATS."""
     config = shape.config()
     tokenizer, tokens = _vocabulary(config.vocab_size, shape.source_bytes)
     text = tokens[: shape.text].long()
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    losses = learn(model, text, shape.window, device)
-    return Policy(model.to(getattr(torch, shape.dtype)), tokenizer, text, losses)
+    entropies = learn(model, text, shape, device)
+    return Policy(model.to(getattr(torch, shape.dtype)), tokenizer, text, entropies)
 
 
-def learn(model: nn.Module, text: Tensor, window: int, device: str) -> list[float]:
-    """In float32 under bfloat16 autocast; with Adafactor, whose state leaves room for 8 billion parameters.
+def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[float]:
+    """-> the entropy in nats at each training step. In float32 under bfloat16 autocast, with Adafactor, whose state
+    leaves room for 8 billion parameters.
 
     Raises:
-        SystemExit: the loss is not under LEARNT_NATS after MOST_STEPS.
+        SystemExit: the mean entropy of the last steps is not under LEARNT_NATS after MOST_STEPS.
     """
     optimizer = torch.optim.Adafactor(model.parameters(), lr=RATE, foreach=False)
     generator = torch.Generator().manual_seed(SEED)
-    sizes = (window // 4, window - window // 4)  # two pieces, as a prompt and its completion are
-    losses: list[float] = []
-    while len(losses) < 5 or statistics.mean(losses[-5:]) > LEARNT_NATS:
-        if len(losses) == MOST_STEPS:
-            raise SystemExit(f"the policy's loss is {losses[-1]:.2f} nats after {MOST_STEPS} steps, not {LEARNT_NATS}")
+    sizes = (shape.window // 4, shape.window - shape.window // 4)  # two pieces, as a prompt and its completion are
+    entropies: list[float] = []
+    while len(entropies) < LAST or statistics.mean(entropies[-LAST:]) > LEARNT_NATS:
+        if len(entropies) == MOST_STEPS:
+            raise SystemExit(f"the policy's entropy is {entropies[-1]:.2f} nats after {MOST_STEPS} training steps")
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (len(losses) + 1) / WARM_UP)
-        ids = torch.cat([real_policy.windows(text, TRAINING_BATCH, size, generator) for size in sizes], 1).to(device)
+            group["lr"] = RATE * min(1.0, (len(entropies) + 1) / WARM_UP)
+        pieces = [real_policy.windows(text, shape.windows, size, generator) for size in sizes]
+        ids = torch.cat(pieces, 1).to(device)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+            output = model(input_ids=ids, labels=ids, use_cache=False)
+        output.loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        log_p = output.logits[0].detach().float().log_softmax(-1)
+        entropies.append(-(log_p.exp() * log_p).sum(-1).mean().item())
+    return entropies
 
 
 Batch = dict[str, Tensor]
@@ -274,9 +280,11 @@ class Runner:
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         self.batch = rollouts(shape, policy.text, device)
         current = completion_logps(self.model, columns_of(self.batch), self.loss())[:, shape.prompt :]
+        counted = self.batch["completion_mask"] != 0
+        self.surprise = -current[counted].mean().item()
         generator = torch.Generator(device).manual_seed(SEED)
         noise = torch.randn(current.shape, generator=generator, device=device)
-        self.batch["old_per_token_logps"] = current + DRIFT_NATS * noise * self.batch["completion_mask"]
+        self.batch["old_per_token_logps"] = current + DRIFT_NATS * noise * counted
         loss, several = self.loss(), {"max_tokens": shape.max_tokens}
         label, level = f"policy_steps, max_tokens={shape.max_tokens}", "with_entropy"
         self.ways: dict[str, Callable[[Batch], Tensor]] = {
