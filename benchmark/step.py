@@ -6,7 +6,7 @@ model, its optimizer, gradient checkpointing, SDPA attention, autocast and the o
 turns. Losses and gradients' norms must agree. The head's cost depends on the policy, so the model learns a text first
 (`benchmark.step_runs`); its entropy is among the results.
 
-full logits         TRL's trainer with the logits of all completion positions, by TRL's function for those
+full logits         TRL's trainer with the logits of all completion positions, in float32, as accelerate returns them
 TRL                 its GRPOTrainer with its defaults
 TRL, patch_trl()    the same with this library's head, with its defaults
 policy_step         the step by this library; with trim=False and idle="backward", all of the padded batch
@@ -178,23 +178,23 @@ def longest_batch(runner: "Runner", way: "Callable[[Batch], Tensor]", seconds: f
     """The most sequences whose step fits: the batch twice, four times, ..., until a step takes `seconds`."""
     from benchmark.step_runs import repeated
 
-    times, fits, limit = 1, 0, "time"
-    spent = 0.0
+    times, fits, spent = 1, 0, 0.0
     while spent < seconds:
         batch = repeated(runner.batch, times)
         begun = time.monotonic()
         try:
             runner.step(way, batch)[0].item()
         except torch.OutOfMemoryError:
-            limit = "memory"
             break
         spent = time.monotonic() - begun
         fits, times = batch["advantages"].shape[0], 2 * times
+    else:
+        return {"longest_sequences": fits, "longest_limit": "time"}
+    # Only here, where the error and its traceback are gone, does what it held go.
     runner.optimizer.zero_grad()
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return {"longest_sequences": fits, "longest_limit": limit}
+    torch.cuda.empty_cache()
+    return {"longest_sequences": fits, "longest_limit": "memory"}
 
 
 def _longest(row: Row) -> str:

@@ -388,6 +388,25 @@ def test_a_batch_of_a_step_is_as_rl_makes_it():
     assert twice["completion_ids"].shape == (64, 1024)
 
 
+def test_the_longest_batch_ends_where_memory_does():
+    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    from benchmark import step
+
+    class Runner:
+        batch = step_runs.rollouts(step_runs.SHAPES["toy"], torch.arange(100), "cpu")
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+
+        def step(self, way, batch):
+            return way(batch), None
+
+    def out_of_memory(batch):
+        if len(batch["completion_ids"]) > 100:
+            raise torch.OutOfMemoryError
+        return batch["num_items_in_batch"]
+
+    assert step.longest_batch(Runner(), out_of_memory, 60) == {"longest_sequences": 64, "longest_limit": "memory"}
+
+
 def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
     from benchmark import step
