@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, first_line, output_directory, slug, write_results
+from benchmark.environment import describe, first_line, output_directory, read_results, slug, write_results
 from benchmark.memory import PeakMemory
+from benchmark.merge import differences
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
 from benchmark.timing import once_ms
 from liger_rl.head.engines import block_sparse
@@ -249,23 +250,37 @@ def main() -> None:
         metavar="SECONDS",
         help="also search for the most sequences that fit, by doubling them until a step takes so long",
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results, but not of a toy"
+    )
     arguments = parser.parse_args()
     environment = describe("auto")
     device = environment["device"]
-    shapes, rows, wrong = {}, [], []
-    for name in arguments.shapes or DEFAULT[device]:
-        shapes[name], measured = measure(name, device, longest=arguments.longest)
-        rows += measured
-        wrong += objections(shapes[name], measured)
+    names = arguments.shapes or DEFAULT[device]
+    results: dict[str, Any] = {"environment": environment, "shapes": {}, "rows": []}
+    wrong = []
+    for name in names:
+        about, rows = measure(name, device, longest=arguments.longest)
+        results["shapes"][name] = about
+        results["rows"] += rows
+        wrong += objections(about, rows)
         gc.collect()
-    results = {"environment": environment, "shapes": shapes, "rows": rows}
     print(markdown(results))
     if wrong:
         raise SystemExit("not written:\n" + "\n".join(wrong))
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
+    target = output_directory(arguments.output, whole="toy" not in names) / f"{PREFIX}{slug(environment)}.json"
+    write_results(target, with_earlier(results, target))
     print(f"written: {target}")
+
+
+def with_earlier(results: dict[str, Any], target: Path) -> dict[str, Any]:
+    """And the other shapes of an earlier run in the same environment."""
+    before = read_results(target) if target.exists() else {"environment": {}}
+    if differences(before["environment"], results["environment"]):
+        return results
+    rows = [row for row in before["rows"] if row["shape"] not in results["shapes"]] + results["rows"]
+    shapes = before["shapes"] | results["shapes"]
+    return {**results, "shapes": shapes, "rows": sorted(rows, key=lambda row: NAMES.index(row["shape"]))}
 
 
 if __name__ == "__main__":

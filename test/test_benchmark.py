@@ -433,3 +433,11 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
     for change in ({"loss_difference": trl["loss"] / share - trl["loss"]}, {"grad_norm_x_trl": 1 / share}):
         assert len(step.objections(about | {"dtype": "bfloat16"}, [trl, ours | change])) == 1
     assert "entropy" in step.objections(about | {"entropy": 5.0}, rows)[0]
+
+    # A later run of other shapes keeps this one's, but for another environment.
+    of_other = results | {"shapes": {"llama-3-8b": about}, "rows": [{**trl, "shape": "llama-3-8b"}]}
+    both = step.with_earlier(of_other, tmp_path / "step-cpu.json")
+    assert [row["shape"] for row in both["rows"]] == ["llama-3-8b"] + 7 * ["toy"]
+    assert both["shapes"].keys() == {"toy", "llama-3-8b"}
+    moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
+    assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved
