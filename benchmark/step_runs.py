@@ -1,7 +1,7 @@
 """What `benchmark.step` measures: a policy, rollouts as reinforcement learning makes them, and ways of a training step.
 
 A random policy is flat, and its head is another problem than a trained one's. So the model learns a few thousand tokens
-of this machine's Python sources by heart until its entropy on them is under a nat, which takes a few hundred short
+of this machine's Python sources by heart until its entropy on them is under a nat, which takes about a hundred short
 steps. Prompts and completions are pieces of that text. They are not sampled: after so little training, the model would
 run into loops.
 """
@@ -34,7 +34,7 @@ GROUP = 8  # completions of a prompt
 MEDIAN, SPREAD = 0.55, 0.7
 SHORTEST_PROMPT = 0.25  # in shares of the longest
 DRIFT_NATS = 0.1  # of the old policy from the current one, standard deviation per token
-LEARNT_NATS, LAST, MOST_STEPS = 1.2, 5, 600
+LEARNT_NATS, LAST, MOST_STEPS = 1.0, 5, 600
 RATE, WARM_UP = 1e-2, 20
 DOCUMENTS = 64  # of which the text is the beginning
 TRL = "TRL"  # the way that others are compared with
@@ -51,8 +51,7 @@ class Shape:
     prompt: int = 256  # tokens of the longest
     completion: int = 1024  # tokens of the longest
     text: int = 8192  # tokens that are learnt
-    window: int = 512  # tokens of a training sequence
-    windows: int = 8  # of a training step
+    learnt_at_once: int = 4  # sequences of a training step, a prompt and a completion each, both as long as any
     source_bytes: int = 24 << 20  # what the vocabulary is learnt from
     max_tokens: int = 16384  # of a micro-batch, where there are several
     repeats: int = 5
@@ -88,7 +87,7 @@ def _llama_3_8b() -> LlamaConfig:
 SHAPES = {
     "qwen3-0.6b": Shape(config=lambda: _qwen3(1024)),
     "qwen3-1.7b": Shape(config=lambda: _qwen3(2048)),
-    "llama-3-8b": Shape(config=_llama_3_8b, windows=4, repeats=3),
+    "llama-3-8b": Shape(config=_llama_3_8b, learnt_at_once=2, repeats=3),
     # Everything once, in seconds on a CPU.
     "toy": Shape(
         config=lambda: _qwen3(64, vocab_size=400, num_hidden_layers=2, head_dim=8),
@@ -96,8 +95,6 @@ SHAPES = {
         prompt=8,
         completion=24,
         text=64,
-        window=32,
-        windows=4,
         source_bytes=200 << 10,
         max_tokens=128,
         repeats=2,
@@ -142,14 +139,14 @@ def learn(model: nn.Module, text: Tensor, shape: Shape, device: str) -> list[flo
     """
     optimizer = torch.optim.Adafactor(model.parameters(), lr=RATE, foreach=False)
     generator = torch.Generator().manual_seed(SEED)
-    sizes = (shape.window // 4, shape.window - shape.window // 4)  # two pieces, as a prompt and its completion are
     entropies: list[float] = []
     while len(entropies) < LAST or statistics.mean(entropies[-LAST:]) > LEARNT_NATS:
         if len(entropies) == MOST_STEPS:
             raise SystemExit(f"the policy's entropy is {entropies[-1]:.2f} nats after {MOST_STEPS} training steps")
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (len(entropies) + 1) / WARM_UP)
-        pieces = [real_policy.windows(text, shape.windows, size, generator) for size in sizes]
+        lengths = (shape.prompt, shape.completion)
+        pieces = [real_policy.windows(text, shape.learnt_at_once, length, generator) for length in lengths]
         ids = torch.cat(pieces, 1).to(device)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             output = model(input_ids=ids, labels=ids, use_cache=False)
