@@ -266,11 +266,12 @@ def main() -> None:
         wrong += objections(about, rows)
         gc.collect()
     print(markdown(results))
-    if wrong:
-        raise SystemExit("not written:\n" + "\n".join(wrong))
-    target = output_directory(arguments.output, whole="toy" not in names) / f"{PREFIX}{slug(environment)}.json"
+    folder = output_directory(arguments.output, whole="toy" not in names and not wrong)
+    target = folder / f"{PREFIX}{slug(environment)}.json"
     write_results(target, with_earlier(results, target))
     print(f"written: {target}")
+    if wrong:
+        raise SystemExit("not to be used:\n" + "\n".join(wrong))
 
 
 def with_earlier(results: dict[str, Any], target: Path) -> dict[str, Any]:
