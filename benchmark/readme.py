@@ -3,7 +3,16 @@
 import re
 from pathlib import Path
 
-from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support, targets, tolerance_runs
+from benchmark import (
+    divergence,
+    divergence_policy,
+    replay_mismatch,
+    row_losses,
+    step,
+    support,
+    targets,
+    tolerance_runs,
+)
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
@@ -18,6 +27,7 @@ OTHERS = {
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
     tolerance_runs.PREFIX: tolerance_runs.markdown,
+    step.PREFIX: step.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

@@ -88,10 +88,10 @@ def linear_divergence(
             `vocab`, the entries of the vocabulary that count: both distributions are over the first so many rows of
             their weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many
             rows. And fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
-            chunk_vocab and fixed_shape. With `grad_tolerance` parts of a token and a tile of vocabulary entries that
-            are negligible together leave the backward, on every device; the error of dL/dlogits is at most so much of
-            it in the Frobenius norm, and docs/distillation.md says where it is 0 all the same. `gather` is called for
-            each of the two heads. A named chunk bounds both tiles of a pair.
+            chunk_vocab and fixed_shape. A `grad_tolerance` of "auto" is exact here. With a number, parts of a token
+            and a tile of vocabulary entries that are negligible together leave the backward, on every device; the
+            error of dL/dlogits is at most so much of it in the Frobenius norm, and docs/distillation.md says where it
+            is 0 all the same. `gather` is called for each of the two heads. A named chunk bounds both tiles of a pair.
 
     Returns:
         Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not

@@ -383,3 +383,85 @@ def test_a_trained_pair_of_heads(monkeypatch):
     assert all(row["divergence"] > 0 for row in ours)
     assert [row["kept_share"] is None for row in ours] == [True, True, False, False]
     assert "kept" in divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows})
+
+
+def test_a_batch_of_a_step_is_as_rl_makes_it():
+    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    text = torch.arange(1, 9000)
+    shape = step_runs.SHAPES["qwen3-1.7b"]
+    batch = step_runs.rollouts(shape, text, "cpu")
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    assert attended.shape == (32, 1280)
+    assert 0.35 <= 1 - attended.float().mean() <= 0.45
+    # Padding on the left of prompts and on the right of completions, and nowhere between.
+    assert (batch["prompt_mask"].diff() >= 0).all()
+    assert (batch["completion_mask"].diff() <= 0).all()
+    assert (batch["completion_mask"][:, 0] == 1).all()
+    by_group = batch["advantages"].view(-1, step_runs.GROUP)
+    assert (by_group == 0).all(1).float().mean() == 0.25
+    torch.testing.assert_close(by_group.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
+    columns = step_runs.columns_of(batch)
+    assert columns["num_items_in_batch"] == columns["completion_mask"].sum()
+    # Pieces of the text: neighbours follow each other, but for the first token of a completion.
+    ids = columns["input_ids"]
+    jumps = (ids.diff() != 1) & (attended[:, 1:] * attended[:, :-1] == 1)
+    assert jumps.any(1).all()
+    assert jumps.nonzero()[:, 1].eq(shape.prompt - 1).all()
+    twice = step_runs.repeated(batch, 2)
+    assert twice["num_items_in_batch"] == 2 * batch["num_items_in_batch"]
+    assert twice["completion_ids"].shape == (64, 1024)
+
+
+def test_the_longest_batch_ends_where_memory_does():
+    step_runs = pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    from benchmark import step
+
+    class Runner:
+        batch = step_runs.rollouts(step_runs.SHAPES["toy"], torch.arange(100), "cpu")
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+
+        def step(self, way, batch):
+            return way(batch), None
+
+    def out_of_memory(batch):
+        if len(batch["completion_ids"]) > 100:
+            raise torch.OutOfMemoryError
+        return batch["num_items_in_batch"]
+
+    assert step.longest_batch(Runner(), out_of_memory, 60) == {"longest_sequences": 64, "longest_limit": "memory"}
+
+
+def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("benchmark.step_runs", reason="a whole step needs TRL")
+    from benchmark import step
+
+    monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
+    # Every step takes longer than a millisecond.
+    monkeypatch.setattr(sys, "argv", ["step", "--longest", "1e-3", "--output", str(tmp_path)])
+    step.main()
+    results = json.loads((tmp_path / "step-cpu.json").read_text())
+    about, rows = results["shapes"]["toy"], results["rows"]
+    assert about["entropy"] < step.MOST_NATS
+    assert about["surprise"] < step.MOST_NATS
+    assert len(rows) == 7
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {row["longest_sequences"] for row in rows} == {32}
+    assert abs(rows[1]["loss"]) > 0.01
+    assert step.objections(about, rows) == []
+    assert step.markdown(results) in capsys.readouterr().out
+    assert step.markdown(results).count(" | >= 32 |") == 7
+
+    # The check of the losses sees an error of the divisor, and either of a gradient and of a flat policy.
+    trl, ours = rows[1], rows[-1]
+    share = 1 - about["idle_share"]
+    for change in ({"loss_difference": trl["loss"] / share - trl["loss"]}, {"grad_norm_x_trl": 1 / share}):
+        assert len(step.objections(about | {"dtype": "bfloat16"}, [trl, ours | change])) == 1
+    assert "entropy" in step.objections(about | {"entropy": 5.0}, rows)[0]
+
+    # A later run of other shapes keeps this one's, but for another environment.
+    of_other = results | {"shapes": {"llama-3-8b": about}, "rows": [{**trl, "shape": "llama-3-8b"}]}
+    both = step.with_earlier(of_other, tmp_path / "step-cpu.json")
+    assert [row["shape"] for row in both["rows"]] == ["llama-3-8b"] + 7 * ["toy"]
+    assert both["shapes"].keys() == {"toy", "llama-3-8b"}
+    moved = of_other | {"environment": ENVIRONMENT | {"torch": "2.12"}}
+    assert step.with_earlier(moved, tmp_path / "step-cpu.json") == moved

@@ -52,7 +52,7 @@ class AlignedBatch:
 
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
         """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and
-        with `sequences` the rows of a padded batch become segments."""
+        with `sequences` the rows of a padded batch become segments. (b, w) positions of (B, T) stay rows."""
 
         def taken(column: Tensor | None) -> Tensor | None:
             return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]

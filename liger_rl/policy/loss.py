@@ -77,6 +77,23 @@ class PolicyTerms:
             return "token"
         return "sequence" if all(_sequence_local(part) for part in parts) else "batch"
 
+    @property
+    def idle_without_advantages(self) -> bool:
+        """Whether a sequence whose advantages are all 0 has loss, gradient and clip indicators of 0, whatever its
+        log-probabilities are, and no part in other sequences' gradients."""
+        zero = ("zero_without_advantage", "sequence_zero_without_advantages")
+        return (
+            any(_says_of_its_formula(self.objective, name) for name in zero)
+            and self.locality != "batch"
+            and self.kl.beta == 0.0
+            and self.entropy_bonus.entropy_coef == 0.0
+        )
+
+    @property
+    def metrics_read_all(self) -> bool:
+        """Whether a metric depends on the log-probabilities or entropies of tokens without advantage."""
+        return self.needs_entropy or self.metrics not in ("none", "loss")
+
     def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
         """Raise for what can be seen without reading values, so that mistakes show before anything is computed.
 
@@ -115,8 +132,7 @@ class PolicyTerms:
             _says_of_its_formula(self.objective, "zero_without_advantage")
             and self.locality == "token"
             and self.kl.beta == 0.0
-            and not self.needs_entropy
-            and self.metrics in ("none", "loss")
+            and not self.metrics_read_all
         )
         return _unexpanded(given.advantages) if idle else None
 

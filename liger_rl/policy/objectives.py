@@ -9,6 +9,8 @@ masked tokens, and its values there are dropped. An objective may have these att
     zero_without_advantage: bool, whether loss and gradient of a token are 0 where its advantage is, whatever the
         log-probabilities, and so its clip indicators; such tokens may then not be projected at all. A subclass with a
         formula of its own does not inherit it.
+    sequence_zero_without_advantages: bool, whether the same holds of a sequence whose advantages are all 0. What has
+        zero_without_advantage has this, too.
     needs_sequences: bool, whether it must know which tokens are of one sequence.
     takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
     check(batch): raises ValueError where the batch has something that the objective cannot mean.
@@ -70,6 +72,7 @@ class PPOClip:
     importance_sampling_level: str = "token"
     mean_advantages: bool = False
     sequence_local: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_zero(self, "epsilon_low", "epsilon_high")
@@ -180,6 +183,7 @@ class VESPO:
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
     takes_importance_ratio: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
 
     LOWEST: ClassVar[float] = math.log(1e-8)
     HIGHEST: ClassVar[float] = 20.0
@@ -231,6 +235,7 @@ class GMPO:
     token_local: ClassVar[bool] = False
     sequence_local: ClassVar[bool] = True
     needs_sequences: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
 
     LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
 

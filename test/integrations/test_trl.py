@@ -1,5 +1,6 @@
 """TRL's trainers on our head: the op against TRL's own, what is patched and what is refused, and whole runs."""
 
+import importlib
 import math
 import sys
 from contextlib import contextmanager
@@ -297,7 +298,8 @@ class AnotherOp:
 
 
 def fake_trl(monkeypatch, version, op=AnotherOp):
-    """A TRL of nothing but a version and an op."""
+    """A TRL of nothing but a version and an op. The real one's modules that import each other are there already."""
+    importlib.import_module("trl.kernels.chunked_divergence")
     trl, trainer, utils = (ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils"))
     trl.__version__, utils._ChunkedLogProbFunction = version, op
     for module in (trl, trainer, utils):

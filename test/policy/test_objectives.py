@@ -1,6 +1,7 @@
 """Each objective, penalty and correction against its formula in a loop, and what they all have in common."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -37,6 +38,7 @@ from liger_rl import (
     TopEntropyMask,
     ppo_loss_fn,
 )
+from liger_rl.policy.loss import PolicyTerms
 from liger_rl.policy.presets import build_preset
 
 
@@ -591,6 +593,33 @@ def test_without_an_advantage_gradients_are_exactly_zero(name, c, seed):
         assert (grad[idle & c.mask] != 0.0).all()
     if says_zero:
         assert (loss[idle] == 0.0).all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sequences_without_advantages_that_need_not_run(name):
+    """Nothing depends on their log-probabilities: no gradient, no loss, no clip indicator."""
+    parts = preset_of(name)
+    terms = PolicyTerms(objective=parts.objective, reduction=parts.reduction)
+    assert terms.idle_without_advantages == (name not in ("dro", "clip_cov", "kl_cov"))
+    if not terms.idle_without_advantages:
+        return
+    c = columns(6, 5, noise=0.8, masked=False)
+    c.advantages[1::2] = 0.0
+    leaves = c.logps.requires_grad_(), torch.where(c.advantages == 0, -3.0, c.logps.detach()).requires_grad_()
+    found = [ppo_loss_fn(leaf, batch_of(c), parts.objective, parts.reduction) for leaf in leaves]
+    ours, others = (torch.autograd.grad(step.loss, leaf)[0] for step, leaf in zip(found, leaves, strict=True))
+    assert torch.equal(ours, others)
+    assert not ours[1::2].any()
+    assert ours[::2].any()
+    assert torch.equal(found[0].loss, found[1].loss)
+    assert found[0].metrics.keys() == found[1].metrics.keys()
+    for metric, value in found[0].metrics.items():
+        assert torch.equal(value.value, found[1].metrics[metric].value)
+    assert not PolicyTerms(objective=parts.objective, reduction=None, kl=KLPenalty(beta=0.1)).idle_without_advantages
+    bonus = EntropyBonus(entropy_coef=0.1)
+    assert not replace(terms, entropy_bonus=bonus).idle_without_advantages
+    assert not replace(terms, corrections=[TopEntropyMask(top_entropy_quantile=0.5)]).idle_without_advantages
+    assert replace(terms, corrections=[OffPolicySequenceMask(threshold=0.1)]).idle_without_advantages
 
 
 CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, ClipCov, DPPO, DPPOKL)]
