@@ -38,20 +38,8 @@ SWITCHES = {"delta": None, "importance_sampling_level": "token"}
 class LigerFusedLinearGRPOLoss(nn.Module):
     """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` 0.8.5: `(loss, metrics)` from hidden states.
 
-    The same numbers, except where Liger's are wrong:
-
-    - luspo: padding has no part in the loss. Liger weighs and averages it with the rest.
-    - -inf or NaN at masked tokens, in any column, changes nothing. Liger multiplies it by 0, which is NaN.
-    - advantages may be (B, T). Liger broadcasts them to the wrong tokens where a chunk has two sequences.
-    - A KL penalty without a reference raises. Liger takes the KL to be 0 with use_ref_model=False.
-    - A mask value other than 0 and 1 raises. Liger multiplies by it.
-    - Ratios and the KL estimate stop growing at 40 nats, with no gradient beyond. Liger's become inf and NaN.
-    - vllm_is_ratio at masked tokens is not part of VESPO's weight. Liger sums it over padding.
-    - A negative token id masks its token, one beyond the vocabulary raises. Liger takes its logit to be 0.
-    - A float32 head on bfloat16 hidden states computes in float32. Liger rounds the weight to bfloat16.
-    - Logits are float32 throughout, and the weight's gradient is rounded once. Liger rounds every logit to the
-      inputs' dtype and adds a gradient per chunk in the weight's.
-    - Under no_grad, and for frozen inputs, nothing is computed for a backward.
+    The same numbers, except where Liger's are wrong, such as in the padding of luspo, with (B, T) advantages and with
+    -inf at masked tokens. docs/liger.md lists every difference.
 
     Args:
         beta: coefficient of the KL penalty, >= 0; 0 needs no reference, whatever use_ref_model says.

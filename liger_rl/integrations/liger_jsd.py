@@ -32,14 +32,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         hard = mean of -log p_student(label) at temperature 1
 
     Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. The same numbers, except where Liger's are wrong or unclear:
-
-    - A teacher with more vocabulary entries than the student raises. Liger gives the student logits of 0 for them.
-    - A label that is negative and not ignore_index raises where there is a hard loss.
-    - With return_soft_hard_loss the two parts carry no gradient. Liger's claim one that is 0.
-    - Logits are float32 throughout, and the weight's gradient is rounded once. Liger rounds every logit to the
-      inputs' dtype and adds a gradient per chunk in the weight's.
-    - Under no_grad, and for frozen inputs, nothing is computed for a backward.
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists where the
+    numbers differ from Liger's: a teacher with more vocabulary entries than the student raises, for example.
 
     Args:
         weight_hard_loss, weight_soft_loss: finite. A hard loss at another temperature than 1 takes products of its own.

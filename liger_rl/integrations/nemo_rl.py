@@ -39,12 +39,10 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`. Where NeMo-RL's differs:
+    """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`.
 
-    - A negative target masks its token: 0, and no gradient. NeMo-RL returns 0 and pushes all probabilities down.
-    - Targets beyond the vocabulary raise. NeMo-RL treats them as negative ones.
-    - Several context parallel ranks are taken, as in its `from_parallel_logits_to_logprobs`. NeMo-RL asserts one.
-    - The gradient of the weight is summed in float32. NeMo-RL rounds the sum after each chunk.
+    docs/nemo_rl.md lists what differs: a negative target masks its token, and context parallel ranks are served, for
+    example.
 
     Args:
         tensor_parallel_hidden_states: (s, b, h) of the s / context parallel / tensor parallel positions of this rank.

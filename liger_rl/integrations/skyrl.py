@@ -58,11 +58,9 @@ def fused_lm_head_logprob_apply(
     tp_group: dist.ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
-    """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends. Where SkyRL's differs:
+    """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends.
 
-    - A negative target masks its token: 0, and no gradient. SkyRL returns 0 and pushes all probabilities down.
-    - Targets beyond the vocabulary raise. SkyRL treats them as negative ones.
-    - Logits are never rounded, and gradients once.
+    docs/skyrl.md lists what differs: a negative target masks its token, for example.
 
     Args:
         backend: not used.

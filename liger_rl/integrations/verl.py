@@ -62,13 +62,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    In spite of its name it returns log-probabilities, not their negatives. Where verl's differ:
-
-    - Any device, hidden size and strides. verl asks for CUDA, H a multiple of 128 and contiguous tensors.
-    - A negative label masks its token: 0 in both outputs, and no gradient. verl returns uninitialised memory there.
-    - Labels beyond the vocabulary raise. verl returns uninitialised memory.
-    - Logits all under -87 are as exact as others. verl's underflow, because its running maximum starts at 0.
-    - Two host syncs on CUDA (see `linear_logprobs`). verl has none.
+    In spite of its name it returns log-probabilities, not their negatives. docs/verl.md lists what
+    differs: any device, hidden size and strides are taken, and a negative label masks its token, for example.
 
     Args:
         hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
