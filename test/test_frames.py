@@ -42,23 +42,25 @@ def frames(monkeypatch):
 @pytest.mark.parametrize(("epilogue", "grad_tolerance"), [(False, 0.0), (True, 0.0), (True, 0.3)])
 def test_log_probabilities(frames, epilogue, grad_tolerance, monkeypatch):
     run_triton(monkeypatch, epilogue=epilogue)
-    x = problem((130,), 16, 300, torch.float16).leaves()
+    x = problem((20,), 16, 300, torch.float16).leaves()
     found = linear_logprobs(x.hidden, x.weight, x.targets, entropy=True, grad_tolerance=grad_tolerance)
     (found.logps.sum() + found.entropy.sum()).backward()
-    check(frames, "_gemm_fold_kernel" if epilogue else "_fold_kernel")
+    check(
+        frames, "_gemm_fold_kernel" if epilogue else "_fold_kernel", "_left_out_kernel" if grad_tolerance else "_grad"
+    )
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
 def test_losses(frames, passes, monkeypatch):
     run_triton(monkeypatch)
-    x = problem((2, 65), 16, 300).leaves()
+    x = problem((2, 5), 16, 300).leaves()
     loss = FusedLinearGRPOLoss("dapo", passes=passes)
     loss(x.hidden, x.weight, x.targets, torch.randn(2)).loss.backward()
     check(frames, "_fold_kernel", "_grad_kernel" if passes == "two" else "_grad_kept_kernel")
 
 
 def check(frames, *kernels):
-    assert set(kernels) <= frames.keys()
+    assert all(any(name in kernel for kernel in frames) for name in kernels)
     deepest = {kernel: max(stacks, key=len) for kernel, stacks in frames.items()}
     assert max(map(len, deepest.values())) <= MOST_FRAMES, deepest
     assert min(map(len, deepest.values())) > 2  # or nothing was walked
