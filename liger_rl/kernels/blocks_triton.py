@@ -21,12 +21,7 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, Le
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-# One H200, H = 4096, V = 128256, 8192 tokens of a model that drew them itself, 7.9% / 3.1% / 2.0% of the blocks: their
-# gradients 0.96 / 0.38 / 0.24 ms, then hidden 1.83 / 0.70 / 0.49 ms (2.53 / 1.01 / 0.69 where neighbours share columns
-# of the weight rather than a row) and weight 1.76 / 0.93 / 0.75 ms, of which 0.3 is writing it. At the speed of the
-# dense product each would take 0.95 / 0.37 / 0.24 ms. Both sums in one launch: 1.60 ms for 1.73 at 3.1%; 2.60 ms for
-# 3.46 where 5 of 28 rows keep all tiles and the others few, so that hidden alone leaves a third of the GPU idle. These
-# were with two tiles in flight; with three, because addresses are known a step ahead, the last is 1.90 ms.
+# What these take, and what other shapes took: docs/notes/kernels.md.
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 WARPS = 8  # narrower sums of fewer warps measured the same or worse
 

@@ -47,12 +47,8 @@ LARGEST_CODE = 255
 ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest (p (log p + entropy))^2
 BUDGET_ROUNDING = 1.0 - 1e-4  # float32 sums over a block, taken off the budget
 UNDERFLOW = 2.0**-125  # of the bound of one token and tile, a sum of two squares: off the budget, for each of them
-# A tile is large for a token above this many times its even share of the budget.
-#
-# On a model of 1.3 billion parameters (V = 128256) that drew its own tokens, the order made of this kept 7.9%, 3.1% and
-# 2.0% of the blocks at mean entropies of 3.2, 1.3 and 0.8 nats and a tolerance of 1e-3. The order of the text kept
-# 15.3%, 7.0% and 4.7%; by entropy 10.3%, 5.1% and 3.9%; by target alone 12.9%, 5.1% and 3.3%. A tenth or ten times
-# as many moves these by less than a tenth of them.
+# A tile is large for a token above this many times its even share of the budget. A tenth of it, or ten times as much,
+# changes the kept share by less than a tenth. docs/notes/kernels.md compares the order with others.
 LARGE = 20.0
 # A key is a class of tokens, counted down from the one with most large tiles, and the target within it. The last target
 # stands for all larger ones. That makes 32 bits, which sort in two thirds of the time of 64.

@@ -53,9 +53,7 @@ class Launch(NamedTuple):
     segments: int = 1  # of a program
 
 
-# On one H200 (bfloat16, N = 8192, H = 4096, V = 128256; 63,000 ids, and 64 a token), in ms: dots 0.12 and 0.74, other
-# shapes up to 0.33 and 2.2; sums by token 0.13 and 0.53, others 0.14 to 0.21 and 0.53 to 0.70; sums by id 0.33 and
-# 0.71, others 0.35 to 0.47 and 0.72 to 0.94; added in place 0.31 and 0.97, others 0.32 to 0.49 and 1.0 to 1.4.
+# docs/notes/kernels.md has the times of these shapes and of others.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
 # Rows of tokens are seldom long, and then a launch for the rest of them is left out.
 BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)

@@ -27,8 +27,7 @@ from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import BlockPlan, LeftOut, TileBounds, TileShares, TokenGradients, TokenStatistics
 
-# From this share of kept blocks on, the dense products are no slower than those of the blocks. On an H200 (N = 8192,
-# H = 4096, V = 128256) a step of these takes 36.2, 41.5 and 52.7 ms at 51%, 63% and 86%, a dense one 53 to 55.
+# From this share of kept blocks on, the dense products are no slower than those of the blocks.
 DENSE_SHARE = 0.85
 
 Saved = TileBounds
