@@ -65,16 +65,18 @@ def measure(name: str, device: str, *, longest: float | None) -> tuple[dict[str,
             row["tokens_per_s"] = about["counted_tokens"] / row["step_ms"] * 1e3
         compare(rows)
         for row in timed if longest is not None else ():
-            row |= longest_batch(runner, runner.ways[row["variant"]], longest)
+            with runner.around(row["variant"]):
+                row |= longest_batch(runner, runner.ways[row["variant"]], longest)
     return about, rows
 
 
 def first_steps(runner: "Runner", way: str, device: str) -> Row:
     """One step that may compile, one whose memory is measured -> {"status": "ok", ...} or {"status", "reason"}."""
     try:
-        runner.step(runner.ways[way], runner.batch)
-        with kept_shares() as shares, PeakMemory(device) as memory:
-            loss, norm = runner.step(runner.ways[way], runner.batch)
+        with runner.around(way):
+            runner.step(runner.ways[way], runner.batch)
+            with kept_shares() as shares, PeakMemory(device) as memory:
+                loss, norm = runner.step(runner.ways[way], runner.batch)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         runner.optimizer.zero_grad()
@@ -110,10 +112,12 @@ def kept_shares() -> Iterator[list[float]]:
 
 def in_turns(runner: "Runner", ways: list[str], device: str) -> list[list[float]]:
     """Milliseconds of each way's steps; a GPU's clock depends on what ran before, so that none runs in a row."""
-    rounds = [
-        [once_ms(lambda way=way: runner.step(runner.ways[way], runner.batch), device) for way in ways]
-        for _ in range(runner.shape.repeats)
-    ]
+
+    def timed(way: str) -> float:
+        with runner.around(way):
+            return once_ms(lambda: runner.step(runner.ways[way], runner.batch), device)
+
+    rounds = [[timed(way) for way in ways] for _ in range(runner.shape.repeats)]
     return [list(times) for times in zip(*rounds, strict=True)]
 
 

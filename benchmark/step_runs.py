@@ -9,7 +9,7 @@ run into loops.
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ LEARNT_NATS, LAST, MOST_STEPS = 1.0, 5, 600
 RATE, WARM_UP = 1e-2, 20
 DOCUMENTS = 64  # of which the text is the beginning
 TRL = "TRL"  # the way that others are compared with
+PATCHED = "TRL, patch_trl()"
 CLIP = 0.2  # TRL's default, on both sides
 
 
@@ -287,7 +288,7 @@ class Runner:
         self.ways: dict[str, Callable[[Batch], Tensor]] = {
             "full logits": lambda batch: self.trl(batch, full_logits=True),
             TRL: self.trl,
-            "TRL, patch_trl()": lambda batch: self.trl(batch, patched=True),
+            PATCHED: self.trl,
             'policy_step, trim=False, idle="backward"': lambda batch: self.ours(
                 batch, loss, trim=False, idle="backward"
             ),
@@ -314,11 +315,14 @@ class Runner:
         """Mean of the tokens that count in nats, as TRL has logged it last."""
         return self.trainer._metrics["train"]["entropy"][-1]
 
-    def trl(self, batch: Batch, *, full_logits: bool = False, patched: bool = False) -> Tensor:
+    def around(self, way: str) -> AbstractContextManager[None]:
+        """What holds for all of a run that trains in this way, and is no part of a step."""
+        return patched_trl() if way == PATCHED else nullcontext()
+
+    def trl(self, batch: Batch, *, full_logits: bool = False) -> Tensor:
         """-> the loss, after its backward."""
         self.trainer.full_logits = full_logits
-        with patched_trl() if patched else nullcontext():
-            return self.trainer.training_step(self.trainer.model_wrapped, batch, batch["num_items_in_batch"])
+        return self.trainer.training_step(self.trainer.model_wrapped, batch, batch["num_items_in_batch"])
 
     def ours(self, batch: Batch, loss: FusedLinearGRPOLoss, **options: Any) -> Tensor:
         """-> the loss, after its backward: in one micro-batch, or in several where the options have max_tokens."""

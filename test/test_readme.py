@@ -47,6 +47,7 @@ def test_tables_of_numbers_are_those_of_the_results():
             "nvidia-h200-policy",
             "cpu",
             "tolerance-runs-nvidia-h200",
+            "step-nvidia-h200",
         },
         "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
         "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200"},
@@ -57,6 +58,17 @@ def test_tables_of_numbers_are_those_of_the_results():
     for name, text in found.items():
         assert set(re.findall(r"begin (?:table|summary) (\S+)", text)) == tables.get(name, set()), name
         assert readme.filled(text) == text, "run python -m benchmark.readme"
+
+
+def test_the_whole_step_is_that_of_the_results():
+    """The sentence below README's table."""
+    environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
+    results = environment.read_results(environment.RESULTS / "step-nvidia-h200.json")
+    rows = {row["variant"]: row for row in results["rows"] if row["shape"] == "qwen3-1.7b"}
+    ours, trl = rows["policy_steps, max_tokens=16384"], rows["TRL"]
+    faster, smaller = ours["tokens_per_s"] / trl["tokens_per_s"], ours["peak_mib"] / trl["peak_mib"]
+    assert f"{faster:.2f} x the tokens per second" in README
+    assert f"{smaller:.0%} of its memory" in README
 
 
 def test_every_preset_has_its_row():
