@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import check_apart, check_dense, check_device, check_floating, check_temperature, check_tokens
+from liger_rl.head.checks import (
+    check_apart,
+    check_dense,
+    check_device,
+    check_floating,
+    check_split,
+    check_temperature,
+    check_tokens,
+)
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
@@ -98,6 +106,9 @@ class HeadCall:
         options = self.options
         if options.batch_invariant and self.low_rank:
             raise ValueError("low_rank must be empty with batch_invariant: the term's products have no fixed shape")
+        for name, given in (("low_rank", self.low_rank), ("support", self.support)):
+            if options.precision is not None and given:
+                raise ValueError(f"precision must be None with {name}, got {options.precision!r}: it is not split")
         if self.vocab_parallel is not None:
             if options.grad_tolerance != 0.0:
                 raise ValueError(
@@ -192,6 +203,7 @@ class HeadCall:
             if bias.shape != weight.shape[:1]:
                 raise ValueError(f"bias must be (V,) = ({weight.shape[0]},) from weight, got {tuple(bias.shape)}")
             check_device("bias", bias, hidden, "hidden")
+        check_split(self.options.precision, hidden.dtype, weight.dtype)
         check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets()
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
@@ -281,6 +293,7 @@ class HeadCall:
             "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
             "the dtype of weight": self.weight.dtype,
             "compute_dtype": dtype,
+            "precision": options.precision,
             "bias": None if self.bias is None else self.bias.dtype,
             "low_rank": [term.a.shape[0] for term in self.low_rank],
             "targets": tuple(self.targets.shape),

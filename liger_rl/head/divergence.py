@@ -71,6 +71,7 @@ WITHOUT = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
     "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
     "extras": "they are not folded with two heads; ask linear_logprobs for them",
+    "precision": "neither weight is split into bfloat16 matrices",
     "support": "the divergence is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
     "lse": "it is not returned of two heads; ask linear_logprobs for it",

@@ -38,6 +38,7 @@ class OpOptions(NamedTuple):
     lse: bool
     extras: str  # names with commas between
     compute_dtype: torch.dtype
+    precision: str | None
     chunk_tokens: int | None
     chunk_vocab: int | None
     grad_tolerance: float
@@ -54,6 +55,7 @@ class OpOptions(NamedTuple):
             extras=frozenset(filter(None, self.extras.split(","))),
             grad_tolerance=self.grad_tolerance,
             compute_dtype=self.compute_dtype,
+            precision=self.precision,
             chunk_tokens=self.chunk_tokens,
             chunk_vocab=self.chunk_vocab,
             fixed_shape=self.fixed_shape,
@@ -68,8 +70,8 @@ TENSORS = (
 )
 OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, "
-    "bool batch_invariant, bool kernels_fit, str targets_name"
+    "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
+    "bool fixed_shape, bool batch_invariant, bool kernels_fit, str targets_name"
 )
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
 
@@ -295,6 +297,7 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.lse,
         ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
+        options.precision,
         options.chunk_tokens,
         options.chunk_vocab,
         options.grad_tolerance,

@@ -9,11 +9,13 @@ import torch
 
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
+    PLANES,
     check_budget,
     check_chunk,
     check_count,
     check_extras,
     check_flag,
+    check_precision,
     check_tolerance,
     check_transform,
 )
@@ -47,6 +49,12 @@ class HeadOptions:
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
+        precision: "bf16x2" or "bf16x3": with compute_dtype float32, products of bfloat16 hidden states with a float32
+            weight where the product of our own applies, at the speed of tensor cores. The weight's entries become two
+            or three bfloat16 numbers, w = w1 + w2 (+ w3), each the rounding of what the ones before it leave; logits
+            are float32 sums of their products, which leave out up to 2^-17 of an entry, or nothing. Gradients are
+            those of the bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1.
+            None, and every precision elsewhere, multiplies in compute_dtype.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
@@ -73,6 +81,7 @@ class HeadOptions:
     extras: Collection[str] = ()
     grad_tolerance: float = 0.0
     compute_dtype: torch.dtype | None = None
+    precision: str | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -96,6 +105,7 @@ class HeadOptions:
         check_budget(self.max_extra_bytes)
         if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
             raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
+        check_precision(self.precision, self.compute_dtype)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
         if self.max_extra_bytes is not None and self.names_chunk:
@@ -138,6 +148,7 @@ class HeadKeywords(TypedDict, total=False):
     extras: Collection[str]
     grad_tolerance: float
     compute_dtype: torch.dtype | None
+    precision: str | None
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
@@ -174,6 +185,16 @@ class EngineOptions(HeadOptions):
         return self.kernels_fit or not self.names_chunk
 
     @property
+    def planes(self) -> int:
+        """Matrices in the rows' dtype that take the place of a float32 weight."""
+        return PLANES[self.precision]
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """Of the hidden states, where the product of our own applies."""
+        return self.compute_dtype if self.precision is None else torch.bfloat16
+
+    @property
     def blocks_bytes(self) -> int:
         """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
         if self.chunk_tokens is None or self.chunk_vocab is None:
@@ -199,6 +220,7 @@ def resolved(
         extras=options.extras,
         grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
         compute_dtype=compute_dtype,
+        precision=options.precision,
         gather=options.gather,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,

@@ -16,7 +16,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.epilogue import device_programs, tile_logits
-from liger_rl.kernels.matrix_triton import load, matrix, store
+from liger_rl.kernels.matrix_triton import dot, halves_of, load, matrix, store
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -57,6 +57,7 @@ def _blocks_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
+    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     tokens = tl.load(wanted)
@@ -66,7 +67,9 @@ def _blocks_kernel(
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         first = tile * TILE_VOCAB
         live = token < tokens
-        logits = tile_logits(hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+        logits = tile_logits(
+            hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES
+        )
         for part in tl.static_range(PARTS):
             own = part_of(logits, part, PARTS)
             column = part * own.shape[1] + tl.arange(0, own.shape[1])
@@ -95,7 +98,8 @@ def _sum_row(
     for step in tl.range(first * STEPS, end * STEPS):
         entry = (step % STEPS) * STEP
         grad = load(blocks, block * TILE_TOKENS, entry, TILE_TOKENS, STEP)
-        total = tl.dot(grad, load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS), total)
+        entries = load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS)
+        total = dot(grad, entries.to(grad.dtype), total)
         block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
         tile = tl.load(lists.tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -109,6 +113,7 @@ def _sum_row(
 def _sum_tile(
     item, blocks, hidden, out, start, shares, lists, first, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the weight's gradient for one tile of the vocabulary, onto the shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
@@ -122,14 +127,16 @@ def _sum_tile(
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
         grad = load(blocks, step // STEPS * TILE_TOKENS + token, 0, STEP, TILE_VOCAB)
-        total = tl.dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
+        total = dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
         row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
     entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     share = tl.load(shares + entry, mask=entry < vocab, other=0.0)
     total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
-    store(out, (first + tile) * TILE_VOCAB, part * COLUMNS, total)
+    for half in tl.static_range(PARTS):
+        own = part_of(total, half, PARTS)
+        store(out, (first + tile) * TILE_VOCAB, part * COLUMNS + half * own.shape[1], own)
 
 
 @triton.jit(do_not_specialize=["first", "row_items"])
@@ -155,6 +162,7 @@ def _sums_kernel(
     HIDDEN_COLUMNS: tl.constexpr,
     WEIGHT_COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PARTS: tl.constexpr,  # of a sum of the weight's, which are stored one after the other
 ):
     item = tl.program_id(0)
     if item < row_items:
@@ -167,7 +175,7 @@ def _sums_kernel(
         if WEIGHT:
             _sum_tile(
                 item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, lists, first, vocab,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP, PARTS,
             )  # fmt: skip
 
 
@@ -217,6 +225,7 @@ class Begun(NamedTuple):
     lists: BlockLists  # of all, with room for every block
     buffer: Tensor  # (room * BLOCK_TOKENS, BLOCK_VOCAB): the first blocks, tile by tile,
     most_of_row: int  # unless a row of blocks has more than these on average
+    planes: int  # with which they are computed
 
 
 def begin(
@@ -230,6 +239,7 @@ def begin(
     transform: LogitTransform,
     workspace: int,  # bytes of blocks at a time
     most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
+    planes: int = 1,  # as in `epilogue.gemm_fold`
 ) -> Begun:
     """Start before the host knows of any block, for `grad_blocks` with the same inputs, where `devices.applies`.
 
@@ -242,8 +252,8 @@ def begin(
     with on(hidden.device):
         lists = BlockLists.of(keep, 0, rows * tiles)
         if rows:
-            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform)
-    return Begun(lists, buffer, most_of_row)
+            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform, planes)
+    return Begun(lists, buffer, most_of_row, planes)
 
 
 def grad_blocks(
@@ -268,8 +278,9 @@ def grad_blocks(
             span = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
             if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
                 _store_blocks(
-                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform
-                )
+                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform,
+                    begun.planes,
+                )  # fmt: skip
             if start is None:
                 # What the rest hold must meet no product, not even with zeros.
                 rows = hidden[: plan.wanted]
@@ -322,11 +333,12 @@ def _store_blocks(
     tokens: TokenGradients,
     counted: Tensor,
     transform: LogitTransform,
+    planes: int,
 ) -> None:
-    programs, family = device_programs(hidden.device), family_of(hidden.device)
+    programs, family = device_programs(hidden.device), family_of(hidden.device).of(hidden.dtype, weight.dtype)
     _blocks_kernel[(programs,)](
         matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
-        matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
+        matrix(weight, BLOCK_VOCAB // halves_of(planes), family.step, tma=family.tma),
         matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
         span,
         span.tile_end.numel(),
@@ -343,6 +355,7 @@ def _store_blocks(
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
         TILE_HIDDEN=family.step,
+        PLANES=planes,
         PROGRAMS=programs,
         num_stages=family.storing_stages,
         num_warps=WARPS,
@@ -368,8 +381,8 @@ def _store_sums(
     tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
-    family = family_of(hidden.device)
-    step, tma = family.step, family.tma
+    family = family_of(hidden.device).of(hidden.dtype, weight.dtype)
+    step, tma, parts = family.step, family.tma, weight.element_size() // 2
     _sums_kernel[(row_items + tile_items,)](
         row_items,
         matrix(buffer, BLOCK_TOKENS, step, tma=tma),
@@ -379,7 +392,7 @@ def _store_sums(
         matrix(buffer, step, BLOCK_VOCAB, tma=tma),
         matrix(hidden, step, WEIGHT_COLUMNS, tma=tma),
         # Without a gradient to write, a matrix that nothing is written to.
-        matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma),
+        matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma, parts=parts),
         start.weight,
         shares,
         span,
@@ -393,6 +406,7 @@ def _store_sums(
         HIDDEN_COLUMNS=HIDDEN_COLUMNS,
         WEIGHT_COLUMNS=WEIGHT_COLUMNS,
         STEP=step,
+        PARTS=parts,
         num_stages=family.storing_stages,
         num_warps=WARPS,
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
@@ -20,11 +21,11 @@ AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
 AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
 # Triton's for capability 10.0 on: 3.4 asks for twice the shared memory that there is.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
-DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
 BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of the vocabulary is never split
 ALIGNMENT_BYTES = 16
+ALIGNMENT = 8  # numbers, of which every row takes a multiple
 
 
 FORCIBLE = ("tma", "portable", "tiles")
@@ -36,11 +37,17 @@ class Family(NamedTuple):
     """How the products of our own read memory: with TMA or with pointers, and how much of it ahead."""
 
     tma: bool
-    step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
+    step: int  # of a product's sum of 16-bit numbers: columns of hidden states and of the weight, or rows of either
     stages: int  # steps that are loaded or on their way
     storing_stages: int  # where there is a tile in shared memory beside them
     parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
+
+    def of(self, hidden: torch.dtype, weight: torch.dtype) -> "Family":
+        """For hidden states, and what is made of them, in one dtype and the weight in another."""
+        # As many bytes a step, and of a part of a tile that is stored.
+        step = 2 * self.step // max(hidden.itemsize, weight.itemsize)
+        return self._replace(step=step, parts=self.parts * hidden.itemsize // 2)
 
     @property
     def name(self) -> str:
@@ -190,10 +197,12 @@ def family_of_gpu(gpu: Gpu) -> Family:
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
     """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
-    if dtype != weight_dtype or dtype not in DTYPES:
-        return "hidden states and weight in one 16-bit dtype"
-    if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
-        return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
+    if weight_dtype not in (dtype, torch.float32):
+        return f"a weight in {dtype}, as the products are, or in float32, got {weight_dtype}"
+    if dtype == torch.float32 and not gemm.in_tf32():
+        return "float32 products in TF32 (torch.backends.cuda.matmul.fp32_precision)"
+    if hidden_size % ALIGNMENT != 0:
+        return f"a hidden size that is a multiple of {ALIGNMENT}, got {hidden_size}"
     if tokens < MIN_TOKENS:
         return f"{MIN_TOKENS} tokens or more, got {tokens}"
     return None
@@ -214,9 +223,8 @@ def realigned(rows: Tensor) -> Tensor:
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
-    row = matrix.stride(0) * matrix.element_size()
-    if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
+    """Whether rows are contiguous and start at multiples of 8 numbers, and of 16 bytes, as products of our own need."""
+    if matrix.stride(1) != 1 or matrix.stride(0) % ALIGNMENT != 0:
         return False
     # While torch.compile traces, tensors have no address: then they are taken to be tensors of their own.
     return torch.compiler.is_compiling() or matrix.data_ptr() % ALIGNMENT_BYTES == 0

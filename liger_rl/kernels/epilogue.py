@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.bounds_triton import merge, tile_bounds
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, family_of, gpu_of, on
-from liger_rl.kernels.matrix_triton import matrix, product, store
+from liger_rl.kernels.devices import ALIGNMENT, CAPABILITY, STATISTICS_BYTES, family_of, gpu_of, on
+from liger_rl.kernels.matrix_triton import halves_of, matrix, product, store
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.kernels.statistics import (
@@ -56,11 +56,13 @@ MOST_LEVELLED = 1024.0
 @triton.jit
 def tile_logits(
     hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """-> one tile of hidden @ weight.T + bias in float32."""
     first = vocab_tile * TILE_VOCAB
-    logits = product(hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+    logits = product(
+        hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES
+    )
     if bias is not None:
         column = first + tl.arange(0, TILE_VOCAB)
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
@@ -85,6 +87,7 @@ def _gemm_fold_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
+    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -92,8 +95,9 @@ def _gemm_fold_kernel(
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+            PLANES,
+        )  # fmt: skip
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
@@ -120,6 +124,7 @@ def _gemm_grad_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
+    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -129,8 +134,9 @@ def _gemm_grad_kernel(
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+            PLANES,
+        )  # fmt: skip
         tile_first = first + vocab_tile * TILE_VOCAB
         for part in tl.static_range(PARTS):
             own = part_of(logits, part, PARTS)
@@ -151,6 +157,7 @@ def gemm_fold(
     bounded: bool = False,  # not for a part of the vocabulary
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
+    planes: int = 1,  # of a float32 weight beside hidden states in 16 bits, see `matrix_triton.product`
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of hidden @ weight.T, and bounds where they are asked for, where `devices.applies` says so."""
     assert over_parts is None or not bounded
@@ -169,7 +176,9 @@ def gemm_fold(
 
     if n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.
-        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
+        tiles = _fold_tiles(
+            hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras, planes=planes
+        )
         state, bounds = memory()
         merge(tiles, state)
         statistics = finished(state)
@@ -181,8 +190,9 @@ def gemm_fold(
         rows = slice(start, start + step)
         part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
         tiles = _fold_tiles(
-            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
-        )
+            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy,
+            extras=extras, planes=planes,
+        )  # fmt: skip
         merge(tiles, part)
         if bounds is not None:
             tile_bounds(_statistics_of(tiles), part.finish(), targets[rows], transform, bounds.columns(rows))
@@ -201,6 +211,7 @@ def _fold_tiles(
     *,
     entropy: bool,
     extras: Collection[str],
+    planes: int,
 ) -> Fold:
     """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
     n, vocab = hidden.shape[0], weight.shape[0]
@@ -218,21 +229,23 @@ def _fold_tiles(
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     constants = {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
     programs = device_programs(hidden.device)
-    gluon, family = gluon_for(hidden.device), family_of(hidden.device)
+    family = family_of(hidden.device).of(hidden.dtype, weight.dtype)
+    gluon = gluon_for(hidden.device) if weight.element_size() == 2 else None
     with on(hidden.device):
         if gluon is not None:
             gluon.launch(programs, hidden, weight, values, *arguments, **constants)
         else:
             _gemm_fold_kernel[(programs,)](
                 matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-                matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-                None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
+                matrix(weight, TILE_VOCAB // halves_of(planes), family.step, tma=family.tma),
+                None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=family.parts),
                 *arguments,
                 **constants,
                 PARTS=family.parts,
                 TILE_TOKENS=TILE_TOKENS,
                 TILE_VOCAB=TILE_VOCAB,
                 TILE_HIDDEN=family.step,
+                PLANES=planes,
                 PROGRAMS=programs,
                 num_stages=family.stages if kept is None else family.storing_stages,
                 num_warps=WARPS,
@@ -255,20 +268,21 @@ def gemm_grad(
     first: int,  # id of the tile's first row
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
+    *,
+    planes: int = 1,  # as in `gemm_fold`
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    per_alignment = ALIGNMENT_BYTES // hidden.element_size()
-    width = -(-vocab // per_alignment) * per_alignment
+    width = -(-vocab // ALIGNMENT) * ALIGNMENT
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    programs, family = device_programs(hidden.device), family_of(hidden.device)
+    programs, family = device_programs(hidden.device), family_of(hidden.device).of(hidden.dtype, weight.dtype)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     parts = max(family.parts, 2 if halved else 1)
     with on(hidden.device):
         _gemm_grad_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+            matrix(weight, TILE_VOCAB // halves_of(planes), family.step, tma=family.tma),
             matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
@@ -282,6 +296,7 @@ def gemm_grad(
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=family.step,
+            PLANES=planes,
             PROGRAMS=programs,
             num_stages=family.storing_stages,
             num_warps=WARPS,

@@ -86,7 +86,7 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, TileBounds | None]:
     """No bounds where the product with the fold in its epilogue does not apply."""
-    return two_pass.fold(head.gathered(options.compute_dtype), options, bounded=True)
+    return two_pass.fold(head.gathered(options.rows_dtype), options, bounded=True)
 
 
 def backward(
@@ -102,7 +102,7 @@ def backward(
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.kernels import blocks_triton, left_out_blocks_triton
 
-    weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.compute_dtype
+    weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.rows_dtype
     live_targets = head.live.gather(head.targets)
     shares = left_out_blocks_triton.tile_shares(
         head.hidden, head.live.index, live_targets, statistics, tokens, weight, bias, transform, dtype
@@ -115,7 +115,7 @@ def backward(
     rows = head.gathered(dtype, live)
     begun = blocks_triton.begin(
         rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
-        int(DENSE_SHARE * chosen.keep.shape[1]),
+        int(DENSE_SHARE * chosen.keep.shape[1]), options.planes,
     )  # fmt: skip
     plan = plan_blocks(chosen)
     live = live.first(plan.wanted)

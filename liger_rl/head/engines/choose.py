@@ -98,7 +98,7 @@ class HeadShape:
     def epilogue_lacks(self) -> str | None:
         """What the product with its work in the epilogue would need; None where it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtypes = self.options.compute_dtype, self.weight_dtype
+        dtypes = self.options.rows_dtype, self.weight_dtype
         return (
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
@@ -128,7 +128,7 @@ class HeadShape:
 
     @property
     def copies_weight(self) -> bool:
-        return self.weight_dtype != self.options.compute_dtype or not self.contiguous[1]
+        return self.weight_dtype != self.options.rows_dtype or not self.contiguous[1]
 
     @property
     def widened_bytes(self) -> int:
@@ -367,6 +367,7 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     asked = options_of("plan_linear_logprobs", options)
+    checks.check_split(asked.precision, dtype, weight_dtype or dtype)
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
@@ -464,6 +465,8 @@ def one_pass_obstacle(shape: HeadShape) -> str | None:
         return f"grad_tolerance = 0.0, got {options.grad_tolerance}: blocks are left out of a second pass"
     if options.fixed_shape:
         return "fixed_shape = False: the host has to know which rows make a chunk"
+    if options.precision is not None:
+        return f"precision = None, got {options.precision!r}: kept exponentials are not split"
     if options.batch_invariant:
         return "batch_invariant = False: the tiles of a chunk depend on how many tokens it holds"
     if isinstance(transform.temperature, torch.Tensor):

@@ -32,7 +32,7 @@ Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
-    rows = head.gathered(options.compute_dtype)
+    rows = head.gathered(options.rows_dtype)
     if options.batch_invariant:
         return fold_invariant(rows, options), None
     return fold(rows, options)[0], None
@@ -54,7 +54,7 @@ def dense_backward(
 ) -> Gradients:
     """Gradients of the tokens in `live`, whose numbers `tokens` are."""
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    return gradients(head.gathered(options.compute_dtype, live), options, tokens, needs).of_all_tokens(live, head)
+    return gradients(head.gathered(options.rows_dtype, live), options, tokens, needs).of_all_tokens(live, head)
 
 
 def fold(
@@ -76,7 +76,7 @@ def fold(
     over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
     return epilogue.gemm_fold(
         rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-        extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks,
+        extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks, planes=options.planes,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
     """As `fold`, from tiles of logits in memory, each of which is shown to `seen`; over all ranks."""
-    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
+    hidden, weight, bias, targets = rows.hidden.to(options.compute_dtype), rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
@@ -195,6 +195,8 @@ def gradients(
     kernels = for_device(hidden.device)
     free = options.chunks_are_free and rows.temperatures is None
     epilogue = epilogue_for(factor, weight) if free else None
+    if epilogue is None and options.planes > 1:
+        factor = hidden = hidden.to(options.compute_dtype)
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -216,7 +218,9 @@ def gradients(
         bias_tile = None if bias is None else bias[first : first + weight_tile.shape[0]]
         part, part_targets, part_tokens = factor[start:stop], targets[start:stop], tokens.take(slice(start, stop))
         if epilogue is not None:
-            out = epilogue.gemm_grad(part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens)
+            out = epilogue.gemm_grad(
+                part, weight_tile, bias_tile, part_targets, first, options.transform, part_tokens, planes=options.planes
+            )
         else:
             logits, dtype = gemm.matmul(part, weight_tile.T), options.compute_dtype
             out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
@@ -233,7 +237,9 @@ def gradients(
         pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
         vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
     for first, last in vocab_spans:
-        weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
+        weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
+        if options.planes > 1:
+            factor_tile = weight[first:last]
         parts = len(token_spans)
         weight_total = _WeightTotal(
             grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
