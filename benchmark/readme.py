@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support, targets
+from benchmark import divergence, divergence_policy, replay_mismatch, row_losses, support, targets, tolerance_runs
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
@@ -17,6 +17,7 @@ OTHERS = {
     divergence.PREFIX: divergence.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
+    tolerance_runs.PREFIX: tolerance_runs.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

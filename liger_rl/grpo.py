@@ -12,8 +12,9 @@ from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
+from liger_rl.head.engines.kept_share import one_pass_pays
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import HeadOptions, resolved
+from liger_rl.head.options import HeadOptions, Tolerance, resolved
 from liger_rl.head.run import log_probs
 from liger_rl.head.support import Support
 from liger_rl.head.tokens import counted_tokens
@@ -66,10 +67,11 @@ class FusedLinearGRPOLoss(nn.Module):
             and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
             then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
-            that count. The rule is that of `plan_linear_logprobs`, which shows what is taken. Not with a
-            grad_tolerance, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel, DTensors)
-            or under torch.compile, where the backward has to be a second pass, nor with fixed_shape or batch_invariant:
-            it picks rows, and has tiles of its own.
+            that count. Where grad_tolerance="auto" leaves blocks out, "auto" takes two passes too, until a backward
+            of the same weight keeps more than 60% of the blocks. The rule is that of `plan_linear_logprobs`, which
+            shows what is taken. Not with a grad_tolerance above 0, float16 products or gradients, low_rank terms, a
+            sharded head (a vocab_parallel, DTensors) or under torch.compile, where the backward has to be a second
+            pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
@@ -90,7 +92,7 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: SamplerCorrection | None = None,
         corrections: Iterable[Correction] = (),
         metrics: MetricsLevel = "loss",
-        grad_tolerance: float = 0.0,
+        grad_tolerance: Tolerance = "auto",
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
         max_extra_bytes: int | None = None,
@@ -242,13 +244,15 @@ class FusedLinearGRPOLoss(nn.Module):
         """None for two passes, whatever tokens count."""
         # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
         asked = self.options
-        if self.passes == "two" or (self.passes == "auto" and asked.grad_tolerance != 0.0):
+        if self.passes == "two" or (self.passes == "auto" and asked.named_tolerance):
             return None
         lacking = loss_obstacle(call, self.terms, given.segments)
         if self.passes == "auto" and lacking is not None:
             return None
-        options = resolved(asked, compute_dtype)
-        shape = HeadShape.of(call, options, needs=call.needs[:2])
+        shape = HeadShape.of(call, resolved(asked, compute_dtype), needs=call.needs[:2])
+        if self.passes == "auto" and shape.settled(asked).options.grad_tolerance and not one_pass_pays(call.weight):
+            return None
+        shape = shape.settled(asked, one_pass=True)
         together = tokens_together(call, self.terms.locality)
         lacking = lacking or one_pass_obstacle(shape)
         if self.passes == "auto" and lacking is not None:
@@ -268,7 +272,7 @@ class FusedLinearGRPOLoss(nn.Module):
             of_two = replace(shape, needs=(call.needs[0], any(call.needs[1:])))
             if budget < of_two.least_bytes():
                 return None
-        return OnePassCall(call, options, shape, taken, budget)
+        return OnePassCall(call, shape.options, shape, taken, budget)
 
     @torch.no_grad()
     def reference_logps(

@@ -68,10 +68,9 @@ def check_exact_options(options: HeadOptions) -> None:
     unset = {"grad_tolerance": 0.0, "batch_invariant": False, "max_extra_bytes": None}
     reasons = WITHOUT | {"grad_tolerance": "its bounds know no gradient of log-probabilities, which a loss has"}
     for name, value in unset.items():
-        if getattr(options, name) != value:
-            raise ValueError(
-                f'{name} must be {value} with kl_estimator="exact": {reasons[name]}; got {getattr(options, name)}'
-            )
+        given = options.named_tolerance if name == "grad_tolerance" else getattr(options, name)
+        if given != value:
+            raise ValueError(f'{name} must be {value} with kl_estimator="exact": {reasons[name]}; got {given}')
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:

@@ -68,21 +68,6 @@ N, H, V = 600, 64, 1000
 TILES = -(-V // BLOCK_VOCAB)
 
 
-class Factors(NamedTuple):
-    """Of a product of our own."""
-
-    hidden: torch.dtype
-    weight: torch.dtype
-    planes: int = 1
-
-
-LOW = Factors(torch.bfloat16, torch.bfloat16)
-WIDE = (
-    Factors(torch.float32, torch.float32),
-    *(Factors(torch.bfloat16, torch.float32, planes) for planes in (1, 2, 3)),
-)  # fmt: skip
-
-
 class Target(NamedTuple):
     compiler: GPUTarget
     shared_bytes: int  # of a program, at most: `shared_memory_per_block_optin`
@@ -171,17 +156,22 @@ def kept_exponentials(transform: LogitTransform, entropy: bool) -> None:
     compiled.scale_(ones(N, H, dtype=torch.bfloat16), ones())
 
 
-def in_the_epilogue(transform: LogitTransform, entropy: bool, factors: Factors = LOW) -> None:
-    hidden, weight = ones(N, H, dtype=factors.hidden), ones(V, H, dtype=factors.weight)
+def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     targets = torch.zeros(N, dtype=torch.long)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     extras = EXTRAS if entropy else ()
-    given, planes = (hidden, weight, bias, targets), factors.planes
-    epilogue.gemm_fold(*given, transform, entropy=entropy, extras=extras, bounded=True, planes=planes)
-    epilogue.gemm_grad(*given, 0, transform, token_gradients(entropy), planes=planes)
-    if planes == 1:
-        kept = Kept.empty(N, V, CPU, factors.hidden, BLOCK_VOCAB)
-        epilogue.gemm_fold(*given, transform, entropy=entropy, kept=kept)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, bounded=True)
+    epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
+    kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
+
+
+def split_weight(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight, targets = ones(N, H, dtype=torch.bfloat16), ones(V, H), torch.zeros(N, dtype=torch.long)
+    bias, extras, planes = ones(V) if entropy else None, EXTRAS if entropy else (), 3
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, planes=planes)
+    epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy), planes=planes)
 
 
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
@@ -189,8 +179,8 @@ def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
     compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
 
 
-def chosen_blocks(transform: LogitTransform, entropy: bool, factors: Factors = LOW) -> None:
-    hidden, weight = ones(N, H, dtype=factors.hidden), ones(V, H, dtype=factors.weight)
+def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
     known = TileBounds.empty(N, V, CPU, entropy=entropy)
@@ -199,7 +189,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool, factors: Factors = L
     index = torch.arange(N) if entropy else None
     drawn = left_out_blocks_triton.draw(index, targets, statistics(entropy), tokens)
     drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
-    shares = left_out_blocks_triton.shares_by(drawn, hidden, weight, bias, transform, hidden.dtype)
+    shares = left_out_blocks_triton.shares_by(drawn, hidden, weight, bias, transform, torch.bfloat16)
     known = known._replace(share_squares=shares.squares)
     ranking = bounds_triton.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
@@ -207,7 +197,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool, factors: Factors = L
     keep = left_out_blocks_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
     left_out_blocks_triton.count(keep, order.int())
     given = (known, statistics(entropy), tokens, targets, order, keep, transform)
-    left_out_blocks_triton.left_out_sums(*given, V, hidden.dtype)
+    left_out_blocks_triton.left_out_sums(*given, V, torch.bfloat16)
     keep, counts, kept = (
         torch.ones(row_blocks, TILES, dtype=torch.bool),
         torch.full((TILES,), row_blocks),
@@ -215,9 +205,9 @@ def chosen_blocks(transform: LogitTransform, entropy: bool, factors: Factors = L
     )
     counted = torch.cat([torch.tensor([N]), counts, counts])
     given = (hidden, weight, bias, targets, tokens)
-    begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES, factors.planes)
+    begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(keep, counted, counts, kept, N)
-    left_out, needs = ones(N, TILES, dtype=hidden.dtype), (True, entropy)
+    left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
     blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.entries, ones(N, H), transform, needs)
 
 
@@ -349,8 +339,6 @@ class Compiler:
             raise SystemExit(f"the products of our own are kept from {name}")
         for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)
-        for part, factors in itertools.product(WITH_EPILOGUE, WIDE):
-            part(*OFF_AND_ON[1], factors)
         if devices.family_of_gpu(target.gpu).tma:
             self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)

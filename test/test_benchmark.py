@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("benchmark.cases", reason="the benchmark is not part of an installed package")
 
-from benchmark import floor, gold, plot, readme, replay_mismatch, run, variants
+from benchmark import floor, gold, plot, readme, replay_mismatch, run, tolerance_runs, variants
 from benchmark.cases import (
     FLAT,
     LOGPS_AND_ENTROPY,
@@ -320,6 +320,29 @@ def test_replay_leaves_no_mismatch_but_rounding():
             assert step["replayed"]["largest_gap"] < 1e-4
     table = replay_mismatch.markdown(results)
     assert table.count("| with replay, ") == table.count("| without replay, ") == 2
+
+
+def test_runs_with_a_tolerance_beside_exact_ones(tmp_path):
+    """On CPU a tolerance computes exactly, and the order of a batch changes rounding alone."""
+    real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
+    recipe = replace(real_policy.TOY, text_bytes=100 << 10, tokenizer_bytes=20 << 10)
+    plan = replace(tolerance_runs.TOY, seconds=0.5, steps=3)
+    found = tolerance_runs.measure(plan, recipe, 1, "cpu", replay_mismatch.letters)
+    runs = found["seeds"][0]
+    for curve in tolerance_runs.CURVES:
+        assert len(runs["exact"][curve]) == plan.steps
+        assert runs["exact"][curve] == runs["1e-4"][curve] == runs["1e-3"][curve]
+    assert runs["exact"]["kl"][-1] > 0
+    assert runs["1e-3"]["distance"] == 0 < runs["reordered"]["distance"] < 0.1
+    results = {"environment": ENVIRONMENT, "plan": asdict(plan), **found}
+    assert tolerance_runs.markdown(results).count("| exact, reordered") == 2
+    tolerance_runs.plot(results, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 1000
+
+
+def test_the_reward_is_what_parses():
+    assert tolerance_runs.parsed_share("rest\nx = 1\n\nif x:\n    x +=\ncut") == 2 / 3
+    assert tolerance_runs.parsed_share("no whole line") == 0.0
 
 
 @pytest.mark.parametrize("name", ["support", "divergence", "targets"])

@@ -101,6 +101,12 @@ class HeadCall:
         """Columns of the low-rank terms together."""
         return sum(term.a.shape[0] for term in self.low_rank)
 
+    @property
+    def exact(self) -> bool:
+        """Whether a tolerance of "auto" gives way to what the call is given."""
+        beside = self.support, self.vocab_parallel, self.weight_grad
+        return self.several or any(part is not None for part in beside)
+
     def check_together(self) -> None:
         """Raise for what does not go together with a sharded head, low-rank terms or torch.compile."""
         options = self.options
@@ -110,7 +116,7 @@ class HeadCall:
             if options.precision is not None and given:
                 raise ValueError(f"precision must be None with {name}, got {options.precision!r}: it is not split")
         if self.vocab_parallel is not None:
-            if options.grad_tolerance != 0.0:
+            if options.named_tolerance:
                 raise ValueError(
                     "grad_tolerance must be 0 with vocab_parallel: what may be left out is a share of the whole "
                     f"vocabulary's gradient, which no rank has; got {options.grad_tolerance}"
@@ -144,7 +150,7 @@ class HeadCall:
     def _check_several(self) -> None:
         options = self.options
         for name, given in (
-            ("grad_tolerance", options.grad_tolerance),
+            ("grad_tolerance", options.named_tolerance),
             ("max_extra_bytes", options.max_extra_bytes),
             ("support", self.support),
         ):
@@ -162,7 +168,7 @@ class HeadCall:
             if given:
                 raise ValueError(f"{name} must not be asked for with a support, whose engine does not keep it")
         check_usable(support, fixed_shape=options.fixed_shape)
-        if options.grad_tolerance != 0.0:
+        if options.named_tolerance:
             raise ValueError(f"grad_tolerance must be 0.0 with a support, got {options.grad_tolerance}")
         if options.batch_invariant:
             raise ValueError(
@@ -269,7 +275,7 @@ class HeadCall:
             raise ValueError("weight_grad must require no gradient, because it is added to in place")
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
-        if self.options.grad_tolerance != 0.0:
+        if self.options.named_tolerance:
             raise ValueError(
                 f"grad_tolerance must be 0.0 with weight_grad, got {self.options.grad_tolerance}: the block-sparse "
                 "backward makes a (V, H) gradient of its own"

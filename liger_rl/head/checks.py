@@ -96,11 +96,13 @@ def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: 
     check_device("temperature", given, targets, targets_name)
 
 
-def check_tolerance(grad_tolerance: float) -> None:
+def check_tolerance(grad_tolerance: float | str) -> None:
+    if grad_tolerance == "auto":
+        return
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
-        raise TypeError(f"grad_tolerance must be a number, got {type(grad_tolerance).__name__}")
+        raise TypeError(f'grad_tolerance must be a number or "auto", got {type(grad_tolerance).__name__}')
     if not 0.0 <= grad_tolerance < 1.0:
-        raise ValueError(f"grad_tolerance must be in [0, 1), got {grad_tolerance}")
+        raise ValueError(f'grad_tolerance must be in [0, 1) or "auto", got {grad_tolerance}')
 
 
 def check_budget(max_extra_bytes: int | None) -> None:

@@ -244,7 +244,7 @@ class DivergenceCall:
             raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
         if options.fixed_shape:
             raise ValueError("fixed_shape must be False with token_weights: one pass takes the tokens with a weight")
-        if options.grad_tolerance != 0.0:
+        if options.named_tolerance:
             raise ValueError(
                 "grad_tolerance must be 0.0 with token_weights: one pass makes the gradient before it is known which "
                 f"parts of it are negligible; got {options.grad_tolerance}"
@@ -305,7 +305,7 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
             entries, teacher_entries = shard.vocab, other_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        own = resolved(call.options, dtype)
+        own = resolved(call.options, dtype, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         yield call, _pair(call, vocab, shard), PairOptions(own, other, call.measure, call.targets is not None)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
@@ -19,11 +19,15 @@ from liger_rl.head.checks import (
     check_tolerance,
     check_transform,
 )
-from liger_rl.kernels.devices import BLOCKS_BYTES
+from liger_rl.kernels.devices import blocks_bytes
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
 Gather = Callable[..., AbstractContextManager]
+Tolerance = float | Literal["auto"]
+# Of "auto": half the time of the exact backward, and gradients that are as far from the truth to two digits, 2.4e-3,
+# which is what rounding to bfloat16 does to them.
+AUTO_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class HeadOptions:
             goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
+            "auto" is 1e-4 where products are 16-bit and blocks can be told apart, and 0 beside every option that does
+            not go with a tolerance.
             Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
             backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
@@ -79,7 +85,7 @@ class HeadOptions:
     lse: bool = False
     topk: int | None = None
     extras: Collection[str] = ()
-    grad_tolerance: float = 0.0
+    grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
     precision: str | None = None
     gather: Gather | None = None
@@ -116,10 +122,11 @@ class HeadOptions:
                     raise ValueError(
                         f"{name} must be None with batch_invariant, which fixes the tiles itself; got {value}"
                     )
-            if self.grad_tolerance != 0.0:
+            if self.named_tolerance:
                 raise ValueError(f"grad_tolerance must be 0.0 with batch_invariant, got {self.grad_tolerance}")
-        if self.grad_tolerance != 0.0:
-            for name, given in (("lse", self.lse), ("topk", self.topk is not None)):
+        if self.named_tolerance:
+            precise = self.precision is not None
+            for name, given in (("lse", self.lse), ("topk", self.topk is not None), ("precision", precise)):
                 if given:
                     raise ValueError(f"grad_tolerance must be 0.0 with {name}, got {self.grad_tolerance}")
         if self.topk is not None and self.max_extra_bytes is not None:
@@ -127,11 +134,16 @@ class HeadOptions:
                 "max_extra_bytes must be None with topk, whose memory is not planned; bound the tiles with "
                 f"chunk_tokens and chunk_vocab; got {self.max_extra_bytes}"
             )
-        if self.fixed_shape and self.grad_tolerance != 0.0:
+        if self.fixed_shape and self.named_tolerance:
             raise ValueError(
                 "grad_tolerance must be 0.0 with fixed_shape, because the host has to know how many blocks there are "
                 f"to compute; got {self.grad_tolerance}"
             )
+
+    @property
+    def named_tolerance(self) -> float:
+        """What must not stand beside some options: 0.0 for "auto", which gives way to them."""
+        return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
 
     @property
     def names_chunk(self) -> bool:
@@ -146,7 +158,7 @@ class HeadKeywords(TypedDict, total=False):
     lse: bool
     topk: int | None
     extras: Collection[str]
-    grad_tolerance: float
+    grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
     precision: str | None
     gather: Gather | None
@@ -173,6 +185,7 @@ def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
 class EngineOptions(HeadOptions):
     """The same, resolved: what every engine is given. A budget has become chunks."""
 
+    grad_tolerance: float
     compute_dtype: torch.dtype
     kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
 
@@ -186,7 +199,7 @@ class EngineOptions(HeadOptions):
 
     @property
     def planes(self) -> int:
-        """Matrices in the rows' dtype that take the place of a float32 weight."""
+        """Bfloat16 matrices that take the place of a float32 weight."""
         return PLANES[self.precision]
 
     @property
@@ -194,12 +207,12 @@ class EngineOptions(HeadOptions):
         """Of the hidden states, where the product of our own applies."""
         return self.compute_dtype if self.precision is None else torch.bfloat16
 
-    @property
-    def blocks_bytes(self) -> int:
+    def blocks_bytes(self, tokens: int, hidden_size: int) -> int:
         """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
+        free = blocks_bytes(tokens, hidden_size)
         if self.chunk_tokens is None or self.chunk_vocab is None:
-            return BLOCKS_BYTES
-        return min(BLOCKS_BYTES, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
+            return free
+        return min(free, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
 
 
 def resolved(
@@ -210,7 +223,15 @@ def resolved(
     chunks: tuple[int, int] | None = None,
     kernels_fit: bool = False,
 ) -> EngineOptions:
-    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given."""
+    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given.
+
+    Without one, a tolerance of "auto" is what the options allow; whether blocks can be told apart is seen later.
+    """
+    if grad_tolerance is None:
+        grad_tolerance = options.named_tolerance
+        exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
+        if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
+            grad_tolerance = AUTO_TOLERANCE
     chunk_tokens, chunk_vocab = chunks or (options.chunk_tokens, options.chunk_vocab)
     return EngineOptions(
         transform=options.transform,
@@ -218,7 +239,7 @@ def resolved(
         lse=options.lse,
         topk=options.topk,
         extras=options.extras,
-        grad_tolerance=options.grad_tolerance if grad_tolerance is None else grad_tolerance,
+        grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype,
         precision=options.precision,
         gather=options.gather,

@@ -157,12 +157,12 @@ def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
 
 
 def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:
-    options = resolved(call.options, dtype)
+    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
     if call.options.max_extra_bytes is None:
         return options
-    shape = HeadShape.of(call, options, needs=(call.needs[0], call.head_needs))
-    plan = plan_two_passes(shape, call.options.max_extra_bytes)
-    return resolved(call.options, dtype, chunks=plan.tiles, kernels_fit=plan.kernels_fit)
+    shape = HeadShape.of(call, options, needs=(call.needs[0], call.head_needs)).settled(call.options)
+    plan, tolerance = plan_two_passes(shape, call.options.max_extra_bytes), shape.options.grad_tolerance
+    return resolved(call.options, dtype, grad_tolerance=tolerance, chunks=plan.tiles, kernels_fit=plan.kernels_fit)
 
 
 def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.checks import check_floating
+from liger_rl.head.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
 from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
 from liger_rl.kernels.statistics import EXTRAS
@@ -66,7 +67,7 @@ VERSIONS = {
 class CoreOptions:
     """Options of `linear_logprobs` that TRL knows nothing of."""
 
-    grad_tolerance: float = 0.0
+    grad_tolerance: Tolerance = "auto"
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
 
@@ -148,7 +149,9 @@ _OP_PATCH = GlobalPatch(_op, _find_op, modules=("trl",))
 _ALL = (_OP_PATCH, *trl_adapters.PATCHES, *trl_divergence.PATCHES)
 
 
-def patch_trl(*, grad_tolerance: float = 0.0, chunk_tokens: int | None = None, chunk_vocab: int | None = None) -> None:
+def patch_trl(
+    *, grad_tolerance: Tolerance = "auto", chunk_tokens: int | None = None, chunk_vocab: int | None = None
+) -> None:
     """Put this package's head behind TRL's trainers, those that exist already and those that are built later.
 
     The trainers then take LoRA adapters on the lm_head too. Patching again only changes the options. Code outside of

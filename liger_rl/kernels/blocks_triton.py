@@ -16,7 +16,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.epilogue import device_programs, tile_logits
-from liger_rl.kernels.matrix_triton import dot, halves_of, load, matrix, store
+from liger_rl.kernels.matrix_triton import load, matrix, store
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -57,7 +57,6 @@ def _blocks_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
-    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     tokens = tl.load(wanted)
@@ -68,7 +67,7 @@ def _blocks_kernel(
         first = tile * TILE_VOCAB
         live = token < tokens
         logits = tile_logits(
-            hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES
+            hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, 1
         )
         for part in tl.static_range(PARTS):
             own = part_of(logits, part, PARTS)
@@ -98,8 +97,7 @@ def _sum_row(
     for step in tl.range(first * STEPS, end * STEPS):
         entry = (step % STEPS) * STEP
         grad = load(blocks, block * TILE_TOKENS, entry, TILE_TOKENS, STEP)
-        entries = load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS)
-        total = dot(grad, entries.to(grad.dtype), total)
+        total = tl.dot(grad, load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS), total)
         block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
         tile = tl.load(lists.tile + block)
     token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -127,7 +125,7 @@ def _sum_tile(
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
         grad = load(blocks, step // STEPS * TILE_TOKENS + token, 0, STEP, TILE_VOCAB)
-        total = dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
+        total = tl.dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
         row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     place = start + (first + tile).to(tl.int64) * hidden_size + column
@@ -162,7 +160,7 @@ def _sums_kernel(
     HIDDEN_COLUMNS: tl.constexpr,
     WEIGHT_COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    PARTS: tl.constexpr,  # of a sum of the weight's, which are stored one after the other
+    PARTS: tl.constexpr,  # of a sum of the weight's, stored one after the other: 2 in float32
 ):
     item = tl.program_id(0)
     if item < row_items:
@@ -225,7 +223,6 @@ class Begun(NamedTuple):
     lists: BlockLists  # of all, with room for every block
     buffer: Tensor  # (room * BLOCK_TOKENS, BLOCK_VOCAB): the first blocks, tile by tile,
     most_of_row: int  # unless a row of blocks has more than these on average
-    planes: int  # with which they are computed
 
 
 def begin(
@@ -239,7 +236,6 @@ def begin(
     transform: LogitTransform,
     workspace: int,  # bytes of blocks at a time
     most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
-    planes: int = 1,  # as in `epilogue.gemm_fold`
 ) -> Begun:
     """Start before the host knows of any block, for `grad_blocks` with the same inputs, where `devices.applies`.
 
@@ -252,8 +248,8 @@ def begin(
     with on(hidden.device):
         lists = BlockLists.of(keep, 0, rows * tiles)
         if rows:
-            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform, planes)
-    return Begun(lists, buffer, most_of_row, planes)
+            _store_blocks(buffer, lists, most_of_row, hidden, weight, bias, targets, tokens, counted, transform)
+    return Begun(lists, buffer, most_of_row)
 
 
 def grad_blocks(
@@ -269,8 +265,9 @@ def grad_blocks(
     from_left_out: Tensor | None,  # (n, H) float32, overwritten: their product with the weight; None if not needed
     transform: LogitTransform,
     needs: tuple[bool, bool],  # for weight and bias
+    weight_dtype: torch.dtype | None = None,  # of the weight's gradient; None: the weight's own
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, of the plan's blocks and all else."""
+    """(wanted, H) float32, (V, H) and (V,) like the bias, of the plan's blocks and all else."""
     spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
     start = grad_weight = grad_bias = None
     with on(hidden.device):
@@ -278,9 +275,8 @@ def grad_blocks(
             span = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
             if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
                 _store_blocks(
-                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform,
-                    begun.planes,
-                )  # fmt: skip
+                    begun.buffer, span, last - first, hidden, weight, bias, targets, tokens, plan.counted, transform
+                )
             if start is None:
                 # What the rest hold must meet no product, not even with zeros.
                 rows = hidden[: plan.wanted]
@@ -288,7 +284,8 @@ def grad_blocks(
                 wanted = needs[0], needs[1] and bias is not None
                 start = LeftOutGradients.of(left_out[: plan.wanted], rows, by_row, wanted)
                 if start.weight is not None:
-                    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                    kind = {"dtype": weight_dtype or weight.dtype, "memory_format": torch.contiguous_format}
+                    grad_weight = torch.empty_like(weight, **kind)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
             _store_sums(start, shares, grad_weight, begun.buffer, span, total, rows, weight, first)
@@ -333,12 +330,11 @@ def _store_blocks(
     tokens: TokenGradients,
     counted: Tensor,
     transform: LogitTransform,
-    planes: int,
 ) -> None:
-    programs, family = device_programs(hidden.device), family_of(hidden.device).of(hidden.dtype, weight.dtype)
+    programs, family = device_programs(hidden.device), family_of(hidden.device)
     _blocks_kernel[(programs,)](
         matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
-        matrix(weight, BLOCK_VOCAB // halves_of(planes), family.step, tma=family.tma),
+        matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
         matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
         span,
         span.tile_end.numel(),
@@ -355,7 +351,6 @@ def _store_blocks(
         TILE_TOKENS=BLOCK_TOKENS,
         TILE_VOCAB=BLOCK_VOCAB,
         TILE_HIDDEN=family.step,
-        PLANES=planes,
         PROGRAMS=programs,
         num_stages=family.storing_stages,
         num_warps=WARPS,
@@ -381,8 +376,11 @@ def _store_sums(
     tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * span.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
-    family = family_of(hidden.device).of(hidden.dtype, weight.dtype)
-    step, tma, parts = family.step, family.tma, weight.element_size() // 2
+    family = family_of(hidden.device)
+    step, tma = family.step, family.tma
+    # Without a gradient to write, a matrix that nothing is written to.
+    out = weight if grad_weight is None else grad_weight
+    parts = out.element_size() // 2
     _sums_kernel[(row_items + tile_items,)](
         row_items,
         matrix(buffer, BLOCK_TOKENS, step, tma=tma),
@@ -391,8 +389,7 @@ def _store_sums(
         hidden.shape[0],
         matrix(buffer, step, BLOCK_VOCAB, tma=tma),
         matrix(hidden, step, WEIGHT_COLUMNS, tma=tma),
-        # Without a gradient to write, a matrix that nothing is written to.
-        matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma, parts=parts),
+        matrix(out, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma, parts=parts),
         start.weight,
         shares,
         span,

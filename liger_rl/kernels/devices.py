@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import BLOCK_TOKENS
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
 SHARED_BYTES = 227 << 10  # that a program of theirs takes
@@ -21,11 +20,15 @@ AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
 AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
 # Triton's for capability 10.0 on: 3.4 asks for twice the shared memory that there is.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
+DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
-BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time; a tile of the vocabulary is never split
+BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time, at least; a tile of the vocabulary is never split
+# Of the float32 gradient of all hidden states, which each round of blocks reads and writes. One H200, H = 4096,
+# V = 128256, half of the blocks kept: 131,072 tokens take 754 ms with 152 MiB, 655 with 304, 612 with 608 and 593 with
+# 912.
+BLOCKS_SHARE = 0.45
 ALIGNMENT_BYTES = 16
-ALIGNMENT = 8  # numbers, of which every row takes a multiple
 
 
 FORCIBLE = ("tma", "portable", "tiles")
@@ -33,21 +36,21 @@ FORCIBLE = ("tma", "portable", "tiles")
 FORCED = os.environ.get("LIGER_RL_KERNELS") or None
 
 
+def blocks_bytes(tokens: int, hidden_size: int) -> int:
+    """Of kept blocks of a gradient at a time, where no budget says less."""
+    return max(BLOCKS_BYTES, int(BLOCKS_SHARE * 4 * tokens * hidden_size))
+
+
 class Family(NamedTuple):
     """How the products of our own read memory: with TMA or with pointers, and how much of it ahead."""
 
     tma: bool
-    step: int  # of a product's sum of 16-bit numbers: columns of hidden states and of the weight, or rows of either
+    step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
     stages: int  # steps that are loaded or on their way
     storing_stages: int  # where there is a tile in shared memory beside them
     parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
-
-    def of(self, hidden: torch.dtype, weight: torch.dtype) -> "Family":
-        """For hidden states, and what is made of them, in one dtype and the weight in another."""
-        # As many bytes a step, and of a part of a tile that is stored.
-        step = 2 * self.step // max(hidden.itemsize, weight.itemsize)
-        return self._replace(step=step, parts=self.parts * hidden.itemsize // 2)
+    tile_vocab: int = BLOCK_VOCAB  # vocabulary entries of a tile of logits
 
     @property
     def name(self) -> str:
@@ -63,6 +66,17 @@ PORTABLE = (
     Family(tma=False, step=32, stages=4, storing_stages=3, parts=2, shared_bytes=99 << 10),
 )
 PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, shared_bytes=AMD_SHARED_BYTES)
+# Entries of a tile whose float32 weight becomes bfloat16 matrices in registers, which 256 leave no room for. One H200,
+# N = 8192, H = 4096, V = 128256, the fold with two and three matrices: 43.5 and 60.9 ms with 128 entries and steps of
+# 64; 52.5 and 72.8 with steps of 32; 49.2 and 71.7 in two halves of 256, one after the other.
+SPLIT_VOCAB = 128
+
+
+def split_family(family: Family) -> Family:
+    """The same for products with a float32 weight that becomes several bfloat16 matrices."""
+    # Steps of 64 spill registers before Hopper.
+    step = family.step if family.shared_bytes >= SHARED_BYTES else 32
+    return family._replace(step=step, stages=family.storing_stages, parts=1, tile_vocab=SPLIT_VOCAB)
 
 
 class Gpu(NamedTuple):
@@ -195,25 +209,28 @@ def family_of_gpu(gpu: Gpu) -> Family:
     return next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
 
 
-def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
-    if weight_dtype not in (dtype, torch.float32):
-        return f"a weight in {dtype}, as the products are, or in float32, got {weight_dtype}"
-    if dtype == torch.float32 and not gemm.in_tf32():
-        return "float32 products in TF32 (torch.backends.cuda.matmul.fp32_precision)"
-    if hidden_size % ALIGNMENT != 0:
-        return f"a hidden size that is a multiple of {ALIGNMENT}, got {hidden_size}"
+def call_lacks(
+    tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype, planes: int = 1
+) -> str | None:
+    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing.
+
+    With several `planes` a float32 weight becomes so many matrices of the 16-bit `dtype`.
+    """
+    if dtype not in DTYPES or weight_dtype != (dtype if planes == 1 else torch.float32):
+        return "hidden states and weight in one 16-bit dtype"
+    if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
+        return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
     if tokens < MIN_TOKENS:
         return f"{MIN_TOKENS} tokens or more, got {tokens}"
     return None
 
 
-def applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
+def applies(hidden: Tensor, weight: Tensor, planes: int = 1) -> bool:
+    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T; `planes` as in `call_lacks`."""
     if not hidden.is_cuda or gpu_lacks(gpu_of(hidden.device)) is not None:
         return False
     tokens, hidden_size = hidden.shape
-    lacks = call_lacks(tokens, hidden_size, hidden.dtype, weight.dtype)
+    lacks = call_lacks(tokens, hidden_size, hidden.dtype, weight.dtype, planes)
     return lacks is None and aligned(hidden) and aligned(weight)
 
 
@@ -223,8 +240,9 @@ def realigned(rows: Tensor) -> Tensor:
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether rows are contiguous and start at multiples of 8 numbers, and of 16 bytes, as products of our own need."""
-    if matrix.stride(1) != 1 or matrix.stride(0) % ALIGNMENT != 0:
+    """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
+    row = 2 * matrix.stride(0)  # bytes of 16-bit numbers; rows of float32 start at multiples of as many
+    if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
         return False
     # While torch.compile traces, tensors have no address: then they are taken to be tensors of their own.
     return torch.compiler.is_compiling() or matrix.data_ptr() % ALIGNMENT_BYTES == 0

@@ -18,13 +18,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def in_tf32() -> bool:
-    """Whether torch rounds the float32 factors of a product to TF32: `torch.backends.cuda.matmul`."""
-    matmul = torch.backends.cuda.matmul
-    # Before 2.9 there was the older name alone; since then, what the newer one says cannot be read by it.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-
-
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a (m, k) @ b (k, n) -> float32 (m, n), never rounded to the factors' dtype on the way."""
     if a.dtype == torch.float32:

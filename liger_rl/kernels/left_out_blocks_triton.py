@@ -326,7 +326,7 @@ def shares_by(
     with on(weight.device):
         # Tiles that fill up a multiple have no vocabulary entries, and rows of zeros.
         _shares_kernel[(tiles,)](
-            gemm.matmul(weight, hidden[drawn.rows].to(weight.dtype).T),
+            gemm.matmul(weight.to(dtype), hidden[drawn.rows].to(dtype).T),
             None if bias is None else bias.contiguous(),
             drawn,
             entries,

@@ -12,10 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_rl.kernels.devices import ALIGNMENT
-from liger_rl.kernels.softmax import PORTABLE
-
-GROUP = tl.constexpr(ALIGNMENT)  # numbers, a multiple of which every row takes
+GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes, a multiple of which every row takes
 
 
 class Rows(NamedTuple):
@@ -46,11 +43,6 @@ def matrix(
         return TensorDescriptor.from_tensor(values, [rows, columns // parts])
     whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
     return whole if width % columns == 0 else RaggedRows(*whole, width)
-
-
-def halves_of(planes: int) -> int:
-    """How many parts of b's rows `product` reads one after the other."""
-    return 2 if planes > 1 else 1
 
 
 @triton.jit
@@ -107,45 +99,37 @@ def product(
 ):  # fmt: skip
     """-> a @ b.T in float32 of ROWS rows of a from `row` on and ENTRIES rows of b from `entry` on, `size` columns.
 
-    Of a in 16 bits and b in float32, b is so many matrices of a's dtype that add up to it, see `_times_planes`.
+    With several PLANES b is float32, and becomes so many matrices of a's dtype, see `_times_planes`.
     """
+    total = tl.zeros((ROWS, ENTRIES), tl.float32)
     if PLANES > 1:
-        # Two halves, one after the other: there are no registers for the sums of both beside their total.
-        HALF: tl.constexpr = ENTRIES // 2
-        left_total = tl.zeros((ROWS, HALF), tl.float32)
-        right_total = tl.zeros((ROWS, HALF), tl.float32)
         for step in range(tl.cdiv(size, STEP)):
-            factor = load(a, row, step * STEP, ROWS, STEP)
-            left_total += _times_planes(factor, load(b, entry, step * STEP, HALF, STEP), PLANES)
-            right_total += _times_planes(factor, load(b, entry + HALF, step * STEP, HALF, STEP), PLANES)
-        both = tl.permute(tl.join(left_total, right_total), (0, 2, 1))
-        total = tl.reshape(both, (ROWS, ENTRIES))
+            left = load(a, row, step * STEP, ROWS, STEP)
+            total += _times_planes(left, load(b, entry, step * STEP, ENTRIES, STEP), PLANES)
+    elif isinstance(a, tl.core.tensor_descriptor_base):
+        for step in range(tl.cdiv(size, STEP)):
+            left = a.load([row, step * STEP])
+            total = tl.dot(left, b.load([entry, step * STEP]).T, total)
     else:
-        total = tl.zeros((ROWS, ENTRIES), tl.float32)
+        a_starts, b_starts = _row_starts(a, row, ROWS), _row_starts(b, entry, ENTRIES)
         for step in range(tl.cdiv(size, STEP)):
-            factor = load(a, row, step * STEP, ROWS, STEP)
-            total = dot(factor, load(b, entry, step * STEP, ENTRIES, STEP).to(factor.dtype).T, total)
+            left = _from_rows(a_starts, a, step * STEP, STEP)
+            total = tl.dot(left, _from_rows(b_starts, b, step * STEP, STEP).T, total)
     return total
 
 
 @triton.jit
-def _times_planes(factor, entries, PLANES: tl.constexpr):
-    """-> factor @ entries.T of a factor in 16 bits and float32 entries, which become so many matrices in 16 bits.
+def _times_planes(left, entries, PLANES: tl.constexpr):
+    """-> left @ entries.T of 16-bit rows and float32 entries, which become so many matrices in 16 bits.
 
     Each is the rounding of what the ones before it leave. The smallest comes first, and nothing before: tensor cores
     cut off what they add to a float32 sum, so a sum of all columns would be off by more than what planes leave.
     """
-    high = entries.to(factor.dtype)
+    high = entries.to(left.dtype)
     rest = entries - high.to(tl.float32)
-    middle = rest.to(factor.dtype)
-    total = tl.zeros((factor.shape[0], entries.shape[0]), tl.float32)
+    middle = rest.to(left.dtype)
+    total = tl.zeros((left.shape[0], entries.shape[0]), tl.float32)
     if PLANES == 3:
-        total = tl.dot(factor, (rest - middle.to(tl.float32)).to(factor.dtype).T, total)
-    total = tl.dot(factor, middle.T, total)
-    return tl.dot(factor, high.T, total)
-
-
-@triton.jit
-def dot(a, b, total):
-    """-> total + a @ b in float32: of float32 factors in TF32, or as they are on AMD."""
-    return tl.dot(a, b, total, input_precision="ieee" if PORTABLE else "tf32")
+        total = tl.dot(left, (rest - middle.to(tl.float32)).to(left.dtype).T, total)
+    total = tl.dot(left, middle.T, total)
+    return tl.dot(left, high.T, total)

@@ -11,7 +11,8 @@ import torch
 import oracles
 from devices import NEEDS_GPU
 from head_calls import run_triton
-from liger_rl import LogitTransform, linear_logprobs, plan_linear_logprobs
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs, plan_linear_logprobs
+from liger_rl.head.engines import kept_share
 from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TileBounds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,9 +57,9 @@ def batch(kind, tokens=TOKENS, hidden_size=64, vocab=VOCAB, dtype=LOW):
     return leaves, targets.to(DEVICE), torch.randn(tokens, device=DEVICE)
 
 
-def gradients(leaves, targets, grad, **kwargs):
+def gradients(leaves, targets, grad, *, grad_tolerance=0.0, **kwargs):
     hidden, weight, bias = leaves
-    found = linear_logprobs(hidden, weight, targets, bias=bias, **kwargs)
+    found = linear_logprobs(hidden, weight, targets, bias=bias, grad_tolerance=grad_tolerance, **kwargs)
     loss = (found.logps * grad).sum()
     if found.entropy is not None:
         loss = loss + 0.1 * (found.entropy * grad.roll(1)).sum()
@@ -111,6 +112,48 @@ def test_blocks_are_left_out(plans):
 
 
 @BLOCKS
+def test_the_default_is_a_tolerance_of_1e_4(plans):
+    leaves, targets, grad = batch("sure")
+    hidden, weight, bias = leaves
+    by_default = torch.autograd.grad(linear_logprobs(hidden, weight, targets, bias=bias).logps, leaves, grad)
+    found = by_default, gradients(leaves, targets, grad, grad_tolerance=1e-4)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert len(plans) == 2
+    assert plans[0].share < 1
+
+
+@pytest.mark.parametrize(
+    "given", [{"lse": True}, {"fixed_shape": True}, {"chunk_vocab": 256}, {"batch_invariant": True}]
+)
+def test_the_default_gives_way(given, plans):
+    leaves, targets, grad = batch("sure")
+    found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], **given)
+    (found.logps * grad).sum().backward()
+    assert not plans
+
+
+def test_one_pass_pays_where_most_blocks_are_kept():
+    sure, unsure, new = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
+    kept_share.record(sure, 0.2)
+    kept_share.record(unsure, 0.9)
+    asked = [kept_share.one_pass_pays(unsure) for _ in range(kept_share.CALLS + 1)]
+    assert asked == [True] * (kept_share.CALLS - 1) + [False, True]
+    assert not kept_share.one_pass_pays(sure)
+    assert not kept_share.one_pass_pays(new)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize(("kind", "expected"), [("unsure", False), ("sure", True)])
+def test_the_loss_learns_whether_blocks_pay(kind, expected, monkeypatch):
+    runs, backward = [], kept_share.record
+    monkeypatch.setattr(kept_share, "record", lambda *args: runs.append(args[1]) or backward(*args))
+    (hidden, weight, _), targets, advantages = batch(kind, tokens=1024)
+    loss = FusedLinearGRPOLoss("dapo", beta=0.0)
+    for _ in range(3):
+        loss(hidden, weight, targets, advantages).loss.backward()
+    assert len(runs) == (3 if expected else 1)
+
+
 def test_hidden_states_that_another_backward_needs():
     """The op writes to none of its inputs: tanh's backward reads what it gave."""
     leaves, targets, grad = batch("sure")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import two_pass
+from liger_rl.head.engines import kept_share, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import EngineOptions
@@ -86,7 +86,8 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, TileBounds | None]:
     """No bounds where the product with the fold in its epilogue does not apply."""
-    return two_pass.fold(head.gathered(options.rows_dtype), options, bounded=True)
+    rows = two_pass.with_factor(head.gathered(options.compute_dtype), options)
+    return two_pass.fold(rows, options, bounded=True)
 
 
 def backward(
@@ -102,7 +103,9 @@ def backward(
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.kernels import blocks_triton, left_out_blocks_triton
 
-    weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.rows_dtype
+    transform, dtype, own_weight = options.transform, options.compute_dtype, head.weight
+    head = head.with_weight_in(dtype)
+    weight, bias = head.weight, head.bias
     live_targets = head.live.gather(head.targets)
     shares = left_out_blocks_triton.tile_shares(
         head.hidden, head.live.index, live_targets, statistics, tokens, weight, bias, transform, dtype
@@ -114,17 +117,18 @@ def backward(
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
     begun = blocks_triton.begin(
-        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform, options.blocks_bytes,
-        int(DENSE_SHARE * chosen.keep.shape[1]), options.planes,
+        rows.hidden, weight, bias, rows.targets, tokens, chosen.keep, chosen.counted, transform,
+        options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1]),
     )  # fmt: skip
     plan = plan_blocks(chosen)
+    kept_share.record(own_weight, plan.share)
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
         del rows, begun
         return two_pass.dense_backward(head, options, live, tokens.take(slice(plan.wanted)), needs)
     found = blocks_triton.grad_blocks(
         begun, rows.hidden, weight, bias, rows.targets, tokens, plan, chosen.left_out, chosen.shares,
-        chosen.from_left_out, transform, (needs[1], needs[2]),
+        chosen.from_left_out, transform, (needs[1], needs[2]), own_weight.dtype,
     )  # fmt: skip
     del rows, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
     return Gradients(*found).of_all_tokens(live, head)

@@ -16,13 +16,13 @@ from liger_rl.head.checks import Passes
 from liger_rl.head.engines.one_pass import OnePassPlan, tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
 from liger_rl.head.engines.two_pass import INVARIANT_TOKENS
-from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, options_of, resolved
+from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, HeadOptions, options_of, resolved
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
-    BLOCKS_BYTES,
     MIN_TOKENS,
     STATISTICS_BYTES,
     aligned,
+    blocks_bytes,
     call_lacks,
     compiles,
     family_of,
@@ -98,16 +98,39 @@ class HeadShape:
     def epilogue_lacks(self) -> str | None:
         """What the product with its work in the epilogue would need; None where it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtypes = self.options.rows_dtype, self.weight_dtype
+        dtypes = self.options.rows_dtype, self.options.compute_dtype if self.casts_weight else self.weight_dtype
         return (
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
             or ("a head without low_rank terms" if self.rank else None)
             or ("no topk" if self.options.topk is not None else None)
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
-            or call_lacks(tokens, self.hidden_size, *dtypes)
-            or (None if self.aligned else "rows of the weight that start at multiples of 16 bytes")
+            or call_lacks(tokens, self.hidden_size, *dtypes, self.options.planes)
+            or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
+
+    @property
+    def casts_weight(self) -> bool:
+        """A copy of the weight, in the dtype of products, is what two passes in an epilogue read."""
+        return self.weight_dtype != self.options.compute_dtype
+
+    @property
+    def one_pass_lacks(self) -> str | None:
+        """`epilogue_lacks` of one pass, which makes no copy of the weight."""
+        return self.epilogue_lacks or ("a weight in the products' dtype in one pass" if self.casts_weight else None)
+
+    @property
+    def tells_blocks_apart(self) -> bool:
+        return self.epilogue_lacks is None and not self.options.names_chunk and not self.in_place
+
+    def settled(self, asked: HeadOptions, *, one_pass: bool = False) -> "HeadShape":
+        """With the tolerance that comes of "auto": exact in one pass, and where blocks have no room or are unknown."""
+        if asked.grad_tolerance != "auto" or not self.options.grad_tolerance:
+            return self
+        budget, blocks = asked.max_extra_bytes, not one_pass and self.tells_blocks_apart
+        if blocks and (budget is None or budget >= self.least_bytes(epilogue=True, blocks=True)):
+            return self
+        return replace(self, options=replace(self.options, grad_tolerance=0.0))
 
     @property
     def base_bytes(self) -> int:
@@ -155,14 +178,16 @@ class HeadShape:
         """
         n, c, s = self.tokens, self.options.compute_dtype.itemsize, self.dtype.itemsize
         columns = self.hidden_size + (3 * self.rank + 8 if self.rank else 0)  # low-rank factors, split and aligned
-        kept = self.base_bytes + n * self.hidden_size * (s + c * (self.dtype != self.options.compute_dtype))
+        widened = min(n, MIN_TOKENS) if epilogue and self.options.planes > 1 else n  # as tiles, see below
+        kept = self.base_bytes + self.hidden_size * (n * s + widened * c * (self.dtype != self.options.compute_dtype))
         kept += n * (columns * c + 16 * self.rank) if self.rank else 0
 
         def tile_bytes(tiles: Tiles, gradient: int) -> int:
             # In the epilogue: float32 tiles after all, where few tokens count.
             tokens = min(tiles.tokens, MIN_TOKENS) if epilogue else tiles.tokens
             logits = max(tokens * (self.logit_bytes + gradient), tiles.tokens * gradient)
-            factors = tiles.vocab * c * (self.copies_weight + (self.rank > 0))
+            copied = self.vocab if epilogue and self.casts_weight else tiles.vocab
+            factors = copied * c * (self.copies_weight + (self.rank > 0))
             return tiles.vocab * logits + columns * (factors + self.widened_bytes * sum(tiles))
 
         first = tile_bytes(forward, 0)
@@ -192,7 +217,7 @@ class HeadShape:
         beside = 3 * (1 + self.options.entropy) * n * tiles + 16 * tiles * size + 8 * self.vocab + max(blocks, sampled)
         of_tile = -(-n // BLOCK_TOKENS) * BLOCK_TOKENS * BLOCK_VOCAB * c.itemsize
         most = math.prod(backward) * c.itemsize if budgeted else of_tile * tiles
-        kept = max(of_tile, min(BLOCKS_BYTES, most))
+        kept = max(of_tile, min(blocks_bytes(n, size), most))
         return beside + self.two_pass_peak(forward, backward, epilogue=True, blocks=kept)
 
     def one_pass_peak(self) -> tuple[int, int]:
@@ -213,7 +238,7 @@ class HeadShape:
         fixed, per_token = self.base_bytes + width * size * per_column, kept + rows + c * width
         if self.bias:
             fixed, per_token = fixed + 16 * self.vocab, per_token + 4 * self.vocab // gemm.SUMMED_ROWS
-        if options.chunk_vocab is None and self.epilogue_lacks is None:
+        if options.chunk_vocab is None and self.one_pass_lacks is None:
             # A last chunk of few tokens has float32 tiles after all.
             return fixed + self.logit_bytes * MIN_TOKENS * width, per_token + self.tile_statistics
         log_exponentials = 0 if compiles(self.device) else 12
@@ -316,10 +341,13 @@ def plan_linear_logprobs(
 
     The rule:
 
-    1. One pass, where `passes` allows it, a gradient is wanted, no option needs a second pass, and a chunk has room for
-       all tokens that one token's gradient depends on. "auto" also wants it to pay: no chunk is named, a chunk has room
-       for 512 tokens (256 on CPU), and without a budget a 16-bit weight's gradient needs no sum beside the chunk.
-    2. Else block-sparse, where a `grad_tolerance` is given and blocks can be told apart (see `linear_logprobs`).
+    1. Block-sparse, where `grad_tolerance` is above 0, blocks can be told apart (see `linear_logprobs`), and `passes`
+       is not "one". With grad_tolerance="auto" they also must fit the budget. And with passes="auto" the last
+       backward of the same weight must not have kept more than 60% of them; after 16 calls in one pass they are tried
+       again. A plan, which knows no weight, supposes that they pay.
+    2. Else one pass, where `passes` allows it, a gradient is wanted, no option needs a second pass, and a chunk has
+       room for all tokens that one token's gradient depends on. "auto" also wants it to pay: no chunk is named, a chunk
+       has room for 512 tokens (256 on CPU), and without a budget a 16-bit weight's gradient needs no sum beside it.
     3. Else two passes.
 
     A chunk of one pass has the room that a budget leaves; without one, 544 MiB (64 MiB on CPU). The gradient of a
@@ -327,9 +355,10 @@ def plan_linear_logprobs(
     they get it, and the gradient is rounded after each of them; or up to four, where a budget has no room for the sum.
 
     The other engines run in the product's epilogue where it applies and fits the budget: an NVIDIA GPU of compute
-    capability 8.0 or higher or AMD's gfx942 or gfx950, one 16-bit dtype, aligned rows, 512 tokens or more, no chunk
-    named. Else there are float32 tiles, as wide as the budget or the default workspace allows, and on a GPU `reason`
-    says what the epilogue needs.
+    capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit products or a precision, aligned rows, 512 tokens or
+    more, no chunk named. A weight of another dtype than the products' is copied once in each direction of two passes,
+    2VH bytes, if a budget has room for it; one pass makes no copy, and takes no epilogue. Else there are float32 tiles,
+    as wide as the budget or the default workspace allows, and on a GPU `reason` says what the epilogue needs.
 
     A plan is for all `tokens`. A call with a budget too small for all of them in one pass counts those that are not
     masked, and "auto" takes one pass where there is room for these.
@@ -374,6 +403,7 @@ def plan_linear_logprobs(
         contiguous=(contiguous[0], contiguous[1]), aligned=aligned,
         options=resolved(asked, asked.compute_dtype or dtype),
     )  # fmt: skip
+    shape = shape.settled(asked, one_pass=passes == "one")
     budget = asked.max_extra_bytes
     if passes == "two" or not any(needs):
         return plan_two_passes(shape, budget)
@@ -418,6 +448,8 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
         if not kernels_fit:
             reason += "; what tells blocks apart does not fit max_extra_bytes" if blocks else ""
             epilogue, blocks, lacks = False, False, "a larger max_extra_bytes"
+    if epilogue and shape.casts_weight:
+        reason += f"; products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}"
     if max_extra_bytes is not None and max_extra_bytes < least:
         raise ValueError(
             f"max_extra_bytes must be at least {least} ({mebibytes(least)}) for {shape.tokens} tokens, {shape.vocab} "
@@ -437,7 +469,7 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
 
 
 def _one_pass(shape: HeadShape, chunks: OnePassPlan, passes: str, least: int | None) -> LinearPlan:
-    lacks = shape.epilogue_lacks
+    lacks = shape.one_pass_lacks
     if chunks.chunk_tokens < MIN_TOKENS or shape.options.chunk_vocab is not None:
         lacks = lacks or f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
     reason = "gradients are made in the forward, chunk by chunk"

@@ -39,6 +39,8 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
     n = rows.hidden.shape[0]
     if options.batch_invariant:
         rows, options = two_pass.invariant(rows, options)
+    else:
+        rows = two_pass.with_factor(rows, options)
     return _statistics(rows, options).first(n), None
 
 

@@ -35,7 +35,7 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
     rows = head.gathered(options.rows_dtype)
     if options.batch_invariant:
         return fold_invariant(rows, options), None
-    return fold(rows, options)[0], None
+    return fold(with_factor(rows, options), options)[0], None
 
 
 def backward(
@@ -54,7 +54,21 @@ def dense_backward(
 ) -> Gradients:
     """Gradients of the tokens in `live`, whose numbers `tokens` are."""
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    return gradients(head.gathered(options.rows_dtype, live), options, tokens, needs).of_all_tokens(live, head)
+    return gradients(
+        with_factor(head.gathered(options.rows_dtype, live), options), options, tokens, needs
+    ).of_all_tokens(live, head)
+
+
+def with_factor(rows: Head, options: EngineOptions) -> Head:
+    """Gathered rows, with a copy of the weight in their dtype where only its own keeps it from the product of our own.
+
+    One read and half a write of the weight: a hundredth of a product of thousands of tokens.
+    """
+    # The copy is laid out as the rows are, which stand for it.
+    needs_it = options.planes == 1 and rows.weight.dtype != rows.hidden.dtype
+    if not needs_it or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
+        return rows
+    return rows.with_weight_in(rows.hidden.dtype)
 
 
 def fold(
@@ -86,7 +100,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
     It reads the whole weight, which is joined with a low-rank term only tile by tile.
     """
     free = options.chunks_are_free and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight) if free else None
+    return epilogue_for(rows.hidden, rows.weight, options.planes) if free else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
@@ -136,7 +150,7 @@ def fold_invariant(rows: Head, options: EngineOptions) -> TokenStatistics:
 
 def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     """The rows, made up with zeros, and the tiles of `fold_invariant`."""
-    weight, whole = rows.weight, _made_up(rows, MIN_TOKENS)
+    weight, whole = rows.weight, with_factor(_made_up(rows, MIN_TOKENS), options)
     if fold_epilogue(whole, options) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
@@ -194,7 +208,7 @@ def gradients(
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
     free = options.chunks_are_free and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight) if free else None
+    epilogue = epilogue_for(factor, weight, options.planes) if free else None
     if epilogue is None and options.planes > 1:
         factor = hidden = hidden.to(options.compute_dtype)
     bytes_per_gradient = options.compute_dtype.itemsize
@@ -204,7 +218,7 @@ def gradients(
     in_place = rows.weight_grad is not None
     grad_weight = rows.weight_grad if needs[1] else None
     if needs[1] and not in_place:
-        grad_weight = unwritten(weight, vocab)
+        grad_weight = unwritten(weight, vocab, rows.weight_dtype)
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
     grad_inputs = grad_low = None
     if low_rank is not None:
@@ -275,9 +289,9 @@ def gradients(
     return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-def unwritten(values: Tensor, vocab: int) -> Tensor:
+def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
     """For a gradient of the first `vocab` rows; the others get 0."""
-    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
     out[vocab:] = 0
     return out
 
