@@ -208,7 +208,8 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     begun = blocks_triton.begin(*given, keep, counted, transform, 1 << 20, TILES)
     plan = BlockPlan(keep, counted, counts, kept, N)
     left_out, needs = ones(N, TILES, dtype=torch.bfloat16), (True, entropy)
-    blocks_triton.grad_blocks(begun, *given, plan, left_out, shares.entries, ones(N, H), transform, needs)
+    sums = left_out, shares.entries, ones(N, H), transform, needs, torch.float32 if entropy else None
+    blocks_triton.grad_blocks(begun, *given, plan, *sums)
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -315,7 +316,8 @@ class Compiler:
     def launch(self, function: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
         # Shared memory is short in the product of our own alone, and differs from variant to variant.
-        once = not self.everything and self.driver.name != "sm90" and ".kernels.epilogue." not in name
+        varies = ".kernels.epilogue." in name or name.endswith("._sums_kernel")
+        once = not self.everything and self.driver.name != "sm90" and not varies
         if once and self.compiled[self.driver.name, name]:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
@@ -339,6 +341,7 @@ class Compiler:
             raise SystemExit(f"the products of our own are kept from {name}")
         for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)
+        split_weight(*OFF_AND_ON[1])
         if devices.family_of_gpu(target.gpu).tma:
             self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)

@@ -20,6 +20,7 @@ from liger_rl.head.options import IDENTITY, EngineOptions, HeadKeywords, HeadOpt
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
     MIN_TOKENS,
+    SPLIT_VOCAB,
     STATISTICS_BYTES,
     aligned,
     blocks_bytes,
@@ -168,7 +169,7 @@ class HeadShape:
     def tile_statistics(self) -> int:
         """Bytes that the epilogue leaves of a token."""
         kinds = 2 + self.options.entropy + len(self.options.extras)
-        return 4 * kinds * -(-self.vocab // BLOCK_VOCAB)
+        return 4 * kinds * -(-self.vocab // (BLOCK_VOCAB if self.options.planes == 1 else SPLIT_VOCAB))
 
     def two_pass_peak(self, forward: Tiles, backward: Tiles, *, epilogue: bool, blocks: int = 0) -> int:
         """Base and selected hidden states, with the larger of the two directions.
@@ -444,7 +445,7 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
         reason = f"grad_tolerance {grad_tolerance} {why}"
     least = shape.least_bytes(epilogue=epilogue, blocks=blocks)
     if epilogue and not shape.options.batch_invariant:  # whose bits must not depend on the budget
-        kernels_fit, least = max_extra_bytes is None or max_extra_bytes >= least, shape.least_bytes()
+        kernels_fit, least = max_extra_bytes is None or max_extra_bytes >= least, min(least, shape.least_bytes())
         if not kernels_fit:
             reason += "; what tells blocks apart does not fit max_extra_bytes" if blocks else ""
             epilogue, blocks, lacks = False, False, "a larger max_extra_bytes"
