@@ -50,7 +50,7 @@ class HeadOptions:
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
             to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
             docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
-            products of our own (see docs/design.md), in float32 or mixed dtypes, with rows of the weight that do not
+            products of our own (see docs/design.md), in float32 or with a precision, with rows of the weight that do not
             start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
@@ -59,8 +59,9 @@ class HeadOptions:
             weight where the product of our own applies, at the speed of tensor cores. The weight's entries become two
             or three bfloat16 numbers, w = w1 + w2 (+ w3), each the rounding of what the ones before it leave; logits
             are float32 sums of their products, which leave out up to 2^-17 of an entry, or nothing. Gradients are
-            those of the bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1.
-            None, and every precision elsewhere, multiplies in compute_dtype.
+            those of bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1. Not
+            with a named grad_tolerance, low_rank terms or a support. None, and every precision elsewhere, multiplies
+            in compute_dtype.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
