@@ -50,7 +50,7 @@ class HeadOptions:
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
             to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
             docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
-            products of our own (see docs/design.md), in float32 or with a precision, with rows of the weight that do not
+            products of our own (see docs/design.md), in float32, with a precision, with rows of the weight that do not
             start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32

@@ -284,8 +284,7 @@ def grad_blocks(
                 wanted = needs[0], needs[1] and bias is not None
                 start = LeftOutGradients.of(left_out[: plan.wanted], rows, by_row, wanted)
                 if start.weight is not None:
-                    kind = {"dtype": weight_dtype or weight.dtype, "memory_format": torch.contiguous_format}
-                    grad_weight = torch.empty_like(weight, **kind)
+                    grad_weight = torch.empty_like(weight, dtype=weight_dtype, memory_format=torch.contiguous_format)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
             _store_sums(start, shares, grad_weight, begun.buffer, span, total, rows, weight, first)

