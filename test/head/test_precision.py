@@ -6,6 +6,7 @@ Errors against float64, which kernels run, the memory that the plan says, and ba
 import pytest
 import torch
 
+from devices import skip_without_interpreter
 from head_calls import Products, assert_same, call, functional, problem, run_triton, solve, truth
 from liger_rl import LogitTransform, LowRank, Support, linear_divergence, linear_logprobs, plan_linear_logprobs
 from liger_rl.head.engines.interface import Head
@@ -43,8 +44,9 @@ def rms(error):
 
 
 @pytest.fixture
-def folds(monkeypatch):
+def folds(monkeypatch, device):
     """What is given to each product with a fold in its epilogue: (hidden, weight, planes)."""
+    skip_without_interpreter(device)
     run_triton(monkeypatch, epilogue=True)
     from liger_rl.kernels import epilogue
 
@@ -70,8 +72,11 @@ def folds(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("precision", LEFT_OUT)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("bf16x2", case) for case in CASES.values()] + [("bf16x3", CASES[name]) for name in ("plain", "transform")],
+    ids=str,
+)
 def test_errors_against_float64(precision, options, folds, device):
     inputs = mixed(device=device, bias=True)
     exact = truth(inputs, **(TRANSFORM if "transform" in options else {}))
@@ -91,7 +96,7 @@ def test_errors_against_float64(precision, options, folds, device):
 
 
 def test_three_matrices_leave_out_less_than_two_and_those_less_than_one(folds, device):
-    inputs = mixed(device=device)
+    inputs = mixed((60,), device=device)
     exact = truth(inputs)
     ways = {"one": {"compute_dtype": BF16}, "two": options_of("bf16x2"), "three": options_of("bf16x3")}
     one, two, three = (rms(solve(inputs, **way).logps - exact.logps) for way in ways.values())
@@ -110,11 +115,12 @@ def test_tiles_multiply_in_float32(precision, device):
 # --- a copy of the weight ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"fixed_shape": True}, {"batch_invariant": True}, {"lse": True}], ids=str)
-@pytest.mark.parametrize("tolerance", ["auto", 0.0])
-def test_the_same_bits_as_the_rounded_weight(tolerance, options, folds, device):
+@pytest.mark.parametrize(
+    "options", [{}, {"fixed_shape": True}, {"batch_invariant": True}, {"grad_tolerance": 0.0, "lse": True}], ids=str
+)
+def test_the_same_bits_as_the_rounded_weight(options, folds, device):
     """And gradients of the weight that are not rounded."""
-    inputs, options = mixed(device=device, bias=True, low=LOW), options | {"grad_tolerance": tolerance}
+    inputs = mixed(device=device, bias=True, low=LOW)
     found = solve(inputs, **options, compute_dtype=LOW)
     expected = solve(inputs._replace(weight=inputs.weight.to(LOW)), **options)
     assert folds == [(LOW, LOW, 1)] * 2
@@ -123,7 +129,7 @@ def test_the_same_bits_as_the_rounded_weight(tolerance, options, folds, device):
     assert torch.equal(found.grads["hidden"], expected.grads["hidden"])
     mine, other = found.grads["weight"], expected.grads["weight"]
     assert (mine.dtype, other.dtype) == (F32, LOW)
-    torch.testing.assert_close(mine.to(LOW), other, rtol=2 * torch.finfo(LOW).eps, atol=1e-6)
+    assert norm_error(mine, other) < torch.finfo(LOW).eps * mine.norm()
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
@@ -134,16 +140,16 @@ def test_blocks_are_left_out_beside_a_float32_weight(folds, device, monkeypatch)
     monkeypatch.setattr(blocks_triton, "family_of", epilogue.family_of)
     called, grad_blocks = [], blocks_triton.grad_blocks
     monkeypatch.setattr(blocks_triton, "grad_blocks", lambda *args: called.append(args) or grad_blocks(*args))
-    inputs = mixed((300,), 64, 1100, device=device, low=LOW)
+    inputs = mixed((200,), 64, 800, device=device, low=LOW)
     surer = inputs.hidden.float() + 12.0 * inputs.weight[inputs.targets]
     inputs = inputs._replace(hidden=surer.to(LOW))
-    found = solve(inputs, grad_tolerance=1e-2, compute_dtype=LOW, entropy=False)
-    expected = solve(inputs._replace(weight=inputs.weight.to(LOW)), grad_tolerance=1e-2, entropy=False)
+    found = solve(inputs, grad_tolerance=5e-2, compute_dtype=LOW, entropy=False)
+    expected = solve(inputs._replace(weight=inputs.weight.to(LOW)), grad_tolerance=5e-2, entropy=False)
     assert len(called) == 2
     assert torch.equal(found.grads["hidden"], expected.grads["hidden"])
     mine, other = found.grads["weight"], expected.grads["weight"]
     assert mine.dtype == F32
-    torch.testing.assert_close(mine.to(LOW), other, rtol=2 * torch.finfo(LOW).eps, atol=1e-6)
+    assert norm_error(mine, other) < torch.finfo(LOW).eps * mine.norm()
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
@@ -193,7 +199,7 @@ def test_several_targets_and_masked_tokens(options, folds, device):
 
 
 @pytest.mark.parametrize("options", [options_of("bf16x3"), {"compute_dtype": LOW}], ids=str)
-def test_in_a_graph(options, folds):
+def test_in_a_graph(options, folds, device):
     """The operators take it, too: the same bits."""
     low = BF16 if "precision" in options else LOW
 
@@ -203,7 +209,7 @@ def test_in_a_graph(options, folds):
     torch._dynamo.reset()
     found = []
     for function in (logps, torch.compile(logps, backend="aot_eager", fullgraph=True)):
-        leaves = mixed((30,), 64, 300, low=low).leaves()
+        leaves = mixed((30,), 64, 300, device=device, low=low).leaves()
         values = function(leaves.hidden, leaves.weight, leaves.targets)
         functional(values).backward()
         found.append((values.detach(), leaves.hidden.grad, leaves.weight.grad))
