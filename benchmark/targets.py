@@ -35,7 +35,7 @@ COUNTS, TOPK, FULL_COUNT = (1, 8, 64, 128), 64, 64
 
 class Problem(NamedTuple):
     hidden: Tensor  # (N, H) bfloat16
-    weight: Tensor  # (V, H) bfloat16
+    weight: Tensor  # (V, H) bfloat16 or float32
     ids: Tensor  # (N, most) int64, distinct within a token
     slopes: Tensor  # (N, most) float32, dL/dlogp
 
@@ -43,7 +43,9 @@ class Problem(NamedTuple):
         return self._replace(ids=self.ids[:, :count].contiguous(), slopes=self.slopes[:, :count].contiguous())
 
 
-def make_problem(tokens: int, vocab: int, hidden_size: int, device: str) -> Problem:
+def make_problem(
+    tokens: int, vocab: int, hidden_size: int, device: str, weight_dtype: torch.dtype = torch.bfloat16
+) -> Problem:
     g = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int) -> Tensor:
@@ -52,7 +54,7 @@ def make_problem(tokens: int, vocab: int, hidden_size: int, device: str) -> Prob
     hidden, weight = normal(tokens, hidden_size).bfloat16(), normal(vocab, hidden_size) * SPREAD / hidden_size**0.5
     first = (vocab ** torch.rand(tokens, 1, generator=g, device=device)).long()
     ids = (first + 37 * torch.arange(max(COUNTS), device=device)) % vocab
-    return Problem(hidden, weight.bfloat16(), ids, -normal(*ids.shape).softmax(1) / tokens)
+    return Problem(hidden, weight.to(weight_dtype), ids, -normal(*ids.shape).softmax(1) / tokens)
 
 
 class Values(NamedTuple):
@@ -130,6 +132,7 @@ def measure(way: Way, problem: Problem, device: str) -> dict[str, Any]:
     found = step(of_rows)
     numbers: dict[str, Any] = {
         "max_error": (found[0][rows].double() - value).abs().max().item(),
+        "rms_error": (found[0][rows].double() - value).square().mean().sqrt().item(),
         "grad_hidden_error": relative(found[1][rows], grad_hidden),
         "grad_weight_error": relative(found[2][:ENTRIES], grad_weight),
     }

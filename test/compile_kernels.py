@@ -168,6 +168,13 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
 
 
+def split_weight(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight, targets = ones(N, H, dtype=torch.bfloat16), ones(V, H), torch.zeros(N, dtype=torch.long)
+    bias, extras, planes = ones(V) if entropy else None, EXTRAS if entropy else (), 3
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, planes=planes)
+    epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy), planes=planes)
+
+
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
     dtype = torch.bfloat16 if entropy else torch.float32
     compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
@@ -202,7 +209,8 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     begun = blocks_triton.begin(inputs, keep, counted, 1 << 20, TILES)
     plan = BlockPlan(keep, counted, counts, kept, N)
     left_out = LeftOut(ones(N, TILES, dtype=torch.bfloat16), shares.entries, ones(N, H))
-    blocks_triton.grad_blocks(begun, inputs, plan, left_out, (True, entropy))
+    weight_dtype = torch.float32 if entropy else None
+    blocks_triton.grad_blocks(begun, inputs, plan, left_out, (True, entropy), weight_dtype)
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -309,7 +317,8 @@ class Compiler:
     def launch(self, function: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
         # Shared memory is short in the product of our own alone, and differs from variant to variant.
-        once = not self.everything and self.driver.name != "sm90" and ".kernels.epilogue." not in name
+        varies = ".kernels.epilogue." in name or name.endswith("._sums_kernel")
+        once = not self.everything and self.driver.name != "sm90" and not varies
         if once and self.compiled[self.driver.name, name]:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
@@ -333,6 +342,7 @@ class Compiler:
             raise SystemExit(f"the products of our own are kept from {name}")
         for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
             part(*case)
+        split_weight(*OFF_AND_ON[1])
         if devices.family_of_gpu(target.gpu).tma:
             self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)

@@ -169,5 +169,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     if epilogue:
         monkeypatch.setattr(devices, "MIN_TOKENS", 1)
         monkeypatch.setattr(
-            devices, "applies", lambda x, weight: devices.call_lacks(*x.shape, x.dtype, weight.dtype) is None
+            devices,
+            "applies",
+            lambda x, weight, planes=1: devices.call_lacks(*x.shape, x.dtype, weight.dtype, planes) is None,
         )

@@ -346,7 +346,7 @@ def test_the_reward_is_what_parses():
     assert tolerance_runs.parsed_share("no whole line") == 0.0
 
 
-@pytest.mark.parametrize("name", ["support", "divergence", "targets"])
+@pytest.mark.parametrize("name", ["support", "divergence", "targets", "float32_head"])
 def test_other_heads_run_on_cpu(name, tmp_path):
     """The whole command; errors are those of bfloat16 rounding."""
     command = [sys.executable, "-m", f"benchmark.{name}", "--output", str(tmp_path)]

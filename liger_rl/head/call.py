@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.checks import check_apart, check_dense, check_device, check_head, check_temperature, check_tokens
+from liger_rl.head.checks import (
+    check_apart,
+    check_dense,
+    check_device,
+    check_head,
+    check_split,
+    check_temperature,
+    check_tokens,
+)
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors, place_of
 from liger_rl.head.low_rank import LowRank, check_low_rank
 from liger_rl.head.options import HeadOptions
@@ -146,6 +154,7 @@ class HeadCall:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
         hidden, weight = self.hidden, self.weight
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
+        check_split(self.options.precision, hidden.dtype, weight.dtype)
         check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets()
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)

@@ -9,11 +9,13 @@ import torch
 
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
+    PLANES,
     check_budget,
     check_chunk,
     check_count,
     check_extras,
     check_flag,
+    check_precision,
     check_tolerance,
     check_transform,
 )
@@ -23,6 +25,7 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
+AGREED = ("entropy", "lse", "topk", "precision", "fixed_shape")  # between ranks that share a vocabulary
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 # Of "auto": half the time of the exact backward, and gradients that are as far from the truth to two digits, 2.4e-3,
@@ -50,11 +53,18 @@ class HeadOptions:
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
             to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
             docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
-            products of our own (see docs/design.md), in float32 or mixed dtypes, with rows of the weight that do not
+            products of our own (see docs/design.md), in float32, with a precision, with rows of the weight that do not
             start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
             term; the `reason` of `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
+        precision: "bf16x2" or "bf16x3": with compute_dtype float32, products of bfloat16 hidden states with a float32
+            weight where the product of our own applies, at the speed of tensor cores. The weight's entries become two
+            or three bfloat16 numbers, w = w1 + w2 (+ w3), each the rounding of what the ones before it leave; logits
+            are float32 sums of their products, which leave out up to 2^-17 of an entry, or nothing. Gradients are
+            those of bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1. Not
+            with a named grad_tolerance, low_rank terms or a support. None, and every precision elsewhere, multiplies
+            in compute_dtype.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
@@ -81,6 +91,7 @@ class HeadOptions:
     extras: Collection[str] = ()
     grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
+    precision: str | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -103,17 +114,18 @@ class HeadOptions:
         check_budget(self.max_extra_bytes)
         if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
             raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
+        check_precision(self.precision, self.compute_dtype)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
         if self.max_extra_bytes is not None and self.names_chunk:
             raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
-        for name in ("batch_invariant", "lse", "topk", "fixed_shape"):
+        for name in ("batch_invariant", "lse", "topk", "fixed_shape", "precision"):
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
 
     def facts(self) -> dict[str, object]:
         """What ranks that share a vocabulary must agree on, by name."""
-        agreed: dict[str, object] = {name: getattr(self, name) for name in ("entropy", "lse", "topk", "fixed_shape")}
+        agreed: dict[str, object] = {name: getattr(self, name) for name in AGREED}
         transform = "a temperature for each token" if self.transform.per_token else self.transform
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
@@ -137,6 +149,7 @@ class HeadKeywords(TypedDict, total=False):
     extras: Collection[str]
     grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
+    precision: str | None
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
@@ -175,6 +188,16 @@ class EngineOptions(HeadOptions):
         """No chunk is named, so kernels that make no tile of logits may be used."""
         return self.kernels_fit or not self.names_chunk
 
+    @property
+    def planes(self) -> int:
+        """Bfloat16 matrices that take the place of a float32 weight."""
+        return PLANES[self.precision]
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """Of the hidden states, where the product of our own applies."""
+        return self.compute_dtype if self.precision is None else torch.bfloat16
+
     def blocks_bytes(self, tokens: int, hidden_size: int) -> int:
         """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
         free = blocks_bytes(tokens, hidden_size)
@@ -209,6 +232,7 @@ def resolved(
         extras=options.extras,
         grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype,
+        precision=options.precision,
         gather=options.gather,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
@@ -228,6 +252,7 @@ class OpOptions(NamedTuple):
     lse: bool
     extras: str  # names with commas between
     compute_dtype: torch.dtype
+    precision: str | None
     chunk_tokens: int | None
     chunk_vocab: int | None
     grad_tolerance: float
@@ -249,8 +274,8 @@ SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dt
 # As a schema, in the order of OpOptions.
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, bool fixed_shape, "
-    "bool batch_invariant, bool kernels_fit, str targets_name"
+    "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
+    "bool fixed_shape, bool batch_invariant, bool kernels_fit, str targets_name"
 )
 
 
@@ -266,6 +291,7 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.lse,
         ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
+        options.precision,
         options.chunk_tokens,
         options.chunk_vocab,
         options.grad_tolerance,

@@ -61,7 +61,9 @@ def _blocks_kernel(
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         first = tile * TILE_VOCAB
         live = token < tokens
-        logits = tile_logits(hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+        logits = tile_logits(
+            hidden, weight, bias, row, tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, 1
+        )
         for part in tl.static_range(PARTS):
             own = part_of(logits, part, PARTS)
             column = part * own.shape[1] + tl.arange(0, own.shape[1])
@@ -104,6 +106,7 @@ def _sum_row(
 def _sum_tile(
     item, blocks, hidden, out, start, shares, lists, first, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the weight's gradient for one tile of the vocabulary, onto the shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
@@ -124,7 +127,9 @@ def _sum_tile(
     entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     share = tl.load(shares + entry, mask=entry < vocab, other=0.0)
     total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
-    store(out, (first + tile) * TILE_VOCAB, part * COLUMNS, total)
+    for half in tl.static_range(PARTS):
+        own = part_of(total, half, PARTS)
+        store(out, (first + tile) * TILE_VOCAB, part * COLUMNS + half * own.shape[1], own)
 
 
 @triton.jit(do_not_specialize=["first", "row_items"])
@@ -150,6 +155,7 @@ def _sums_kernel(
     HIDDEN_COLUMNS: tl.constexpr,
     WEIGHT_COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PARTS: tl.constexpr,  # of a sum of the weight's, stored one after the other: 2 in float32
 ):
     item = tl.program_id(0)
     if item < row_items:
@@ -162,7 +168,7 @@ def _sums_kernel(
         if WEIGHT:
             _sum_tile(
                 item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, lists, first, vocab,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP,
+                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP, PARTS,
             )  # fmt: skip
 
 
@@ -261,8 +267,9 @@ def grad_blocks(
     plan: BlockPlan,
     left_out: LeftOut,  # whose gradient of the hidden states is overwritten
     needs: tuple[bool, bool],  # for weight and bias
+    weight_dtype: torch.dtype | None = None,  # of the weight's gradient; None: the weight's own
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(wanted, H) float32, (V, H) like the weight and (V,) like the bias, of the plan's blocks and all else."""
+    """(wanted, H) float32, (V, H) and (V,) like the bias, of the plan's blocks and all else."""
     hidden, weight, bias = inputs[:3]
     spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
     start = grad_weight = grad_bias = None
@@ -277,7 +284,7 @@ def grad_blocks(
                 rows = hidden[: plan.wanted]
                 start = LeftOutGradients.of(left_out, rows, (needs[0], needs[1] and bias is not None))
                 if start.weight is not None:
-                    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                    grad_weight = torch.empty_like(weight, dtype=weight_dtype, memory_format=torch.contiguous_format)
                 if start.bias is not None and bias is not None:
                     grad_bias = torch.empty_like(bias)
             _store_sums(start, left_out.shares, grad_weight, begun.buffer, lists, span, rows, weight)
@@ -359,6 +366,9 @@ def _store_sums(
         return
     family = family_of(hidden.device)
     step, tma = family.step, family.tma
+    # Without a gradient to write, a matrix that nothing is written to.
+    out = weight if grad_weight is None else grad_weight
+    parts = out.element_size() // 2
     _sums_kernel[(row_items + tile_items,)](
         row_items,
         matrix(buffer, BLOCK_TOKENS, step, tma=tma),
@@ -367,8 +377,7 @@ def _store_sums(
         hidden.shape[0],
         matrix(buffer, step, BLOCK_VOCAB, tma=tma),
         matrix(hidden, step, WEIGHT_COLUMNS, tma=tma),
-        # Without a gradient to write, a matrix that nothing is written to.
-        matrix(weight if grad_weight is None else grad_weight, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma),
+        matrix(out, BLOCK_VOCAB, WEIGHT_COLUMNS, tma=tma, parts=parts),
         start.weight,
         shares,
         lists,
@@ -382,6 +391,7 @@ def _store_sums(
         HIDDEN_COLUMNS=HIDDEN_COLUMNS,
         WEIGHT_COLUMNS=WEIGHT_COLUMNS,
         STEP=step,
+        PARTS=parts,
         num_stages=family.storing_stages,
         num_warps=WARPS,
     )

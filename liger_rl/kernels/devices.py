@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.statistics import BLOCK_TOKENS
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
 SHARED_BYTES = 227 << 10  # that a program of theirs takes
@@ -50,6 +50,7 @@ class Family(NamedTuple):
     storing_stages: int  # where there is a tile in shared memory beside them
     parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
+    tile_vocab: int = BLOCK_VOCAB  # vocabulary entries of a tile of logits
 
     @property
     def name(self) -> str:
@@ -65,6 +66,17 @@ PORTABLE = (
     Family(tma=False, step=32, stages=4, storing_stages=3, parts=2, shared_bytes=99 << 10),
 )
 PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, shared_bytes=AMD_SHARED_BYTES)
+# Entries of a tile whose float32 weight becomes bfloat16 matrices in registers, which 256 leave no room for. One H200,
+# N = 8192, H = 4096, V = 128256, the fold with two and three matrices: 43.5 and 60.9 ms with 128 entries and steps of
+# 64; 52.5 and 72.8 with steps of 32; 49.2 and 71.7 in two halves of 256, one after the other.
+SPLIT_VOCAB = 128
+
+
+def split_family(family: Family) -> Family:
+    """The same for products with a float32 weight that becomes several bfloat16 matrices."""
+    # Steps of 64 spill registers before Hopper.
+    step = family.step if family.shared_bytes >= SHARED_BYTES else 32
+    return family._replace(step=step, stages=family.storing_stages, parts=1, tile_vocab=SPLIT_VOCAB)
 
 
 class Gpu(NamedTuple):
@@ -197,9 +209,14 @@ def family_of_gpu(gpu: Gpu) -> Family:
     return next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
 
 
-def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
-    if dtype != weight_dtype or dtype not in DTYPES:
+def call_lacks(
+    tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype, planes: int = 1
+) -> str | None:
+    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing.
+
+    With several `planes` a float32 weight becomes so many matrices of the 16-bit `dtype`.
+    """
+    if dtype not in DTYPES or weight_dtype != (dtype if planes == 1 else torch.float32):
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
         return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
@@ -208,12 +225,12 @@ def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: 
     return None
 
 
-def applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
+def applies(hidden: Tensor, weight: Tensor, planes: int = 1) -> bool:
+    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T; `planes` as in `call_lacks`."""
     if not hidden.is_cuda or gpu_lacks(gpu_of(hidden.device)) is not None:
         return False
     tokens, hidden_size = hidden.shape
-    lacks = call_lacks(tokens, hidden_size, hidden.dtype, weight.dtype)
+    lacks = call_lacks(tokens, hidden_size, hidden.dtype, weight.dtype, planes)
     return lacks is None and aligned(hidden) and aligned(weight)
 
 
@@ -224,7 +241,7 @@ def realigned(rows: Tensor) -> Tensor:
 
 def aligned(matrix: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
-    row = matrix.stride(0) * matrix.element_size()
+    row = 2 * matrix.stride(0)  # bytes of 16-bit numbers; rows of float32 start at multiples of as many
     if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
         return False
     # While torch.compile traces, tensors have no address: then they are taken to be tensors of their own.

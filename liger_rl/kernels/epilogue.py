@@ -9,6 +9,7 @@ to the dtype of the products that it goes into.
 from collections.abc import Callable, Collection
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.bounds_triton import merge, tile_bounds
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, CAPABILITY, STATISTICS_BYTES, family_of, gpu_of, on
+from liger_rl.kernels.devices import (
+    ALIGNMENT_BYTES,
+    CAPABILITY,
+    SPLIT_VOCAB,
+    STATISTICS_BYTES,
+    Family,
+    family_of,
+    gpu_of,
+    on,
+    split_family,
+)
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import INTERPRETED
@@ -56,11 +67,13 @@ MOST_LEVELLED = 1024.0
 @triton.jit
 def tile_logits(
     hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """-> one tile of hidden @ weight.T + bias in float32."""
+    """-> one tile of hidden @ weight.T + bias in float32; PLANES as in `product`."""
     first = vocab_tile * TILE_VOCAB
-    logits = product(hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+    logits = product(
+        hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES
+    )
     if bias is not None:
         column = first + tl.arange(0, TILE_VOCAB)
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
@@ -85,6 +98,7 @@ def _gemm_fold_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
+    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -92,8 +106,9 @@ def _gemm_fold_kernel(
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES,
+        )  # fmt: skip
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
@@ -120,6 +135,7 @@ def _gemm_grad_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
+    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -129,8 +145,9 @@ def _gemm_grad_kernel(
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
         logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN
-        )
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES,
+        )  # fmt: skip
         tile_first = first + vocab_tile * TILE_VOCAB
         for part in tl.static_range(PARTS):
             own = part_of(logits, part, PARTS)
@@ -151,14 +168,19 @@ def gemm_fold(
     bounded: bool = False,  # not for a part of the vocabulary
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
+    planes: int = 1,  # more for a float32 weight that becomes so many 16-bit matrices; nothing is bounded or kept then
 ) -> tuple[TokenStatistics, TileBounds | None]:
     """Statistics of hidden @ weight.T, and bounds where they are asked for, where `devices.applies` says so."""
     assert over_parts is None or not bounded
+    assert planes == 1 or not (bounded or kept)
     n, vocab = hidden.shape[0], weight.shape[0]
-    bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // TILE_VOCAB)
+    tile_vocab = TILE_VOCAB if planes == 1 else SPLIT_VOCAB
+    bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // tile_vocab)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
     # A target is written by the tile that has it, which in a part of the vocabulary may be none.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
+
+    asked: dict[str, Any] = {"entropy": entropy, "extras": extras, "planes": planes}
 
     def memory() -> tuple[Fold, TileBounds | None]:
         state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
@@ -169,7 +191,7 @@ def gemm_fold(
 
     if n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.
-        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
+        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, **asked)
         state, bounds = memory()
         merge(tiles, state)
         statistics = finished(state)
@@ -180,9 +202,7 @@ def gemm_fold(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
-        tiles = _fold_tiles(
-            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
-        )
+        tiles = _fold_tiles(hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, **asked)
         merge(tiles, part)
         if bounds is not None:
             tile_bounds(_statistics_of(tiles), part.finish(), targets[rows], transform, bounds.columns(rows))
@@ -201,10 +221,12 @@ def _fold_tiles(
     *,
     entropy: bool,
     extras: Collection[str],
+    planes: int,
 ) -> Fold:
     """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    tiles = Fold.unwritten((-(-vocab // TILE_VOCAB), n), target, entropy=entropy, extras=extras)
+    family = products_of(hidden.device, planes)
+    tiles = Fold.unwritten((-(-vocab // family.tile_vocab), n), target, entropy=entropy, extras=extras)
     values = None if kept is None else kept.values
     arguments = (
         None if bias is None else bias.contiguous(),
@@ -216,23 +238,24 @@ def _fold_tiles(
         LogitSteps.of(transform),
     )
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    constants = {"LEVELLED": levelled, "WHOLE": vocab % TILE_VOCAB == 0}
+    constants = {"LEVELLED": levelled, "WHOLE": vocab % family.tile_vocab == 0}
     programs = device_programs(hidden.device)
-    gluon, family = gluon_for(hidden.device), family_of(hidden.device)
+    gluon = gluon_for(hidden.device) if planes == 1 else None
     with on(hidden.device):
         if gluon is not None:
             gluon.launch(programs, hidden, weight, values, *arguments, **constants)
         else:
             _gemm_fold_kernel[(programs,)](
                 matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-                matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+                matrix(weight, family.tile_vocab, family.step, tma=family.tma),
                 None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
                 *arguments,
                 **constants,
                 PARTS=family.parts,
                 TILE_TOKENS=TILE_TOKENS,
-                TILE_VOCAB=TILE_VOCAB,
+                TILE_VOCAB=family.tile_vocab,
                 TILE_HIDDEN=family.step,
+                PLANES=planes,
                 PROGRAMS=programs,
                 num_stages=family.stages if kept is None else family.storing_stages,
                 num_warps=WARPS,
@@ -255,21 +278,23 @@ def gemm_grad(
     first: int,  # id of the tile's first row
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
+    *,
+    planes: int = 1,  # as in `gemm_fold`
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
     per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    programs, family = device_programs(hidden.device), family_of(hidden.device)
+    programs, family = device_programs(hidden.device), products_of(hidden.device, planes)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
-    halved = transform.softcap is not None or tokens.grad_entropy is not None
+    halved = planes == 1 and (transform.softcap is not None or tokens.grad_entropy is not None)
     parts = max(family.parts, 2 if halved else 1)
     with on(hidden.device):
         _gemm_grad_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
+            matrix(weight, family.tile_vocab, family.step, tma=family.tma),
+            matrix(out, TILE_TOKENS, family.tile_vocab, tma=family.tma, parts=parts),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
             tokens.contiguous(),
@@ -280,13 +305,18 @@ def gemm_grad(
             LogitSteps.of(transform),
             PARTS=parts,
             TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
+            TILE_VOCAB=family.tile_vocab,
             TILE_HIDDEN=family.step,
+            PLANES=planes,
             PROGRAMS=programs,
             num_stages=family.storing_stages,
             num_warps=WARPS,
         )
     return out
+
+
+def products_of(device: torch.device, planes: int) -> Family:
+    return family_of(device) if planes == 1 else split_family(family_of(device))
 
 
 def gluon_is_known() -> bool:

@@ -95,7 +95,9 @@ def backward(
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.kernels import blocks_triton, left_out_blocks_triton
 
-    weight, bias, transform, dtype = head.weight, head.bias, options.transform, options.compute_dtype
+    transform, dtype, own_weight = options.transform, options.compute_dtype, head.weight
+    head = head.with_weight_in(dtype)
+    weight, bias = head.weight, head.bias
     live_targets = head.live.gather(head.targets)
     drawn = left_out_blocks_triton.draw(head.live.index, live_targets, statistics, tokens)
     shares = left_out_blocks_triton.tile_shares(drawn, head.hidden, weight, bias, transform, dtype)
@@ -107,12 +109,12 @@ def backward(
     room, most_of_row = options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1])
     begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, room, most_of_row)
     plan = plan_blocks(chosen)
-    kept_share.record(head.weight, plan.share)
+    kept_share.record(own_weight, plan.share)
     live = live.first(plan.wanted)
     if not plan.wanted or plan.share > DENSE_SHARE:
         del rows, inputs, begun
         found = two_pass.gradients(head.gathered(dtype, live), options, tokens.take(slice(plan.wanted)), needs)
         return found.of_all_tokens(live, head)
-    kept = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]))
+    kept = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]), own_weight.dtype)
     del rows, inputs, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
     return Gradients(*kept).of_all_tokens(live, head)

@@ -22,6 +22,7 @@ from liger_rl.head.rules import lacks
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
     MIN_TOKENS,
+    SPLIT_VOCAB,
     STATISTICS_BYTES,
     aligned,
     blocks_bytes,
@@ -100,16 +101,26 @@ class HeadShape:
     def epilogue_lacks(self) -> str | None:
         """What the product with its work in the epilogue would need; None where it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtypes = self.options.compute_dtype, self.weight_dtype
+        dtypes = self.options.rows_dtype, self.options.compute_dtype if self.casts_weight else self.weight_dtype
         return (
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
             or ("a head without low_rank terms" if self.rank else None)
             or ("no topk" if self.options.topk is not None else None)
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
-            or call_lacks(tokens, self.hidden_size, *dtypes)
-            or (None if self.aligned else "rows of the weight that start at multiples of 16 bytes")
+            or call_lacks(tokens, self.hidden_size, *dtypes, self.options.planes)
+            or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
+
+    @property
+    def casts_weight(self) -> bool:
+        """A copy of the weight, in the dtype of products, is what two passes in an epilogue read."""
+        return self.weight_dtype != self.options.compute_dtype
+
+    @property
+    def one_pass_lacks(self) -> str | None:
+        """`epilogue_lacks` of one pass, which makes no copy of the weight."""
+        return self.epilogue_lacks or ("a weight in the products' dtype in one pass" if self.casts_weight else None)
 
     @property
     def tells_blocks_apart(self) -> bool:
@@ -143,7 +154,7 @@ class HeadShape:
 
     @property
     def copies_weight(self) -> bool:
-        return self.weight_dtype != self.options.compute_dtype or not self.contiguous[1]
+        return self.weight_dtype != self.options.rows_dtype or not self.contiguous[1]
 
     @property
     def widened_bytes(self) -> int:
@@ -160,7 +171,7 @@ class HeadShape:
     def tile_statistics(self) -> int:
         """Bytes that the epilogue leaves of a token."""
         kinds = 2 + self.options.entropy + len(self.options.extras)
-        return 4 * kinds * -(-self.vocab // BLOCK_VOCAB)
+        return 4 * kinds * -(-self.vocab // (BLOCK_VOCAB if self.options.planes == 1 else SPLIT_VOCAB))
 
     def two_pass_peak(self, forward: Tiles, backward: Tiles, *, epilogue: bool, blocks: int = 0) -> int:
         """Base and selected hidden states, with the larger of the two directions.
@@ -170,14 +181,16 @@ class HeadShape:
         """
         n, c, s = self.tokens, self.options.compute_dtype.itemsize, self.dtype.itemsize
         columns = self.hidden_size + (3 * self.rank + 8 if self.rank else 0)  # low-rank factors, split and aligned
-        kept = self.base_bytes + n * self.hidden_size * (s + c * (self.dtype != self.options.compute_dtype))
+        widened = min(n, MIN_TOKENS) if epilogue and self.options.planes > 1 else n  # as tiles, see below
+        kept = self.base_bytes + self.hidden_size * (n * s + widened * c * (self.dtype != self.options.compute_dtype))
         kept += n * (columns * c + 16 * self.rank) if self.rank else 0
 
         def tile_bytes(tiles: Tiles, gradient: int) -> int:
             # In the epilogue: float32 tiles after all, where few tokens count.
             tokens = min(tiles.tokens, MIN_TOKENS) if epilogue else tiles.tokens
             logits = max(tokens * (self.logit_bytes + gradient), tiles.tokens * gradient)
-            factors = tiles.vocab * c * (self.copies_weight + (self.rank > 0))
+            copied = self.vocab if epilogue and self.casts_weight else tiles.vocab
+            factors = copied * c * (self.copies_weight + (self.rank > 0))
             return tiles.vocab * logits + columns * (factors + self.widened_bytes * sum(tiles))
 
         first = tile_bytes(forward, 0)
@@ -228,7 +241,7 @@ class HeadShape:
         fixed, per_token = self.base_bytes + width * size * per_column, kept + rows + c * width
         if self.bias:
             fixed, per_token = fixed + 16 * self.vocab, per_token + 4 * self.vocab // gemm.SUMMED_ROWS
-        if options.chunk_vocab is None and self.epilogue_lacks is None:
+        if options.chunk_vocab is None and self.one_pass_lacks is None:
             # A last chunk of few tokens has float32 tiles after all.
             return fixed + self.logit_bytes * MIN_TOKENS * width, per_token + self.tile_statistics
         log_exponentials = 0 if compiles(self.device) else 12
@@ -350,9 +363,10 @@ def plan_linear_logprobs(
     they get it, and the gradient is rounded after each of them; or up to four, where a budget has no room for the sum.
 
     The other engines run in the product's epilogue where it applies and fits the budget: an NVIDIA GPU of compute
-    capability 8.0 or higher or AMD's gfx942 or gfx950, one 16-bit dtype, aligned rows, 512 tokens or more, no chunk
-    named. Else there are float32 tiles, as wide as the budget or the default workspace allows, and on a GPU `reason`
-    says what the epilogue needs.
+    capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit products or a precision, aligned rows, 512 tokens or
+    more, no chunk named. A weight of another dtype than the products' is copied once in each direction of two passes,
+    2VH bytes, if a budget has room for it; one pass makes no copy, and takes no epilogue. Else there are float32 tiles,
+    as wide as the budget or the default workspace allows, and on a GPU `reason` says what the epilogue needs.
 
     A plan is for all `tokens`. If a budget is too small for all of them in one pass, a call counts the tokens that are
     not masked, and "auto" takes one pass if there is room for these.
@@ -392,6 +406,7 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     asked = options_of("plan_linear_logprobs", options)
+    checks.check_split(asked.precision, dtype, weight_dtype or dtype)
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
@@ -439,10 +454,12 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
         reason = f"grad_tolerance {grad_tolerance} {why}"
     least = shape.least_bytes(epilogue=epilogue, blocks=blocks)
     if epilogue and not shape.options.batch_invariant:  # whose bits must not depend on the budget
-        kernels_fit, least = max_extra_bytes is None or max_extra_bytes >= least, shape.least_bytes()
+        kernels_fit, least = max_extra_bytes is None or max_extra_bytes >= least, min(least, shape.least_bytes())
         if not kernels_fit:
             reason += "; what tells blocks apart does not fit max_extra_bytes" if blocks else ""
             epilogue, blocks, lacks = False, False, "a larger max_extra_bytes"
+    if epilogue and shape.casts_weight:
+        reason += f"; products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}"
     if max_extra_bytes is not None and max_extra_bytes < least:
         raise ValueError(
             f"max_extra_bytes must be at least {least} ({mebibytes(least)}) for {shape.tokens} tokens, {shape.vocab} "
@@ -462,7 +479,7 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
 
 
 def _one_pass(shape: HeadShape, chunks: OnePassPlan, passes: str, least: int | None) -> LinearPlan:
-    lacks = shape.epilogue_lacks
+    lacks = shape.one_pass_lacks
     if chunks.chunk_tokens < MIN_TOKENS or shape.options.chunk_vocab is not None:
         lacks = lacks or f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
     reason = "gradients are made in the forward, chunk by chunk"

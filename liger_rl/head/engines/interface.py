@@ -41,6 +41,7 @@ class Head(NamedTuple):
     sparse_grad: bool = False  # of the weight, by the support engine
     listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
     sorts: bool = False  # a backward will want the listed ids in order
+    weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
 
     @property
     def vocab(self) -> int:
@@ -75,6 +76,13 @@ class Head(NamedTuple):
         return self._replace(
             hidden=hidden, low_inputs=low_inputs, targets=targets, live=every, temperatures=temperatures
         )
+
+    def with_weight_in(self, dtype: torch.dtype) -> "Head":
+        """With a copy of a weight that is in another dtype, laid out as the product of our own needs it."""
+        if self.weight.dtype == dtype:
+            return self
+        copy = self.weight.to(dtype, memory_format=torch.contiguous_format)
+        return self._replace(weight=copy, weight_dtype=self.weight.dtype)
 
     def transform(self, options: EngineOptions, rows: slice) -> LogitTransform:
         """Of some of the rows."""

@@ -43,9 +43,9 @@ def forward(
     the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without bounds
     a backward is exact.
     """
-    rows = head.gathered(options.compute_dtype)
+    rows = head.gathered(options.rows_dtype)
     n = rows.hidden.shape[0]
-    rows, options = invariant(rows, options)
+    rows, options = invariant(rows, options) if kept is None else (rows, options)
     shard, epilogue, bounds = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
@@ -53,7 +53,7 @@ def forward(
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
         statistics, bounds = epilogue.gemm_fold(
             rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-            extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks,
+            extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks, planes=options.planes,
         )  # fmt: skip
     return statistics if rows.hidden.shape[0] == n else statistics.first(n), bounds
 
@@ -68,7 +68,21 @@ def backward(
 ) -> Gradients:
     live, tokens = with_gradient(head.live, tokens)
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
-    return gradients(head.gathered(options.compute_dtype, live), options, tokens, needs).of_all_tokens(live, head)
+    return gradients(
+        with_factor(head.gathered(options.rows_dtype, live), options), options, tokens, needs
+    ).of_all_tokens(live, head)
+
+
+def with_factor(rows: Head, options: EngineOptions) -> Head:
+    """Gathered rows, with a copy of the weight in their dtype where only its own keeps it from the product of our own.
+
+    To round a float32 weight in that product's registers takes longer: 24.8 ms of a fold where a copy's takes 11.3.
+    """
+    # The copy is laid out as the rows are, which stand for it.
+    needs_it = options.planes == 1 and rows.weight.dtype != rows.hidden.dtype
+    if not needs_it or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
+        return rows
+    return rows.with_weight_in(rows.hidden.dtype)
 
 
 def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
@@ -77,12 +91,12 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
     It reads the whole weight, which is joined with a low-rank term only tile by tile.
     """
     free = options.chunks_are_free and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight) if free else None
+    return epilogue_for(rows.hidden, rows.weight, options.planes) if free else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
     """As `forward` of gathered rows, from tiles of logits in memory, which are shown to `seen`; over all ranks."""
-    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
+    hidden, weight, bias, targets = rows.hidden.to(options.compute_dtype), rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
@@ -123,8 +137,8 @@ def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     it does; numpy's OpenBLAS is one that does not.
     """
     if not options.batch_invariant:
-        return rows, options
-    weight, whole = rows.weight, _made_up(rows, MIN_TOKENS)
+        return with_factor(rows, options), options
+    weight, whole = rows.weight, with_factor(_made_up(rows, MIN_TOKENS), options)
     if fold_epilogue(whole, options) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
@@ -182,7 +196,9 @@ def gradients(
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
     free = options.chunks_are_free and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight) if free else None
+    epilogue = epilogue_for(factor, weight, options.planes) if free else None
+    if epilogue is None and options.planes > 1:
+        factor = hidden = hidden.to(options.compute_dtype)
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -190,7 +206,7 @@ def gradients(
     in_place = rows.weight_grad is not None
     grad_weight = rows.weight_grad if needs[1] else None
     if needs[1] and not in_place:
-        grad_weight = unwritten(weight, vocab)
+        grad_weight = unwritten(weight, vocab, rows.weight_dtype)
     grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
     grad_inputs = grad_low = None
     if low_rank is not None:
@@ -203,7 +219,9 @@ def gradients(
         pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
         vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
     for first, last in vocab_spans:
-        weight_tile = factor_tile = weight[first:last].to(options.compute_dtype)
+        weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
+        if options.planes > 1:
+            factor_tile = weight[first:last]
         parts = len(token_spans)
         weight_total = _WeightTotal(
             grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
@@ -224,7 +242,9 @@ def gradients(
                 assert tokens is not None
                 ids, some = targets[part], tokens.take(part)
                 if epilogue is not None:
-                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
+                    tile = epilogue.gemm_grad(
+                        factor[part], factor_tile, bias_tile, ids, first, options.transform, some, planes=options.planes
+                    )
                 else:
                     logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
@@ -253,9 +273,9 @@ def gradients(
     return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-def unwritten(values: Tensor, vocab: int) -> Tensor:
+def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
     """For a gradient of the first `vocab` rows; the others get 0."""
-    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
     out[vocab:] = 0
     return out
 
