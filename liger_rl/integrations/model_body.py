@@ -32,7 +32,8 @@ class Body:
         packs: attention takes time linear in the number of packed sequences.
         varlen: attention is given the sequences' ends.
         no_packing: why rows cannot be packed; None where nothing speaks against a try.
-        positions: positions that the model has, at least; 0 where that is not known.
+        positions: positions that the model has, at least, and for all of which its rotary embedding is the same; 0
+            where that is not known.
     """
 
     obstacle: str | None
@@ -60,17 +61,19 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     obstacle = kept or _obstacle(model, config, inputs, ids)
     alone = config is swapped.config  # a model of text alone, whose positions are one number a token
     known_positions = given is not None or rotary or config.model_type in POSITION_IS_COLUMN
+    # Llama 4 scales queries by their columns, whatever position_ids say.
+    by_column = getattr(config, "attn_temperature_tuning", False)
     router = inputs.get("output_router_logits")
     return Body(
         obstacle=obstacle,
-        rolls=takes_positions and alone and known_positions and attention is not None,
+        rolls=takes_positions and alone and known_positions and not by_column and attention is not None,
         causal=causal,
         router=bool(getattr(config, "output_router_logits", False) if router is None else router),
         rotary=rotary,
         packs=_is_linear(attention_kind),
         varlen="flash" in attention_kind and "cu_seq_lens_q" in swapped._fused_arguments,
         no_packing=_no_packing(swapped, config, takes_positions and alone, causal, inputs),
-        positions=getattr(config, "max_position_embeddings", None) or 0,
+        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _static_positions(config))),
     )
 
 
