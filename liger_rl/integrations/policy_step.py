@@ -27,9 +27,9 @@ from liger_rl.integrations.live_rows import (
     Plan,
     RowOptions,
     inputs_of,
-    keeps_sequences_apart,
     placed,
     planned,
+    tried_packing,
     wants_packing,
 )
 from liger_rl.integrations.model_body import CARRIED, Body, body_of
@@ -413,7 +413,7 @@ def _demand(loss: FusedLinearGRPOLoss, given: AlignedBatch | None, inputs: Mappi
 def _tried(
     model: nn.Module, swapped: Any, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], body: Body, device: torch.device
 ) -> Body:
-    """The body, without packing if sequences in one row see each other."""
+    """The body, without packing if sequences in one row see each other, and rotary only if positions may be shifted."""
     options = {name: value for name, value in inputs.items() if name not in CARRIED}
 
     def run(inputs: dict[str, Any]) -> Tensor:
@@ -421,8 +421,9 @@ def _tried(
         ids, counted = inputs.pop("input_ids"), inputs.pop("counted")
         return _fused(model, ids, counted, loss, inputs, entropy=False).per_token_logps
 
-    if keeps_sequences_apart(run, swapped, body, device):
-        return body
+    found = tried_packing(run, swapped, body, device)
+    if found.apart:
+        return replace(body, rotary=body.rotary and found.shifts)
     return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
 
 

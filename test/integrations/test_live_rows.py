@@ -395,6 +395,15 @@ def test_packed_rows(name):
         assert len(steps) == 2
 
 
+def test_packed_sequences_keep_positions_that_matter(monkeypatch):
+    """HunYuan scales queries and keys, entry by entry, after their rotary embedding."""
+    monkeypatch.setitem(CONFIGS, "HunYuanDenseV1", HEADS)
+    model, loss = build("HunYuanDenseV1"), FusedLinearGRPOLoss("gspo")
+    assert_as_padded(model, with_columns(model, make_batch("both", positions=True)), loss, packing=True)
+    with pytest.raises(ValueError, match="packing must not be True here: row 1 of input_ids is no run of tokens"):
+        policy_step(model, make_batch("both"), loss, packing=True)
+
+
 def test_packed_sequences_whose_columns_follow_on():
     """Row 1 begins at the column after row 0's last. By columns they would be one sequence."""
     model, loss = build("Llama"), FusedLinearGRPOLoss("grpo")
