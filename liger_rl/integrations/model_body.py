@@ -16,6 +16,7 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # Models without rotary embeddings in whose forwards a token's position is its column, where none is given. Others, such
 # as OPT, count the attention mask.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
 CARRIED = ("attention_mask", "position_ids", "support")
 
 
@@ -96,7 +97,7 @@ def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Ten
         if getattr(getattr(part, "active_peft_config", None), "is_prompt_learning", False):
             return "the adapter puts tokens of its own before each row"
     if ids.shape[1] > _static_positions(config):
-        return "the rotary embedding depends on the longest row of the batch"
+        return LONGEST
     return None
 
 

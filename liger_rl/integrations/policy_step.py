@@ -32,7 +32,7 @@ from liger_rl.integrations.live_rows import (
     tried_packing,
     wants_packing,
 )
-from liger_rl.integrations.model_body import CARRIED, Body, body_of
+from liger_rl.integrations.model_body import CARRIED, LONGEST, Body, body_of
 from liger_rl.integrations.step_ranks import agreed, data_parallel, rank_groups
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
@@ -290,7 +290,8 @@ class _Job:
         elif loss.options.fixed_shape:
             kept = "a loss of fixed_shape reads no value"
         body = body_of(model, swapped, inputs, ids, kept)
-        if wants_packing(body, options):
+        # Other ranks, whose rows are shorter, run the trial's collectives.
+        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
             body = _tried(model, swapped, loss, inputs, body, ids.device)
         if given is None:
             body = replace(body, router=False)  # a loss, which nobody reads

@@ -360,6 +360,11 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     }
     policy_step(model, short, FusedLinearGRPOLoss("grpo"))
     assert calls[1][0] == (4, 8)
+    calls.clear()
+    with pytest.raises(ValueError, match="packing must not be True here: the rotary embedding depends on the"):
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
+    # Ranks with shorter rows try the model, too, and wait for this one's part in it.
+    assert [shape for shape, *_ in calls] == [(1, 8), (1, 4), (1, 8), (1, 4)]
 
 
 def test_padding_never_makes_a_long_row_of_a_short_one():
