@@ -326,7 +326,7 @@ def _positions(
     see that it is one sequence."""
     batch, width = ids.shape
     found = places % width if given is None else given.to(ids.device).expand(batch, width).reshape(-1)[places]
-    lengths = torch.tensor(micro.lengths, device=ids.device)
+    lengths = torch.tensor(micro.lengths).to(ids.device, non_blocking=True)
     if micro.packed:
         first = found[0, lengths.cumsum(0) - lengths]
         return found - torch.repeat_interleave(first, lengths, output_size=found.shape[1])

@@ -361,7 +361,7 @@ class _Job:
         source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
         if len(rows) < shape[0]:
             assert source is not None
-            index = torch.tensor(rows, device=device)
+            index = torch.tensor(rows).to(device, non_blocking=True)
             source, mask, prepared = source[index], mask[index], _of_rows(prepared, index)
 
         def taken(name: str) -> Tensor | None:
@@ -389,7 +389,7 @@ class _Job:
         if left_out:
             absent = torch.zeros(shape[0], dtype=torch.bool)
             absent[list(left_out)] = True
-            seen = seen.masked_fill(absent.to(device)[:, None] & self.mask, math.nan)
+            seen = seen.masked_fill(absent.to(device, non_blocking=True)[:, None] & self.mask, math.nan)
         return PolicyStep(total, metrics, seen, spread(entropy))
 
     def _step_of_nothing(self, output: _Output) -> PolicyStep:
