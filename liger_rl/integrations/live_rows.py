@@ -156,7 +156,7 @@ class Tried(NamedTuple):
 @torch.no_grad()
 def tried_packing(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> Tried:
     """Some models do not hand positions on to their attention, or have a state that runs on, or do more with positions
-    than a rotary embedding does. Four forwards of at most 32 tokens, once for a model and its kind of attention.
+    than a rotary embedding does. Six forwards of at most 32 tokens, once for a model and its kind of attention.
 
     Args:
         run: what `inputs_of` made -> log-probabilities (1, n).
@@ -177,22 +177,33 @@ def _tried_packing(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: 
     length = min(TRIED, body.positions // 2 or TRIED)
     ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % vocab
     counted = torch.arange(length, device=device).expand(2, length) != 0
+    others = torch.stack([(ids[0] + 2 * length) % vocab, ids[1]])
     micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
     last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
     trained = {part: part.training for part in swapped.modules()}
     try:
         swapped.eval()  # a dropout would differ
-        packed = run(inputs_of(micro, ids, counted, {}, body))
+        packed, other = (run(inputs_of(micro, rows, counted, {}, body))[:, length:] for rows in (ids, others))
         alone = run({"input_ids": ids[1:], "counted": counted[1:]})
-        behind = run({"input_ids": ids.view(1, -1), "counted": counted.reshape(1, -1)})
+        joined = counted.reshape(1, -1)
+        behind, behind_other = (
+            run({"input_ids": rows.view(1, -1), "counted": joined})[:, length:] for rows in (ids, others)
+        )
         moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
     finally:
         for part, mode in trained.items():
             part.training = mode
-    # Kernels and experts may round in another way, which is little beside what the other sequence changes.
-    most = (behind[:, length:] - alone).abs().max() / 16
-    apart, shifts = (bool((found - alone).abs().max() <= most) for found in (packed[:, length:], moved))
-    return Tried(apart, shifts)
+    # Kernels and experts may round in another way, which is little beside what the other sequence changes. Its tokens
+    # are told apart from its length, because learned positions may change more than what is seen.
+    unmoved, unseen, shifts = (
+        bool((found - expected).abs().max() <= (most - against).abs().max() / 16)
+        for found, expected, most, against in (
+            (packed, alone, behind, alone),
+            (packed, other, behind, behind_other),
+            (moved, alone, behind, alone),
+        )
+    )
+    return Tried(unmoved and unseen, shifts)
 
 
 def planned(

@@ -364,7 +364,7 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     with pytest.raises(ValueError, match="packing must not be True here: the rotary embedding depends on the"):
         policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
     # Ranks with shorter rows try the model, too, and wait for this one's part in it.
-    assert [shape for shape, *_ in calls] == [(1, 8), (1, 4), (1, 8), (1, 4)]
+    assert [shape for shape, *_ in calls] == [(1, 8), (1, 8), (1, 4), (1, 8), (1, 8), (1, 4)]
 
 
 def test_padding_never_makes_a_long_row_of_a_short_one():
@@ -532,6 +532,14 @@ def test_attention_that_sees_other_sequences_is_found_before_the_batch_runs():
     with pytest.raises(ValueError, match="sequences in one row of OPTForCausalLM see each other"):
         policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
     assert all(shape[0] == 1 and shape[1] <= 32 for shape, *_ in calls)
+
+
+@torch.no_grad()
+def test_attention_that_sees_other_sequences_is_found_under_learned_positions_that_change_more():
+    model = swap_lm_head(build("OPT"))
+    model.model.decoder.embed_positions.weight.mul_(50)
+    with pytest.raises(ValueError, match="sequences in one row of OPTForCausalLM see each other"):
+        policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
 
 
 def test_other_bad_options():
