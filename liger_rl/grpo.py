@@ -237,7 +237,7 @@ class FusedLinearGRPOLoss(nn.Module):
         """None for two passes, whatever tokens count."""
         # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
         asked = self.options
-        if self.passes == "two" or (self.passes == "auto" and asked.named_tolerance):
+        if self.passes == "two" or (self.passes == "auto" and (asked.named_tolerance or not any(call.needs))):
             return None
         lacking = loss_obstacle(call, self.terms, given.segments)
         if self.passes == "auto" and lacking is not None:

@@ -144,45 +144,66 @@ def wants_packing(body: Body, options: RowOptions) -> bool:
     return wanted and options.trim and body.obstacle is None and body.no_packing is None
 
 
-@torch.no_grad()
-def keeps_sequences_apart(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> bool:
-    """Whether a packed sequence's log-probabilities are those that it has alone.
+class Tried(NamedTuple):
+    """What a model made of a few tokens."""
 
-    Some models do not hand positions on to their attention, or have a state that runs on. Three forwards of at most 32
-    tokens, once for a model and its kind of attention.
+    apart: bool
+    """Whether a packed sequence's log-probabilities are those that it has alone."""
+    shifts: bool
+    """Whether they are at other positions, too."""
+
+
+@torch.no_grad()
+def tried_packing(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, device: Any) -> Tried:
+    """Some models do not hand positions on to their attention, or have a state that runs on, or do more with positions
+    than a rotary embedding does. Six forwards of at most 32 tokens, once for a model and its kind of attention.
 
     Args:
         run: what `inputs_of` made -> log-probabilities (1, n).
     """
     config = swapped.config.get_text_config()
     with _trying:
-        found = _apart.setdefault(swapped, {})
+        found = _tried.setdefault(swapped, {})
         if config._attn_implementation not in found:
-            found[config._attn_implementation] = _keeps_apart(run, swapped, body, config.vocab_size, device)
+            found[config._attn_implementation] = _tried_packing(run, swapped, body, config.vocab_size, device)
         return found[config._attn_implementation]
 
 
 _trying = threading.Lock()
-_apart: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+_tried: WeakKeyDictionary[Any, dict[str, Tried]] = WeakKeyDictionary()
 
 
-def _keeps_apart(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any) -> bool:
+def _tried_packing(run: Callable[[dict[str, Any]], Tensor], swapped: Any, body: Body, vocab: int, device: Any) -> Tried:
     length = min(TRIED, body.positions // 2 or TRIED)
     ids = torch.arange(3, 3 + 2 * length, device=device).view(2, length) % vocab
     counted = torch.arange(length, device=device).expand(2, length) != 0
+    others = torch.stack([(ids[0] + 2 * length) % vocab, ids[1]])
     micro = MicroBatch(torch.arange(2 * length)[None], (length, length), packed=True)
+    last = torch.arange(length, device=device)[None] + max(body.positions - length, length)
     trained = {part: part.training for part in swapped.modules()}
     try:
         swapped.eval()  # a dropout would differ
-        packed = run(inputs_of(micro, ids, counted, {}, body))
+        packed, other = (run(inputs_of(micro, rows, counted, {}, body))[:, length:] for rows in (ids, others))
         alone = run({"input_ids": ids[1:], "counted": counted[1:]})
-        behind = run({"input_ids": ids.view(1, -1), "counted": counted.reshape(1, -1)})
+        joined = counted.reshape(1, -1)
+        behind, behind_other = (
+            run({"input_ids": rows.view(1, -1), "counted": joined})[:, length:] for rows in (ids, others)
+        )
+        moved = run({"input_ids": ids[1:], "counted": counted[1:], "position_ids": last})
     finally:
         for part, mode in trained.items():
             part.training = mode
-    # Kernels and experts may round in another way, which is little beside what the other sequence changes.
-    seen = (behind[:, length:] - alone).abs().max()
-    return bool((packed[:, length:] - alone).abs().max() <= seen / 16)
+    # Kernels and experts may round in another way, which is little beside what the other sequence changes. Its tokens
+    # are told apart from its length, because learned positions may change more than what is seen.
+    unmoved, unseen, shifts = (
+        bool((found - expected).abs().max() <= (most - against).abs().max() / 16)
+        for found, expected, most, against in (
+            (packed, alone, behind, alone),
+            (packed, other, behind, behind_other),
+            (moved, alone, behind, alone),
+        )
+    )
+    return Tried(unmoved and unseen, shifts)
 
 
 def planned(
@@ -316,7 +337,7 @@ def _positions(
     see that it is one sequence."""
     batch, width = ids.shape
     found = places % width if given is None else given.to(ids.device).expand(batch, width).reshape(-1)[places]
-    lengths = torch.tensor(micro.lengths, device=ids.device)
+    lengths = torch.tensor(micro.lengths).to(ids.device, non_blocking=True)
     if micro.packed:
         first = found[0, lengths.cumsum(0) - lengths]
         return found - torch.repeat_interleave(first, lengths, output_size=found.shape[1])

@@ -16,6 +16,7 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # Models without rotary embeddings in whose forwards a token's position is its column, where none is given. Others, such
 # as OPT, count the attention mask.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
 CARRIED = ("attention_mask", "position_ids", "support")
 
 
@@ -32,7 +33,8 @@ class Body:
         packs: attention takes time linear in the number of packed sequences.
         varlen: attention is given the sequences' ends.
         no_packing: why rows cannot be packed; None where nothing speaks against a try.
-        positions: positions that the model has, at least; 0 where that is not known.
+        positions: positions that the model has, at least, and for all of which its rotary embedding is the same; 0
+            where that is not known.
     """
 
     obstacle: str | None
@@ -60,17 +62,19 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     obstacle = kept or _obstacle(model, config, inputs, ids)
     alone = config is swapped.config  # a model of text alone, whose positions are one number a token
     known_positions = given is not None or rotary or config.model_type in POSITION_IS_COLUMN
+    # Llama 4 scales queries by their columns, whatever position_ids say.
+    by_column = getattr(config, "attn_temperature_tuning", False)
     router = inputs.get("output_router_logits")
     return Body(
         obstacle=obstacle,
-        rolls=takes_positions and alone and known_positions and attention is not None,
+        rolls=takes_positions and alone and known_positions and not by_column and attention is not None,
         causal=causal,
         router=bool(getattr(config, "output_router_logits", False) if router is None else router),
         rotary=rotary,
         packs=_is_linear(attention_kind),
         varlen="flash" in attention_kind and "cu_seq_lens_q" in swapped._fused_arguments,
         no_packing=_no_packing(swapped, config, takes_positions and alone, causal, inputs),
-        positions=getattr(config, "max_position_embeddings", None) or 0,
+        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _static_positions(config))),
     )
 
 
@@ -93,7 +97,7 @@ def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Ten
         if getattr(getattr(part, "active_peft_config", None), "is_prompt_learning", False):
             return "the adapter puts tokens of its own before each row"
     if ids.shape[1] > _static_positions(config):
-        return "the rotary embedding depends on the longest row of the batch"
+        return LONGEST
     return None
 
 

@@ -27,12 +27,12 @@ from liger_rl.integrations.live_rows import (
     Plan,
     RowOptions,
     inputs_of,
-    keeps_sequences_apart,
     placed,
     planned,
+    tried_packing,
     wants_packing,
 )
-from liger_rl.integrations.model_body import CARRIED, Body, body_of
+from liger_rl.integrations.model_body import CARRIED, LONGEST, Body, body_of
 from liger_rl.integrations.step_ranks import agreed, data_parallel, rank_groups
 from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, router_loss, swap_lm_head, swapped_inside
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch
@@ -290,7 +290,8 @@ class _Job:
         elif loss.options.fixed_shape:
             kept = "a loss of fixed_shape reads no value"
         body = body_of(model, swapped, inputs, ids, kept)
-        if wants_packing(body, options):
+        # Other ranks, whose rows are shorter, run the trial's collectives.
+        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
             body = _tried(model, swapped, loss, inputs, body, ids.device)
         if given is None:
             body = replace(body, router=False)  # a loss, which nobody reads
@@ -360,7 +361,7 @@ class _Job:
         source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
         if len(rows) < shape[0]:
             assert source is not None
-            index = torch.tensor(rows, device=device)
+            index = torch.tensor(rows).to(device, non_blocking=True)
             source, mask, prepared = source[index], mask[index], _of_rows(prepared, index)
 
         def taken(name: str) -> Tensor | None:
@@ -388,7 +389,7 @@ class _Job:
         if left_out:
             absent = torch.zeros(shape[0], dtype=torch.bool)
             absent[list(left_out)] = True
-            seen = seen.masked_fill(absent.to(device)[:, None] & self.mask, math.nan)
+            seen = seen.masked_fill(absent.to(device, non_blocking=True)[:, None] & self.mask, math.nan)
         return PolicyStep(total, metrics, seen, spread(entropy))
 
     def _step_of_nothing(self, output: _Output) -> PolicyStep:
@@ -413,7 +414,7 @@ def _demand(loss: FusedLinearGRPOLoss, given: AlignedBatch | None, inputs: Mappi
 def _tried(
     model: nn.Module, swapped: Any, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], body: Body, device: torch.device
 ) -> Body:
-    """The body, without packing if sequences in one row see each other."""
+    """The body, without packing if sequences in one row see each other, and rotary only if positions may be shifted."""
     options = {name: value for name, value in inputs.items() if name not in CARRIED}
 
     def run(inputs: dict[str, Any]) -> Tensor:
@@ -421,8 +422,9 @@ def _tried(
         ids, counted = inputs.pop("input_ids"), inputs.pop("counted")
         return _fused(model, ids, counted, loss, inputs, entropy=False).per_token_logps
 
-    if keeps_sequences_apart(run, swapped, body, device):
-        return body
+    found = tried_packing(run, swapped, body, device)
+    if found.apart:
+        return replace(body, rotary=body.rotary and found.shifts)
     return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
 
 

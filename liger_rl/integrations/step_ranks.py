@@ -18,6 +18,7 @@ def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[
     counts = [0, 0, 1] if plan is None else [len(plan.parts), len(plan.idle), 0]
     most = torch.tensor(counts, device=device)
     for group in groups:
+        most = most.to(_device_of(group, device))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
     steps, forwards, refused = most.tolist() if groups else counts
     if refused and plan is not None:
@@ -25,6 +26,12 @@ def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[
             "max_tokens and packing must be possible on every rank, and another rank has refused its batch"
         )
     return steps, forwards
+
+
+def _device_of(group: Any, device: torch.device) -> torch.device:
+    """`device`, or the group's where it has none of that kind: DDP and FSDP2 move a batch in CPU memory themselves."""
+    kinds = [entry.split(":")[0] for entry in torch.distributed.get_backend_config(group).split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])
 
 
 def rank_groups(model: nn.Module, group: Any) -> list[Any]:

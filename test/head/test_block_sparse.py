@@ -11,8 +11,8 @@ import torch
 import oracles
 from devices import NEEDS_GPU
 from head_calls import run_triton
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs, plan_linear_logprobs
-from liger_rl.head.engines import kept_share
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, grpo, linear_logprobs, plan_linear_logprobs
+from liger_rl.head.engines import choose, kept_share
 from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TileBounds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,6 +140,18 @@ def test_one_pass_pays_where_most_blocks_are_kept():
     assert asked == [True] * (kept_share.CALLS - 1) + [False, True]
     assert not kept_share.one_pass_pays(sure)
     assert not kept_share.one_pass_pays(new)
+
+
+def test_calls_without_a_gradient_do_not_count(monkeypatch):
+    """A loop with one such call a step would else try blocks in those alone, whose backward never comes."""
+    monkeypatch.setattr(choose.HeadShape, "tells_blocks_apart", True)
+    asked = []
+    monkeypatch.setattr(grpo, "one_pass_pays", lambda weight: asked.append(torch.is_grad_enabled()))
+    hidden, weight = torch.randn(512, 16).bfloat16(), torch.randn(32, 16).bfloat16().requires_grad_()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            FusedLinearGRPOLoss("bnpo")(hidden, weight, torch.arange(512) % 32, torch.ones(512))
+    assert asked == [True]
 
 
 @NEEDS_GPU

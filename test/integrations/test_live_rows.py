@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from hf_models import VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
+from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import PRESETS, FusedLinearGRPOLoss, PolicyBatch, Support, TopEntropyMask, ppo_loss_fn  # noqa: E402
+from liger_rl.integrations import step_ranks  # noqa: E402
 from liger_rl.integrations.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 
@@ -359,6 +360,29 @@ def test_a_rotary_embedding_that_looks_at_the_longest_row():
     }
     policy_step(model, short, FusedLinearGRPOLoss("grpo"))
     assert calls[1][0] == (4, 8)
+    calls.clear()
+    with pytest.raises(ValueError, match="packing must not be True here: the rotary embedding depends on the"):
+        policy_step(model, batch, FusedLinearGRPOLoss("grpo"), packing=True)
+    # Ranks with shorter rows try the model, too, and wait for this one's part in it.
+    assert [shape for shape, *_ in calls] == [(1, 8), (1, 8), (1, 4), (1, 8), (1, 8), (1, 4)]
+
+
+def test_padding_never_makes_a_long_row_of_a_short_one():
+    """A row that begins late and is padded on its right would count on, past the last position of the short factors."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [6.0] * 4,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    model = build("Phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    assert_as_padded(model, with_columns(model, make_batch("both")), FusedLinearGRPOLoss("gspo"))
+
+
+def test_queries_that_are_scaled_by_their_columns(monkeypatch):
+    options = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.3, "no_rope_layers": [1, 0]}
+    sizes = {**HEADS, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
+    monkeypatch.setitem(CONFIGS, "Llama4Text", {**sizes, **options})
+    model = build("Llama4Text", attention="eager")
+    assert_as_padded(model, with_columns(model, make_batch("both")), FusedLinearGRPOLoss("gspo"), max_tokens=24)
 
 
 # --- packed rows ------------------------------------------------------------------------------------------------------
@@ -374,6 +398,15 @@ def test_packed_rows(name):
         steps = assert_as_padded(model, batch, loss, packing=True, max_tokens=20)
         assert [call[0] for call in calls if call[1] and call[0][0] == 1] == [(1, 20), (1, 10)]
         assert len(steps) == 2
+
+
+def test_packed_sequences_keep_positions_that_matter(monkeypatch):
+    """HunYuan scales queries and keys, entry by entry, after their rotary embedding."""
+    monkeypatch.setitem(CONFIGS, "HunYuanDenseV1", HEADS)
+    model, loss = build("HunYuanDenseV1"), FusedLinearGRPOLoss("gspo")
+    assert_as_padded(model, with_columns(model, make_batch("both", positions=True)), loss, packing=True)
+    with pytest.raises(ValueError, match="packing must not be True here: row 1 of input_ids is no run of tokens"):
+        policy_step(model, make_batch("both"), loss, packing=True)
 
 
 def test_packed_sequences_whose_columns_follow_on():
@@ -501,6 +534,14 @@ def test_attention_that_sees_other_sequences_is_found_before_the_batch_runs():
     assert all(shape[0] == 1 and shape[1] <= 32 for shape, *_ in calls)
 
 
+@torch.no_grad()
+def test_attention_that_sees_other_sequences_is_found_under_learned_positions_that_change_more():
+    model = swap_lm_head(build("OPT"))
+    model.model.decoder.embed_positions.weight.mul_(50)
+    with pytest.raises(ValueError, match="sequences in one row of OPTForCausalLM see each other"):
+        policy_step(model, make_batch(positions=True), FusedLinearGRPOLoss("grpo"), packing=True)
+
+
 def test_other_bad_options():
     model, batch, loss = build("Llama", num_hidden_layers=1), make_batch(), FusedLinearGRPOLoss("grpo")
     with pytest.raises(ValueError, match=r"idle must be one of \['skip', 'forward', 'backward'\], got 'run'"):
@@ -513,3 +554,10 @@ def test_other_bad_options():
     next(steps)
     with pytest.raises(RuntimeError, match="total is known after all 3 steps, 1 were taken"):
         _ = steps.total
+
+
+@pytest.mark.parametrize(("backends", "kind"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")])
+def test_ranks_agree_on_a_device_that_their_group_has(monkeypatch, backends, kind):
+    """DDP and FSDP2 take a batch in CPU memory, NCCL does not."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends, raising=False)
+    assert step_ranks._device_of(None, torch.device("cpu")).type == kind
