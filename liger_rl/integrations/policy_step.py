@@ -147,7 +147,7 @@ def policy_steps(
     With several ranks (DDP, FSDP2, DTensors) each makes as many forwards and backwards as the others: a rank with fewer
     micro-batches runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone; under
     FSDP2, `model.set_requires_gradient_sync` works as always. The host waits for the device once, for where sequences
-    begin and end, and once more for the ranks' numbers of micro-batches.
+    begin and end, and once more for the ranks' numbers of micro-batches; the head waits in each micro-batch, as always.
 
     Args:
         model, batch, loss, model_inputs: as in `policy_step`.
@@ -302,6 +302,8 @@ class _Job:
             agreed(None, groups, ids.device)
             raise
         steps, forwards = agreed(plan, groups, ids.device)
+        if given is not None and plan.left_out:
+            given = _without_numbers(given, plan.left_out)
         return cls(
             model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, given=given, body=body,
             plan=plan, steps=steps, forwards=forwards,
@@ -426,6 +428,15 @@ def _tried(
     if found.apart:
         return replace(body, rotary=body.rotary and found.shifts)
     return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
+
+
+def _without_numbers(given: AlignedBatch, rows: tuple[int, ...]) -> AlignedBatch:
+    """0 for another policy's log-probabilities in rows that do not run: an earlier step may have given NaN for them."""
+    gone = torch.zeros(given.mask.shape[0], 1, dtype=torch.bool)
+    gone[list(rows)] = True
+    gone = gone.to(given.mask.device, non_blocking=True)
+    columns = {name: getattr(given, name) for name in PER_TOKEN[1:4]}
+    return replace(given, **{name: c.masked_fill(gone, 0.0) for name, c in columns.items() if c is not None})
 
 
 def _placed_values(values: list[Tensor], source: Tensor | None, shape: torch.Size) -> Tensor:

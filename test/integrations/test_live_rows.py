@@ -304,6 +304,18 @@ def test_sequences_without_a_gradient_are_skipped_or_run_without_a_graph():
     assert calls == [((6, 13), True, {"attention_mask"})]
 
 
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "dapo", "cispo"])
+def test_log_probabilities_of_an_earlier_step_may_be_given_back(preset):
+    """Those of a sequence that did not run are NaN, and it does not run again."""
+    model, loss = swap_lm_head(build("Llama", num_hidden_layers=1)), FusedLinearGRPOLoss(preset)
+    batch = make_batch("both")
+    first = policy_step(model, batch, loss)
+    assert first.per_token_logps.isnan().any()
+    again = policy_step(model, batch | {"old_per_token_logps": first.per_token_logps}, loss)
+    torch.testing.assert_close(again.loss, first.loss, rtol=1e-5, atol=1e-6)
+    assert all(metric.value.isfinite() for metric in again.metrics.values())
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_batch_without_a_gradient_has_a_loss_to_call_backward_on(counted):
     model, loss = build("Llama", num_hidden_layers=1), FusedLinearGRPOLoss("grpo")
