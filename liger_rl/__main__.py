@@ -57,7 +57,7 @@ def _said(part: Callable[..., str], *arguments: Any) -> str:
     try:
         return part(*arguments)
     except Exception as error:  # what does not work is what a report is for
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _hardware(device: torch.device) -> str:

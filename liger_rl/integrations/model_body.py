@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from liger_rl.head.support import Support
 
-# Attention that reads packed rows in time that is linear in their number, and what builds a mask for them.
-LINEAR = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-QUADRATIC = ("sdpa", "eager")
+# Attention that is given the ends of packed sequences, and what builds a mask for them: flex attention one of blocks,
+# which it may compile for each length of a row, the others one of all pairs of tokens.
+LINEAR = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+MASKED = ("flex_attention", "sdpa", "eager")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # Models without rotary embeddings in whose forwards a token's position is its column, where none is given. Others, such
 # as OPT, count the attention mask.
@@ -131,8 +132,8 @@ def _no_packing(
     others = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
     if others:
         return f"{name} has layers of type {', '.join(sorted(others))}"
-    if not _is_linear(attention) and attention not in QUADRATIC:
-        return f"attention {attention!r} is none of {', '.join((*LINEAR, *QUADRATIC))}"
+    if not _is_linear(attention) and attention not in MASKED:
+        return f"attention {attention!r} is none of {', '.join((*LINEAR, *MASKED))}"
     if inputs.get("use_cache"):
         return "use_cache is set"
     return None

@@ -154,10 +154,10 @@ def policy_steps(
         max_tokens: the most tokens that the model is given at once, padding included; None is one micro-batch.
         trim: whether padding leaves.
         packing: whether sequences are put one after the other in one row, told apart by position_ids. None does so
-            where the model's attention is "flash_attention_2", "_3", "_4", one of the hub's "flash-attn" kernels or
-            "flex_attention". True does it with "sdpa" and "eager", too, whose time and memory then grow with the
-            square of the row. Positions begin at 0 in each sequence. A model's first call tries out, on 32 tokens,
-            that its attention keeps sequences apart.
+            where the model's attention is "flash_attention_2", "_3", "_4" or one of the hub's "flash-attn" kernels.
+            True does it with "flex_attention", "sdpa" and "eager", too; the time and memory of the last two then grow
+            with the square of the row. Positions begin at 0 in each sequence. A model's first call tries out, on 32
+            tokens, that its attention keeps sequences apart.
         idle: sequences without a gradient are run with the others for "backward"; without a graph for "forward"; for
             "skip" as for "forward" where a metric needs them, else not at all, and their log-probabilities are NaN.
         group: process group whose ranks run the model together. None finds that of DDP, and those of FSDP2's and tensor

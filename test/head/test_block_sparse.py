@@ -158,6 +158,7 @@ def test_calls_without_a_gradient_do_not_count(monkeypatch):
 @pytest.mark.parametrize(("kind", "expected"), [("unsure", False), ("sure", True)])
 def test_the_loss_learns_whether_blocks_pay(kind, expected, monkeypatch):
     runs, backward = [], kept_share.record
+    monkeypatch.setattr(kept_share, "ONE_PASS_SHARE", 0.8)  # of 12 tiles, even a sure policy keeps two thirds
     monkeypatch.setattr(kept_share, "record", lambda *args: runs.append(args[1]) or backward(*args))
     (hidden, weight, _), targets, advantages = batch(kind, tokens=1024)
     loss = FusedLinearGRPOLoss("dapo", beta=0.0)

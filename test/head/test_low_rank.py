@@ -139,11 +139,11 @@ def test_on_triton_with_the_gradient_in_the_epilogue(dtype, monkeypatch):
 
     seen, gemm_grad = [], epilogue.gemm_grad
 
-    def recorded(hidden, weight, *rest):
+    def recorded(hidden, weight, *rest, **options):
         assert devices.aligned(hidden)
         assert devices.aligned(weight)
         seen.append(weight.shape)
-        return gemm_grad(hidden, weight, *rest)
+        return gemm_grad(hidden, weight, *rest, **options)
 
     if dtype == torch.float16:
         skip_where_misread(40)

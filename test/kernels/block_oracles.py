@@ -335,6 +335,7 @@ def grad_blocks(
     plan: BlockPlan,
     given: LeftOut,
     needs: tuple[bool, bool],
+    weight_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `blocks_triton.grad_blocks`, from the kept rows of one tile at a time."""
     hidden, weight, bias, targets, tokens, transform = inputs
@@ -342,7 +343,7 @@ def grad_blocks(
     wanted = slice(plan.wanted)
     hidden, targets, tokens, left_out = hidden[wanted], targets[wanted], tokens.take(wanted), left_out[wanted]
     grad_hidden = None if from_left_out is None else from_left_out[wanted]
-    grad_weight = torch.empty_like(weight) if needs[0] else None
+    grad_weight = torch.empty_like(weight, dtype=weight_dtype) if needs[0] else None
     grad_bias = torch.empty_like(bias) if needs[1] and bias is not None else None
     dropped = gemm.matmul(left_out.T, hidden)
     kept_rows = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[wanted]
