@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmark import (
     divergence,
     divergence_policy,
+    float32_head,
     replay_mismatch,
     row_losses,
     step,
@@ -16,7 +17,7 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "support", "distillation", "targets")
+NAMES = ("results", "choosing", "support", "distillation", "targets")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
@@ -24,6 +25,7 @@ OTHERS = {
     support.PREFIX: support.summary,
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
+    float32_head.PREFIX: float32_head.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
     tolerance_runs.PREFIX: tolerance_runs.markdown,

@@ -25,6 +25,7 @@ from liger_rl.head.engines import divergence_parts
 from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
+from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank, check_low_rank, low_rank_factors
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
@@ -269,6 +270,10 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
 
 def divergence_of(given: DivergenceCall) -> Divergence:
     """From a call to its results."""
+    return outside_of_graphs(_divergence_of)(given)
+
+
+def _divergence_of(given: DivergenceCall) -> Divergence:
     with paired(given) as (call, pair, options):
         if call.token_weights is None:
             return in_two_passes(call, pair, options)

@@ -13,6 +13,7 @@ from liger_rl.head.engines import support as support_engine
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
 from liger_rl.head.function import VALUES, Way, linear_values
+from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.low_rank import low_rank_factors
 from liger_rl.head.operator import linear_op, low_rank_inputs_op
@@ -81,7 +82,8 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
             named = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            named = dict(zip(VALUES, linear_values(head, engine_options, _way(head, engine_options)), strict=True))
+            values = outside_of_graphs(linear_values)(head, engine_options, _way(head, engine_options))
+            named = dict(zip(VALUES, values, strict=True))
     found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
     topk_ids = named.get("topk_ids")
     if topk_ids is not None:
@@ -119,7 +121,7 @@ def _over_support(
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     sorts = torch.is_grad_enabled() and call.head_needs
     head = head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad)
-    results = linear_values(head, options, Way.of(support_engine))
+    results = outside_of_graphs(linear_values)(head, options, Way.of(support_engine))
     # A copy, because the support may keep its slots and the caller may write to what it gets.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
     views = {name: None if part is None else part.view(shape) for name, part in named.items()}
