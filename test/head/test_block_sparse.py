@@ -122,9 +122,7 @@ def test_the_default_is_a_tolerance_of_1e_4(plans):
     assert plans[0].share < 1
 
 
-@pytest.mark.parametrize(
-    "given", [{"lse": True}, {"fixed_shape": True}, {"chunk_vocab": 256}, {"batch_invariant": True}]
-)
+@pytest.mark.parametrize("given", [{"lse": True}, {"fixed_shape": True}, {"batch_invariant": True}])
 def test_the_default_gives_way(given, plans):
     leaves, targets, grad = batch("sure")
     found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], **given)
@@ -321,7 +319,8 @@ def test_two_backwards_of_one_forward(plans):
 
 @BLOCKS
 def test_a_named_chunk_keeps_the_backward_exact():
-    leaves, targets, grad = batch("sure")
+    # Tiles in memory take the interpreter a while.
+    leaves, targets, grad = batch("sure", tokens=TOKENS if DEVICE.type == "cuda" else 40)
     expected = gradients(leaves, targets, grad, chunk_vocab=512)
     found = gradients(leaves, targets, grad, chunk_vocab=512, grad_tolerance=0.5)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
