@@ -1,5 +1,6 @@
 """Everything of a call of the head that is no tensor: its options, and the forms that engines and operators take."""
 
+import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
     PLANES,
+    auto_tolerance,
     check_budget,
     check_chunk,
     check_count,
@@ -28,9 +30,7 @@ IDENTITY = LogitTransform()
 AGREED = ("entropy", "lse", "topk", "precision", "fixed_shape")  # between ranks that share a vocabulary
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
-# Of "auto": half the time of the exact backward, and gradients that are as far from the truth to two digits, 2.4e-3,
-# which is what rounding to bfloat16 does to them.
-AUTO_TOLERANCE = 1e-4
+AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,9 @@ It runs whole where there is no GPU, too, in Triton's interpreter; there, withou
 """
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import oracles
 from devices import NEEDS_GPU
 from head_calls import run_triton
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, grpo, linear_logprobs, plan_linear_logprobs
+from liger_rl.head.checks import auto_tolerance
 from liger_rl.head.engines import choose, kept_share
 from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, TileBounds
 
@@ -128,6 +132,18 @@ def test_the_default_gives_way(given, plans):
     found = linear_logprobs(*leaves[:2], targets, bias=leaves[2], **given)
     (found.logps * grad).sum().backward()
     assert not plans
+
+
+def test_the_environment_names_another_default():
+    code = "from liger_rl.head.options import HeadOptions, resolved; import torch\n"
+    code += "print(resolved(HeadOptions(), torch.bfloat16).grad_tolerance)"
+    environment = {**os.environ, "LIGER_RL_GRAD_TOLERANCE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.strip() == "0.0", done.stderr
+    assert (auto_tolerance(None), auto_tolerance("1e-3")) == (1e-4, 1e-3)
+    for wrong in ("exact", "-1", "1", "nan"):
+        with pytest.raises(ValueError, match=rf"LIGER_RL_GRAD_TOLERANCE must be .* got '{wrong}'"):
+            auto_tolerance(wrong)
 
 
 def test_one_pass_pays_where_most_blocks_are_kept():
