@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 ONE_PASS_SHARE = 0.6
-CALLS = 16  # after so many in one pass, blocks are tried again, because a policy grows surer as it is trained
+CALLS = 16  # after so many in one pass, blocks are tried again, because training makes distributions surer
 
 _known = WeakIdKeyDictionary()  # weight -> [share, calls that asked since]
 
