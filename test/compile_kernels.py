@@ -29,7 +29,9 @@ from liger_rl.kernels import (
     compiled,
     devices,
     epilogue,
+    kept_pair,
     left_out_blocks_triton,
+    pair_epilogue,
     softmax,
     support_triton,
 )
@@ -251,6 +253,23 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     compiled.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
 
 
+def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
+    bias = ones(V, dtype=torch.bfloat16) if entropy else None
+    student = pair_epilogue.Student(hidden, weight, bias, torch.zeros(N, dtype=torch.long), 0, transform)
+    teacher, kept = Tile(ones(N, V), bias, transform), kept_pair.KeptPair.empty(N, V, CPU)
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        squares = entropy and measure.kind != MIXTURE
+        given = {"entropy": entropy, "targets": entropy, "squares": squares}
+        parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)
+        pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
+        tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
+        pair_epilogue.grad_pair(student, teacher, measure, tokens)
+        out = kept.values.view(torch.bfloat16)
+        kept_pair.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
+    kept_pair.mix_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+
+
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
     index = torch.arange(N) if entropy else slice(3, N)
     batch = PolicyBatch(
@@ -281,7 +300,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
+WITH_EPILOGUE = (in_the_epilogue, pairs_in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 
@@ -317,7 +336,7 @@ class Compiler:
     def launch(self, function: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
         # Shared memory is short in the product of our own alone, and differs from variant to variant.
-        varies = ".kernels.epilogue." in name or name.endswith("._sums_kernel")
+        varies = "epilogue." in name or name.endswith("._sums_kernel")
         once = not self.everything and self.driver.name != "sm90" and not varies
         if once and self.compiled[self.driver.name, name]:
             return None
@@ -358,8 +377,8 @@ class Compiler:
         known = epilogue.gluon_for
         epilogue.gluon_for = lambda device: overlapped
         # All off or all on: they take twice as long to compile as the others.
-        for case in OFF_AND_ON:
-            in_the_epilogue(*case)
+        for part, case in itertools.product((in_the_epilogue, pairs_in_the_epilogue), OFF_AND_ON):
+            part(*case)
         epilogue.gluon_for = known
 
     def compile_portable(self) -> None:

@@ -168,8 +168,9 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     monkeypatch.setattr(devices, "compiles", lambda device: True)
     if epilogue:
         monkeypatch.setattr(devices, "MIN_TOKENS", 1)
-        monkeypatch.setattr(
-            devices,
-            "applies",
-            lambda x, weight, planes=1: devices.call_lacks(*x.shape, x.dtype, weight.dtype, planes) is None,
-        )
+
+        def applies_to(tokens, hidden_size, dtype, weight, planes=1):
+            return devices.call_lacks(tokens, hidden_size, dtype, weight.dtype, planes) is None
+
+        monkeypatch.setattr(devices, "applies_to", applies_to)
+        monkeypatch.setattr(devices, "applies", lambda x, *rest: applies_to(*x.shape, x.dtype, *rest))

@@ -30,3 +30,8 @@ def epilogue_for(hidden: Tensor, weight: Tensor, planes: int = 1) -> ModuleType 
     float32, and becomes so many 16-bit matrices.
     """
     return import_module(f"{__name__}.epilogue") if devices.applies(hidden, weight, planes) else None
+
+
+def for_pairs() -> ModuleType:
+    """The same of two heads, where `devices.applies_to` says so: the module of `fold_pair` and `grad_pair`."""
+    return import_module(f"{__name__}.pair_epilogue")

@@ -227,11 +227,15 @@ def call_lacks(
 
 def applies(hidden: Tensor, weight: Tensor, planes: int = 1) -> bool:
     """Whether the product of our own takes hidden (N, H) @ weight (V, H).T; `planes` as in `call_lacks`."""
-    if not hidden.is_cuda or gpu_lacks(gpu_of(hidden.device)) is not None:
-        return False
     tokens, hidden_size = hidden.shape
-    lacks = call_lacks(tokens, hidden_size, hidden.dtype, weight.dtype, planes)
-    return lacks is None and aligned(hidden) and aligned(weight)
+    return applies_to(tokens, hidden_size, hidden.dtype, weight, planes) and aligned(hidden)
+
+
+def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor, planes: int = 1) -> bool:
+    """The same of aligned rows that are not there yet."""
+    if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
+        return False
+    return call_lacks(tokens, hidden_size, dtype, weight.dtype, planes) is None and aligned(weight)
 
 
 def realigned(rows: Tensor) -> Tensor:

@@ -127,6 +127,10 @@ class MixtureSums(NamedTuple):
     student: Tensor  # sum_v p_v (log p_v - log m_v)
     teacher: Tensor  # sum_v q_v (log q_v - log m_v)
 
+    @classmethod
+    def start(cls, like: Tensor) -> "MixtureSums":
+        return cls(torch.zeros_like(like), torch.zeros_like(like))
+
     def take(self, rows: slice) -> "MixtureSums":
         return MixtureSums(self.student[rows], self.teacher[rows])
 

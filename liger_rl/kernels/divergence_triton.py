@@ -10,19 +10,12 @@ from torch import Tensor
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.softmax import (
-    LOWEST_LOG_PROBABILITY,
-    gradient,
-    moment_around,
-    one_minus_exp,
-    times_derivative,
-    transformed,
-)
+from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
+from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
 from liger_rl.kernels.transform import LogitSteps
 
 NO_SUMS = TileSums._make([None] * 7)
-FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
 
 
 @triton.jit
@@ -47,18 +40,6 @@ def _weighted(weight, values):
 def _gap_around(gap, kept, shift, total):
     """As `divergence._around`."""
     return tl.where(kept > 0.0, kept * (gap + shift * total), 0.0)
-
-
-@triton.jit
-def _over_mixture(gap, beta):
-    """As `divergence._over_mixture`."""
-    lesser = gap <= 0.0
-    y = -tl.where(lesser, beta, 1.0 - beta) * one_minus_exp(-tl.abs(gap))
-    # log(1 + y) to float32's precision also near 0: the quotient takes out what rounding 1 + y has changed.
-    w = 1.0 + y
-    rounded = w - 1.0
-    larger = -tl.where(rounded == 0.0, y, tl.log(w) * (y / tl.where(rounded == 0.0, 1.0, rounded)))
-    return tl.where(lesser, larger, larger - gap), tl.where(lesser, larger + gap, larger)
 
 
 @triton.jit
@@ -199,7 +180,7 @@ def _mix_pair_kernel(
         z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
         log_p = z - norm
         log_q = t - teacher_norm
-        over, teacher_over = _over_mixture(log_q - log_p, beta)
+        over, teacher_over = over_mixture(log_q - log_p, beta)
         p = tl.exp(log_p)
         if tiles.x is not None:
             _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
@@ -238,16 +219,10 @@ def _grad_pair_kernel(
     log_p = z - tl.load(tokens.lse + token)
     log_q = t - tl.load(tokens.teacher_lse + token)
     p = tl.exp(log_p)
-    if KIND == FORWARD:
-        grad = p - tl.exp(log_q)
-    else:
+    value = 0.0
+    if KIND != FORWARD:
         value = tl.load(tokens.value + token)
-        if KIND == REVERSE:
-            grad = p * ((log_p - log_q) - value)
-        else:
-            over, _teacher_over = _over_mixture(log_q - log_p, beta)
-            grad = (1.0 - beta) * p * (over - value)
-        grad = tl.where(p > 0.0, grad, 0.0)
+    grad = divergence_gradient(log_p, log_q, p, tl.exp(log_q), value, beta, KIND)
     grad *= tl.load(tokens.grad + token)
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if (tokens.grad_logps is not None) | ENTROPY:
@@ -282,7 +257,7 @@ def fold_pair(
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), targets.contiguous(), state,
+                *given(student), *given(teacher), targets.contiguous(), state,
                 *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
@@ -302,7 +277,7 @@ def mix_pair(
     if n:
         with on(student.logits.device):
             _mix_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
+                *given(student), *given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
                 BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -317,12 +292,12 @@ def grad_pair(
         block = _block(columns)
         with on(student.logits.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
+                *given(student), *given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
                 columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 
-def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
+def given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
     """A tile as kernels take it."""
     assert tile.logits.stride(-1) == 1
     bias = None if tile.bias is None else tile.bias.contiguous()

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from liger_rl.kernels.pair_tiles import fold_pair_tile, pair_tile_gradient
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
-from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, part_of, tile_place, tokens_together
 
 # One H200, bf16, N = 8192, medians in turns with the product alone, this beside `epilogue`: 1.02 x for 1.04 x at
 # H = 4096, V = 128256; 1.04 x for 1.08 x at H = 2048, V = 151936. Then the fold's loads went behind the next product,
@@ -156,9 +157,59 @@ def _fold(
 
 
 @gluon.jit
-def _buffers(hidden, weight, out):
+def _rows_of(vector, tile):
+    """As the functions of these names in `pair_tiles`."""
+    return gl.convert_layout(vector, gl.SliceLayout(1, tile.type.layout))
+
+
+@gluon.jit
+def _like(vector, other):
+    return gl.convert_layout(vector, other.type.layout)
+
+
+@gluon.jit
+def _columns_of(tile):
+    return gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
+
+
+@gluon.jit
+def _pairs(
+    rows, entries, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
+    KIND: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """The fold of two heads, or with somewhere to store it the gradient."""
+    bias, targets, teacher, folds, squares, kept, gradients, tokens, vocab, first, steps, beta = given
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        logits = _begin(rows, entries, barriers, step, hidden_size, LOWER)
+        token_tile, vocab_tile = tile_place(tile, *where)
+        token = token_tile * (2 * HALF) + row
+        live = token < tokens
+        target = column_of(targets, token, live, first + vocab_tile * TILE_VOCAB)
+        logits, step = _product(logits, rows, entries, barriers, step, hidden_size, LOWER)
+        logits = _with_bias(logits, bias, vocab_tile, vocab)
+        if stored[0] is None:
+            fold_pair_tile(
+                logits, token, target, vocab_tile, tokens, vocab, teacher, folds, squares, kept, steps,
+                KIND, WHOLE, PARTS, _rows_of, _like, _columns_of, _at_column,
+            )  # fmt: skip
+        else:
+            for part in gl.static_range(PARTS):
+                own = part_of(logits, part, PARTS)
+                column = part * own.shape[1] + _columns_of(own)
+                grad = pair_tile_gradient(
+                    own, _rows_of(token, own), _rows_of(live, own), _rows_of(target, own), column,
+                    vocab_tile * TILE_VOCAB, teacher, vocab, gradients, steps, beta, KIND, WHOLE,
+                )  # fmt: skip
+                start = vocab_tile * TILE_VOCAB + part * own.shape[1]
+                _store(stored, token_tile * (2 * HALF) + LOWER * HALF, start, grad)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _buffers(hidden, weight, out, stages: gl.constexpr):
     """-> those of the rows of either half, of the entries and of what either half stores, and the barriers."""
-    stages: gl.constexpr = STAGES if out is None else STORING_STAGES
     upper = gl.allocate_shared_memory(hidden.dtype, [stages, HALF, TILE_HIDDEN], hidden.layout)
     lower = gl.allocate_shared_memory(hidden.dtype, [stages, HALF, TILE_HIDDEN], hidden.layout)
     entries = gl.allocate_shared_memory(weight.dtype, [stages, TILE_VOCAB, TILE_HIDDEN], weight.layout)
@@ -197,7 +248,8 @@ def fold_kernel(
     given = (bias, targets, folds, tokens, vocab, steps)
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
-    upper, lower, entries, upper_out, lower_out, barriers = _buffers(hidden, weight, kept)
+    stages: gl.constexpr = STAGES if kept is None else STORING_STAGES
+    upper, lower, entries, upper_out, lower_out, barriers = _buffers(hidden, weight, kept, stages)
     gl.warp_specialize(
         [
             (_fold, (
@@ -207,6 +259,57 @@ def fold_kernel(
             (_fold, (
                 lower, entries, barriers, (kept, lower_out), where, tiles, hidden_size, given, True, LEVELLED,
                 WHOLE,
+            )),
+            (_load, (hidden, weight, upper, lower, entries, barriers, where, tiles, hidden_size)),
+        ],
+        [WARPS, LOADING_WARPS],
+        [REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def pair_kernel(
+    hidden,  # descriptor of (tokens, H)
+    weight,  # descriptor of (vocab, H)
+    out,  # descriptor of (tokens, vocab), or None
+    bias,
+    targets,
+    teacher,
+    teacher_stride,
+    teacher_bias,
+    teacher_steps,
+    parts,
+    squares,
+    values,
+    ratios,
+    kept_stride,
+    gradients,
+    tokens,
+    vocab,
+    first,
+    hidden_size,
+    steps,
+    beta,
+    KIND: gl.constexpr,
+    WHOLE: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """The arguments are those of `pair_epilogue._gemm_pair_kernel`."""
+    token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
+    of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
+    kept = (values, ratios, kept_stride)
+    given = (bias, targets, of_teacher, parts, squares, kept, gradients, tokens, vocab, first, steps, beta)
+    tiles = token_tiles * vocab_tiles
+    where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
+    # What is stored is a part of a tile at a time, beside which every stage fits.
+    upper, lower, entries, upper_out, lower_out, barriers = _buffers(hidden, weight, out, STAGES)
+    gl.warp_specialize(
+        [
+            (_pairs, (
+                upper, entries, barriers, (out, upper_out), where, tiles, hidden_size, given, False, KIND, WHOLE, PARTS,
+            )),
+            (_pairs, (
+                lower, entries, barriers, (out, lower_out), where, tiles, hidden_size, given, True, KIND, WHOLE, PARTS,
             )),
             (_load, (hidden, weight, upper, lower, entries, barriers, where, tiles, hidden_size)),
         ],
@@ -233,10 +336,24 @@ def launch(
     **constants: Any,
 ) -> None:
     """The fold, with the descriptors that its arguments begin with, and what follows these."""
-    fold_kernel[(programs,)](
+    _start(fold_kernel, programs, hidden, weight, out, TILE_VOCAB.value, *arguments, **constants)
+
+
+def launch_pair(
+    programs: int, hidden: Tensor, weight: Tensor, out: Tensor | None, *arguments: Any, PARTS: int, **constants: Any
+) -> None:
+    """The same of two heads."""
+    width = TILE_VOCAB.value // PARTS
+    _start(pair_kernel, programs, hidden, weight, out, width, *arguments, **constants, PARTS=PARTS)
+
+
+def _start(
+    kernel: Any, programs: int, hidden: Tensor, weight: Tensor, out: Tensor | None, width: int, *arguments, **constants
+) -> None:
+    kernel[(programs,)](
         _descriptor(hidden, HALF.value, TILE_HIDDEN.value),
         _descriptor(weight, TILE_VOCAB.value, TILE_HIDDEN.value),
-        None if out is None else _descriptor(out, HALF.value, TILE_VOCAB.value),
+        None if out is None else _descriptor(out, HALF.value, width),
         *arguments,
         **constants,
         num_warps=WARPS.value,

@@ -18,7 +18,7 @@ most 2 S in all. It keeps float32 logits of both heads over the whole vocabulary
 gradient is summed over the chunks in float32. Each chunk reads and writes this sum once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.pair_products import KEPT_BYTES, Folded, PairProducts, PairValues, Side
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
-from liger_rl.head.engines.totals import OnePassPlan, Totals, free_tile_vocab
-from liger_rl.head.low_rank import LowRankRows
+from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import for_device, gemm
@@ -66,65 +66,15 @@ class PairOptions(NamedTuple):
     targets: bool  # whether log-probabilities at the targets are wanted
 
 
-class PairValues(NamedTuple):
-    """What the forward gives of the tokens that count, (n,) float32 each."""
-
-    divergence: Tensor
-    statistics: PairStatistics
-    # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
-    value: Tensor
-    bounds: TileBounds | None = None  # where they were asked for and there can be some
-
-
 # (places in the live tokens (m,), their divergence (m,), their other numbers) -> dL/d divergence (m,), and dL/dlogp and
 # dL/dentropy (m,) or None
 PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-class _Side:
-    """One head's gathered rows, from which its tiles are made."""
-
-    def __init__(self, rows: Head, options: EngineOptions) -> None:
-        self.rows, self.options = rows, options
-        self.low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
-        self.factor = rows.hidden if self.low_rank is None else self.low_rank.beside_rows(rows.hidden)
-
-    @property
-    def converts(self) -> bool:
-        """Whether a tile of the weight is a copy of a part of it, in another dtype or beside a low-rank factor."""
-        dtype, weight = self.options.compute_dtype, self.rows.weight
-        as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, products of 16-bit numbers are made in float32
-        return weight.dtype != dtype or self.low_rank is not None or not as_it_is
-
-    def weight_tile(self, first: int, last: int) -> Tensor:
-        """(v, H) in the compute dtype, without a low-rank term."""
-        return self.rows.weight[first:last].to(self.options.compute_dtype)
-
-    def factor_tile(self, weight_tile: Tensor, first: int) -> Tensor:
-        return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
-
-    def width(self, vocab: int) -> int:
-        """Columns at a time where those of the whole vocabulary are made."""
-        return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
-
-    def whole_tile(self, part: slice, vocab: int) -> Tile:
-        """Of the whole vocabulary, without a low-rank term."""
-        factor, bias = self.factor[part], self.rows.bias
-        logits = torch.empty(factor.shape[0], vocab, dtype=torch.float32, device=factor.device)
-        for first, last in spans(vocab, self.width(vocab)):
-            gemm.write(logits[:, first:last], factor, self.weight_tile(first, last).T)
-        return Tile(logits, None if bias is None else bias[:vocab], self.options.transform)
-
-    def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
-        bias = self.rows.bias
-        bias_tile = None if bias is None else bias[first : first + factor_tile.shape[0]]
-        return Tile(gemm.matmul(self.factor[part], factor_tile.T), bias_tile, self.options.transform)
-
-
-def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[_Side, _Side]:
+def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side, Side]:
     student = pair.student.gathered(options.student.compute_dtype, live)
     teacher = pair.teacher.gathered(options.teacher.compute_dtype, live)
-    return _Side(student, options.student), _Side(teacher, options.teacher)
+    return Side(student, options.student), Side(teacher, options.teacher)
 
 
 def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
@@ -146,7 +96,8 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     def sums_of(part: slice, first: int) -> TileSums | None:
         return None if tile_sums is None else tile_sums.part(part, first)
 
-    def finished(values: PairValues) -> PairValues:
+    def finished(state: PairFold, sums: MixtureSums | None = None) -> PairValues:
+        values = PairValues.of(PairStatistics.of(state, measure), measure, sums)
         if tile_sums is None:
             return values
         lse, teacher_lse = values.statistics[:2]
@@ -161,13 +112,14 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
         return state if shard is None else state.over_ranks(measure, shard.maximum, shard.total)
 
     if measure.kind != MIXTURE:
-        _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
-        state = over_ranks(state)
-        statistics = PairStatistics.of(state, measure)
-        assert statistics.divergence is not None
-        return finished(PairValues(statistics.divergence, statistics, statistics.divergence))
+        products = PairProducts.of(student, teacher, pair.vocab, measure)
+        if products is None:
+            _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
+        else:
+            state = products.fold(targets=options.targets, sums=tile_sums)
+        return finished(over_ranks(state))
 
-    sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
+    sums = MixtureSums.start(state.peak)
 
     def mix(own: Tile, other: Tile, part: slice, first: int) -> None:
         known = PairStatistics.of(state.take(part), measure)
@@ -187,15 +139,10 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
         _sweep(pair, student, teacher, tiles, mix)
         if shard is not None:
             sums = MixtureSums(*shard.total(torch.stack(sums)))
-    return finished(PairValues(_mixed(measure, sums), PairStatistics.of(state, measure), sums.student))
+    return finished(state, sums)
 
 
-def _mixed(measure: Measure, sums: MixtureSums) -> Tensor:
-    """The divergence of a mixture."""
-    return (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
-
-
-def _sweep(pair: Pair, student: _Side, teacher: _Side, tiles: Tiles, step: Callable[..., None]) -> None:
+def _sweep(pair: Pair, student: Side, teacher: Side, tiles: Tiles, step: Callable[..., None]) -> None:
     """step(student's tile, teacher's tile, tokens, first column) for each pair of tiles, whose memory it gives back."""
     token_spans = spans(student.factor.shape[0], tiles.tokens)
     for first, last in spans(pair.vocab, tiles.vocab):
@@ -229,7 +176,7 @@ def _tiles(
     return tiles._replace(vocab=max(tiles.vocab // TILE_VOCAB, 1) * TILE_VOCAB)
 
 
-def _whole_rows(pair: Pair, student: _Side, teacher: _Side) -> int | None:
+def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
     """Tokens whose logits of the whole vocabulary fit the workspace; None where two sweeps are better."""
     if student.options.names_chunk or student.converts or teacher.converts:
         return None
@@ -265,17 +212,21 @@ def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: Pa
     """Gradients of the tokens in `live`, whose numbers `tokens` are. Padding entries of the vocabulary get 0."""
     student, teacher = _sides(pair, options, live)
     rows, dtype = student.rows, options.student.compute_dtype
-    kernels = for_device(rows.weight.device)
-    tiles = _tiles(
-        pair, options, tokens.lse.numel(), bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0
-    )
+    kernels, n = for_device(rows.weight.device), tokens.lse.numel()
+    products = PairProducts.of(student, teacher, pair.vocab, options.measure)
+    if products is not None:
+        tiles = products.gradient_tiles(n)
+    else:
+        tiles = _tiles(pair, options, n, bytes_per_gradient=dtype.itemsize if dtype != torch.float32 else 0)
     factors: dict[int, list[Tensor]] = {}
 
     def tile_gradient(first: int, last: int, start: int, stop: int) -> Tensor:
+        part = slice(start, stop)
+        if products is not None:
+            return products.gradient(part, first, last, tokens.take(part))
         if first not in factors:  # of the tile before, which parts of the tokens share
             factors.clear()
             factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
-        part = slice(start, stop)
         own, other = (
             side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
         )
@@ -294,40 +245,68 @@ def one_pass(
     The student's head has no low-rank term.
     """
     student, teacher = _sides(pair, options, pair.student.live)
-    measure, rows, dtype, live = options.measure, student.rows, options.student.compute_dtype, pair.student.live
-    n, device, vocab = student.factor.shape[0], student.factor.device, pair.vocab
-    kernels = for_device(device)
-    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
-    sums = MixtureSums(torch.zeros_like(state.peak), torch.zeros_like(state.peak))
+    measure, live, n = options.measure, pair.student.live, student.factor.shape[0]
+    weight, vocab = student.rows.weight, pair.vocab
     chunks = spans(n, one_pass_tokens(pair, options))
-    sum_dtype = rows.weight.dtype if len(chunks) == 1 and rows.weight.dtype == dtype else torch.float32
+    same_dtype = weight.dtype == options.student.compute_dtype
+    sum_dtype = weight.dtype if len(chunks) == 1 and same_dtype else torch.float32
     totals = Totals(
         pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
     )
     if totals.weight is not None:
         totals.weight[vocab:] = 0
+    products = PairProducts.of(student, teacher, vocab, measure)
+    found: list[PairValues] = []
     for start, stop in chunks:
         part = slice(start, stop)
-        own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
-        kernels.fold_pair(own, other, rows.targets[part], 0, measure, state.take(part))
-        known = PairStatistics.of(state.take(part), measure)
-        if measure.kind == MIXTURE:
-            kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part))
-        divergence = _mixed(measure, sums.take(part)) if known.divergence is None else known.divergence
-        value = sums.student[part] if known.divergence is None else divergence
-        tokens = PairGradients.of(known, value, *gradients_of(part, divergence, known))
-        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
-        kernels.grad_pair(own, other, rows.targets[part], 0, measure, tokens, tile)
-        del own, other  # or they would stay alive while the products, and the next pair, are allocated
+        if products is None:
+            values, gradient = _folded(student, teacher, part, vocab, options)
+        else:
+            values, gradient = products.folded(part, targets=options.targets)
+        grads = gradients_of(part, values.divergence, values.statistics)
+        tile = gradient(PairGradients.of(values.statistics, values.value, *grads))
+        del gradient  # or what it reads would stay alive while the products, and the next pair, are allocated
         _add_products(totals, student, tile, part, live, vocab)
         del tile
-    statistics = PairStatistics.of(state, measure)
-    if statistics.divergence is not None:
-        return PairValues(statistics.divergence, statistics, statistics.divergence), totals.finish()
-    return PairValues(_mixed(measure, sums), statistics, sums.student), totals.finish()
+        found.append(values)
+    if not found:
+        return forward(pair, options), totals.finish()
+    return _joined(found), totals.finish()
 
 
-def _add_products(totals: Totals, student: _Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
+def _folded(student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions) -> Folded:
+    """From float32 rows of both heads, which the gradient takes the place of where it is float32, too."""
+    own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
+    measure, targets, dtype = options.measure, student.rows.targets[part], options.student.compute_dtype
+    kernels, device = for_device(own.logits.device), own.logits.device
+    state = PairFold.start(
+        part.stop - part.start, device, measure, entropy=options.student.entropy, targets=options.targets
+    )
+    kernels.fold_pair(own, other, targets, 0, measure, state)
+    known = PairStatistics.of(state, measure)
+    sums = None
+    if measure.kind == MIXTURE:
+        sums = MixtureSums.start(state.peak)
+        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums)
+
+    def gradient(tokens: PairGradients) -> Tensor:
+        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
+        kernels.grad_pair(own, other, targets, 0, measure, tokens, tile)
+        return tile
+
+    return PairValues.of(known, measure, sums), gradient
+
+
+def _joined(found: Sequence[PairValues]) -> PairValues:
+    """Of tokens one after the other."""
+    statistics = PairStatistics._make(
+        None if parts[0] is None else torch.cat(parts) for parts in zip(*(v.statistics for v in found), strict=True)
+    )
+    divergence, value = (torch.cat([getattr(v, name) for v in found]) for name in ("divergence", "value"))
+    return PairValues(divergence, statistics, value)
+
+
+def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
     hidden, grad_rows = student.factor[part], None
     for first, last in spans(vocab, student.width(vocab)):
         columns = tile[:, first:last]
@@ -349,7 +328,9 @@ def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     """Tokens of a chunk of one pass."""
     if options.student.chunk_tokens is not None:
         return options.student.chunk_tokens
-    device, itemsize = pair.student.hidden.device, options.student.compute_dtype.itemsize
-    per_token = pair.vocab * (_bytes_per_logit(device) + (itemsize if itemsize < 4 else 0))
+    device, dtype = pair.student.hidden.device, options.student.compute_dtype
+    per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
+    if PairProducts.apply(pair.student, options.student):
+        per_token = KEPT_BYTES * pair.vocab
     tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)

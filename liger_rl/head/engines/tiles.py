@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from liger_rl.head.options import EngineOptions
-from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 
 # Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
 # beside what a training step holds anyway. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) this
@@ -34,6 +34,17 @@ def plan_tiles(
     bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
     columns = WORKSPACE_BYTES[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
+
+
+def whole_waves(tokens: int, columns: int, programs: int) -> int:
+    """At most so many columns, and at least half of them, whose tiles keep all programs busy to the end."""
+    rows, most = -(-tokens // BLOCK_TOKENS), max(columns // BLOCK_VOCAB, 1)
+
+    def busy(tiles: int) -> float:
+        work = rows * tiles
+        return round(work / (-(-work // programs) * programs), 2)
+
+    return BLOCK_VOCAB * max(range(-(-most // 2), most + 1), key=lambda tiles: (busy(tiles), tiles))
 
 
 def kind_of(device: torch.device) -> str:

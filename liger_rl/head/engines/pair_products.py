@@ -1,0 +1,189 @@
+"""One head's side of a pair, and what is made where the student's product has an epilogue of its own.
+
+The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so that no tile of the
+student's logits reaches memory.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.engines.interface import Head
+from liger_rl.head.engines.tiles import MAX_CHUNK_TOKENS, WORKSPACE_BYTES, Tiles, kind_of, spans, whole_waves
+from liger_rl.head.engines.totals import free_tile_vocab
+from liger_rl.head.low_rank import LowRankRows
+from liger_rl.head.options import EngineOptions
+from liger_rl.kernels import devices, for_pairs, gemm
+from liger_rl.kernels.divergence import (
+    MIXTURE,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    PairStatistics,
+    Tile,
+    TileSums,
+)
+from liger_rl.kernels.divergence_tiles import TileBounds
+
+# Of the teacher's logits at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged at a time.
+TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
+KEPT_BYTES = 4  # of an entry, with what a gradient needs of both heads
+
+
+class Side:
+    """One head's gathered rows, from which its tiles are made."""
+
+    def __init__(self, rows: Head, options: EngineOptions) -> None:
+        self.rows, self.options = rows, options
+        self.low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
+        self.factor = rows.hidden if self.low_rank is None else self.low_rank.beside_rows(rows.hidden)
+
+    @property
+    def converts(self) -> bool:
+        """Whether a tile of the weight is a copy of a part of it, in another dtype or beside a low-rank factor."""
+        dtype, weight = self.options.compute_dtype, self.rows.weight
+        as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, products of 16-bit numbers are made in float32
+        return weight.dtype != dtype or self.low_rank is not None or not as_it_is
+
+    def weight_tile(self, first: int, last: int) -> Tensor:
+        """(v, H) in the compute dtype, without a low-rank term."""
+        return self.rows.weight[first:last].to(self.options.compute_dtype)
+
+    def factor_tile(self, weight_tile: Tensor, first: int) -> Tensor:
+        return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
+
+    def width(self, vocab: int) -> int:
+        """Columns at a time where those of the whole vocabulary are made."""
+        return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
+
+    def whole_tile(self, part: slice, vocab: int) -> Tile:
+        """Of the whole vocabulary, without a low-rank term."""
+        factor, bias = self.factor[part], self.rows.bias
+        logits = torch.empty(factor.shape[0], vocab, dtype=torch.float32, device=factor.device)
+        for first, last in spans(vocab, self.width(vocab)):
+            gemm.write(logits[:, first:last], factor, self.weight_tile(first, last).T)
+        return Tile(logits, None if bias is None else bias[:vocab], self.options.transform)
+
+    def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
+        bias = self.rows.bias
+        bias_tile = None if bias is None else bias[first : first + factor_tile.shape[0]]
+        return Tile(gemm.matmul(self.factor[part], factor_tile.T), bias_tile, self.options.transform)
+
+
+class PairValues(NamedTuple):
+    """What the forward gives of the tokens that count, (n,) float32 each."""
+
+    divergence: Tensor
+    statistics: PairStatistics
+    # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
+    value: Tensor
+    bounds: TileBounds | None = None  # where they were asked for and there can be some
+
+    @classmethod
+    def of(cls, known: PairStatistics, measure: Measure, sums: MixtureSums | None) -> "PairValues":
+        """`sums` are those of a mixture."""
+        if known.divergence is not None:
+            return cls(known.divergence, known, known.divergence)
+        assert sums is not None
+        mixed = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
+        return cls(mixed, known, sums.student)
+
+
+# The values of some tokens, and what makes dL/dlogits (n, V) of their gradients, once.
+Folded = tuple[PairValues, Callable[[PairGradients], Tensor]]
+
+
+class PairProducts:
+    """Folds and gradients of the student's product beside the teacher's tiles."""
+
+    def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
+        self.epilogue, self.student, self.teacher = epilogue, student, teacher
+        self.vocab, self.measure = vocab, measure
+
+    @staticmethod
+    def apply(student: Head, options: EngineOptions) -> bool:
+        """Whether the student's product has such an epilogue; `student` need not be gathered."""
+        if student.low_inputs is not None or not options.chunks_are_free:
+            return False
+        tokens, hidden_size = student.live.count, student.hidden.shape[1]
+        return devices.applies_to(tokens, hidden_size, options.compute_dtype, student.weight)
+
+    @classmethod
+    def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
+        """None where they do not apply."""
+        if not cls.apply(student.rows, student.options) or not devices.aligned(student.factor):
+            return None
+        return cls(for_pairs(), student, teacher, vocab, measure)
+
+    def _tile(self, part: slice, first: int, last: int) -> tuple:
+        """What the epilogue takes of tokens and of entries: the student's factors and the teacher's logits."""
+        rows, teacher = self.student.rows, self.teacher
+        student = self.epilogue.Student(
+            self.student.factor[part],
+            rows.weight[first:last],
+            None if rows.bias is None else rows.bias[first:last],
+            rows.targets[part],
+            first,
+            self.student.options.transform,
+        )
+        return student, teacher.tile(part, teacher.factor_tile(teacher.weight_tile(first, last), first), first)
+
+    def _columns(self, tokens: int, bytes_per_logit: int, most_bytes: int) -> int:
+        """Entries of a tile of so many tokens."""
+        programs = self.epilogue.device_programs(self.student.factor.device)
+        return min(whole_waves(tokens, most_bytes // (bytes_per_logit * tokens), programs), self.vocab)
+
+    def gradient_tiles(self, tokens: int) -> Tiles:
+        """Those of `gradient`, of so many tokens in all."""
+        kind = kind_of(self.student.factor.device)
+        tokens = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
+        per_logit = 4 + self.student.options.compute_dtype.itemsize
+        return Tiles(tokens, self._columns(tokens, per_logit, WORKSPACE_BYTES[kind]))
+
+    def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
+        """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
+        n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
+        parts = self.epilogue.Parts.unwritten(
+            n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
+        )
+        kept = parts.kept(self.vocab) if keep else None
+        for first, last in spans(self.vocab, self._columns(n, 4, TEACHER_BYTES)):
+            student, teacher = self._tile(part, first, last)
+            self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
+            del teacher  # or it would stay alive while the next one is allocated
+        if sums is not None:
+            parts.tile_sums(self.measure, sums)
+        return parts.merged(self.measure), kept
+
+    def fold(self, *, targets: bool, sums: TileSums | None) -> PairFold:
+        """Of all tokens; `sums` are written."""
+        folds = []
+        for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS):
+            part = slice(start, stop)
+            here = None if sums is None else sums.part(part, 0)
+            folds.append(self._fold(part, targets=targets, sums=here, keep=False)[0])
+        return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
+
+    def folded(self, part: slice, *, targets: bool) -> Folded:
+        """Of some tokens, which keep what the gradient takes the place of."""
+        fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
+        known, sums = PairStatistics.of(fold, self.measure), None
+        if self.measure.kind == MIXTURE:
+            sums = MixtureSums.start(known.lse)
+            self.epilogue.mix_kept(kept, self.measure, known.lse, known.teacher_lse, sums)
+        options, ids = self.student.options, self.student.rows.targets[part]
+
+        def gradient(tokens: PairGradients) -> Tensor:
+            out = kept.values.view(options.compute_dtype)
+            self.epilogue.grad_kept_pair(kept, ids, options.transform, self.measure, tokens, out)
+            return out
+
+        return PairValues.of(known, self.measure, sums), gradient
+
+    def gradient(self, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
+        """-> dL/dlogits of the student in some tokens' columns, in the compute dtype."""
+        return self.epilogue.grad_pair(*self._tile(part, first, last), self.measure, tokens)

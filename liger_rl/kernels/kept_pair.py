@@ -1,0 +1,180 @@
+"""What a forward keeps of two heads' logits so that a divergence's gradient needs no second products, in Triton.
+
+With a = z - peak and b = t - teacher_peak, over a tile of the vocabulary whose peaks these are, each entry keeps
+
+    value   max(exp(a), exp(b)), in (0, 1]
+    ratio   a - b
+
+in float16. The smaller exponential is the larger one times exp(-|ratio|). What underflows is under 2^-24 of the largest
+entry of its head beside it. Both exponentials share the rounding of the larger one, and a ratio is rounded relative to
+itself. So p - q and log p - log q have a relative error of 2^-11 however near the heads are, an eighth of what rounding
+the gradient to bfloat16 adds. Two exponentials would have p - q to 2^-11 of p alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
+from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
+from liger_rl.kernels.pair_tiles import FORWARD, divergence_gradient, over_mixture
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    LOWEST_LOG_PROBABILITY,
+    flushed_exp,
+    gradient,
+    rough_log,
+    tanh_square,
+    times_derivative,
+)
+from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+TILES, WARPS = 4, 2  # vocabulary tiles of a program, or of a step of its loop
+
+
+class KeptPair(NamedTuple):
+    """Of n tokens over the whole vocabulary."""
+
+    values: Tensor  # (n, V) float16
+    ratios: Tensor  # (n, V) float16
+    peaks: Tensor  # (tiles, n) float32, of the student over BLOCK_VOCAB entries
+    teacher_peaks: Tensor  # (tiles, n) float32
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, peaks: Tensor, teacher_peaks: Tensor) -> "KeptPair":
+        per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
+        width = -(-vocab // per_alignment) * per_alignment
+        values, ratios = torch.empty(2, n, width, dtype=torch.float16, device=peaks.device)[..., :vocab].unbind()
+        return cls(values, ratios, peaks, teacher_peaks)
+
+
+@triton.jit
+def _loaded(kept, row, tile, columns, stride, peak_stride, lse, teacher_lse, TILE_VOCAB: tl.constexpr):
+    """-> column, inside, p, q, log p - log q and the student's peaks of some tiles (T, TILE_VOCAB) of a row.
+
+    log p - log q is 0 where neither has a probability.
+    """
+    column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
+    inside = column < columns
+    known = tile * TILE_VOCAB < columns
+    larger = tl.load(kept.values + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    ratio = tl.load(kept.ratios + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    place = tile.to(tl.int64) * peak_stride + row
+    peak = tl.load(kept.peaks + place, mask=known, other=LOWEST)
+    teacher_peak = tl.load(kept.teacher_peaks + place, mask=known, other=LOWEST)
+    below, teacher_below = peak - lse, teacher_peak - teacher_lse
+    p = larger * flushed_exp(tl.minimum(ratio, 0.0) + below[:, None])
+    q = larger * flushed_exp(teacher_below[:, None] - tl.maximum(ratio, 0.0))
+    gap = tl.where(larger > 0.0, ratio + (below - teacher_below)[:, None], 0.0)
+    return column, inside, p, q, gap, peak
+
+
+@triton.jit
+def _mix_kept_kernel(
+    kept,  # `KeptPair`
+    stride,
+    peak_stride,
+    lse,
+    teacher_lse,
+    sums,  # `MixtureSums`, written
+    columns,
+    beta,
+    TILES: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    norm, teacher_norm = tl.load(lse + row), tl.load(teacher_lse + row)
+    total = tl.zeros((TILES,), tl.float32)
+    teacher_total = tl.zeros((TILES,), tl.float32)
+    for first in range(0, tl.cdiv(columns, TILE_VOCAB), TILES):
+        tile = first + tl.arange(0, TILES)
+        _column, _inside, p, q, gap, _peak = _loaded(
+            kept, row, tile, columns, stride, peak_stride, norm, teacher_norm, TILE_VOCAB
+        )
+        over, teacher_over = over_mixture(-gap, beta)
+        total += tl.sum(tl.where(p > 0.0, p * over, 0.0), 1)
+        teacher_total += tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0), 1)
+    tl.store(sums.student + row, tl.sum(total))
+    tl.store(sums.teacher + row, tl.sum(teacher_total))
+
+
+@triton.jit
+def _grad_kept_pair_kernel(
+    kept,  # `KeptPair`
+    stride,
+    peak_stride,
+    out,
+    out_stride,
+    targets,
+    tokens,  # `PairGradients`
+    columns,
+    steps,
+    beta,
+    KIND: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    lse = tl.load(tokens.lse + row)
+    column, inside, p, q, gap, peak = _loaded(
+        kept, row, tile, columns, stride, peak_stride, lse, tl.load(tokens.teacher_lse + row), TILE_VOCAB
+    )
+    value = 0.0
+    if KIND != FORWARD:
+        value = tl.load(tokens.value + row)
+    grad = divergence_gradient(gap, 0.0, p, q, value, beta, KIND) * tl.load(tokens.grad + row)
+    # Where an exponential underflowed any finite logarithm will do: the probability beside it is 0. Not compiled where
+    # neither an entropy nor a softcap reads it.
+    log_p = tl.maximum(rough_log(p), LOWEST_LOG_PROBABILITY)
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if (tokens.grad_logps is not None) | ENTROPY:
+        g, e, entropy, at_target = 0.0, 0.0, 0.0, 0.0
+        hit = column < 0
+        if tokens.grad_logps is not None:
+            g = tl.load(tokens.grad_logps + row)
+            at_target = tl.load(tokens.at_target + row)
+            hit = column == tl.load(targets + row)
+        if ENTROPY:
+            e = tl.load(tokens.grad_entropy + row)
+            entropy = tl.load(tokens.entropy + row)
+        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
+    square = 0.0
+    if steps.cap is not None:
+        square = tanh_square(tl.minimum(log_p + lse, peak[:, None]), steps)
+    grad = times_derivative(grad, square, steps)
+    tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def mix_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
+    """As `divergence.mix_pair` over the whole vocabulary; the sums (n,) are written."""
+    n, columns = kept.values.shape
+    if n:
+        with on(lse.device):
+            _mix_kept_kernel[(n,)](
+                kept, kept.values.stride(0), kept.peaks.stride(0), lse.contiguous(), teacher_lse.contiguous(), sums,
+                columns, measure.beta, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=2 * WARPS,
+            )  # fmt: skip
+
+
+def grad_kept_pair(
+    kept: KeptPair,
+    targets: Tensor,  # (n,)
+    transform: LogitTransform,
+    measure: Measure,
+    tokens: PairGradients,  # (n,) each
+    out: Tensor,  # (n, V) any float dtype; may have the memory of the values
+) -> None:
+    """dL/dx of the student's logits, as `divergence.grad_pair` over the whole vocabulary."""
+    n, columns = out.shape
+    if n:
+        with on(out.device):
+            _grad_kept_pair_kernel[(n, triton.cdiv(columns, TILES * BLOCK_VOCAB))](
+                kept, kept.values.stride(0), kept.peaks.stride(0), out, out.stride(0), targets.contiguous(),
+                tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
+                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=WARPS,
+            )  # fmt: skip

@@ -1,0 +1,246 @@
+"""Fold and gradient of two heads in the epilogue of the student's product, which reads the teacher's logits.
+
+The teacher's tile of logits is in memory: any product makes it. The student's is in registers when the teacher's
+numbers come, so of the two float32 tiles one is never written. `pair_tiles` says what is done with them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
+from liger_rl.kernels.divergence import REVERSE, TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
+from liger_rl.kernels.divergence_triton import given
+from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
+from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
+from liger_rl.kernels.kept_pair import KeptPair, grad_kept_pair, mix_kept
+from liger_rl.kernels.matrix_triton import matrix, store
+from liger_rl.kernels.pair_tiles import columns_of, fold_pair_tile, like, pair_tile_gradient, rows_of
+from liger_rl.kernels.tile_epilogues import at_column, column_of, part_of, tile_place, tokens_together
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+__all__ = ["Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "mix_kept"]
+
+# Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
+PARTS = 4
+
+
+class Squares(NamedTuple):
+    """Of the x and y of `TileSums` over tiles of PRODUCT_VOCAB entries, (tiles, n) float32."""
+
+    xx: Tensor | None  # sum_v x_v^2
+    xy: Tensor | None
+    yy: Tensor | None
+
+
+class Parts(NamedTuple):
+    """The fold of each tile of PRODUCT_VOCAB entries by itself, and of n tokens what no tile has a part of."""
+
+    fold: PairFold  # (tiles, n) each, but the targets' logits (n,)
+    squares: Squares
+
+    @classmethod
+    def unwritten(
+        cls, n: int, vocab: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool, squares: bool
+    ) -> "Parts":
+        empty = PairFold.start(0, device, measure, entropy=entropy, targets=targets)
+        tiles = -(-vocab // PRODUCT_VOCAB)
+        names = [name for name, part in empty._asdict().items() if part is not None and "target" not in name]
+        made = torch.empty(len(names) + 3 * squares, tiles, n, dtype=torch.float32, device=device).unbind()
+        fold = PairFold._make((empty._asdict() | dict(zip(names, made, strict=False))).values())
+        if targets:
+            # Written by the tile that has them, which in a part of the vocabulary may be none.
+            target, teacher_target = torch.zeros(2, n, dtype=torch.float32, device=device).unbind()
+            fold = fold._replace(target=target, teacher_target=teacher_target)
+        return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
+
+    def kept(self, vocab: int) -> KeptPair:
+        """To be written beside the fold, whose peaks are its own."""
+        return KeptPair.empty(self.fold.peak.shape[1], vocab, self.fold.peak, self.fold.teacher_peak)
+
+    def from_tile(self, tile: int) -> "Parts":
+        """Views from a tile on."""
+        fold = PairFold._make(part if part is None or part.dim() == 1 else part[tile:] for part in self.fold)
+        return Parts(fold, Squares._make(None if part is None else part[tile:] for part in self.squares))
+
+    def merged(self, measure: Measure) -> PairFold:
+        """The fold of the whole vocabulary, (n,) each; tiles are added up in their order."""
+        fold = self.fold
+        merged = fold._replace(target=None, teacher_target=None).over_ranks(
+            measure, lambda peaks: peaks.amax(1), lambda parts: parts.sum(1)
+        )
+        return merged._replace(target=fold.target, teacher_target=fold.teacher_target)
+
+    def tile_sums(self, measure: Measure, out: TileSums) -> None:
+        """Write the sums (n, tiles of TILE_VOCAB) that bounds are made of."""
+        fold, (xx, xy, yy) = self.fold, self.squares
+        assert xx is not None
+        assert xy is not None
+        assert yy is not None
+        of_y = fold.gap if measure.kind == REVERSE else fold.teacher_sum_exp
+        assert of_y is not None
+        peak, teacher_peak = (_joined(part).amax(1) for part in (fold.peak, fold.teacher_peak))
+        lower, teacher_lower = _joined(fold.peak) - peak[:, None], _joined(fold.teacher_peak) - teacher_peak[:, None]
+        kept, teacher_kept = lower.exp(), teacher_lower.exp()
+        x, y, xx, xy, yy = (_joined(part, 0.0) for part in (fold.sum_exp, of_y, xx, xy, yy))
+        if measure.kind != REVERSE:
+            parts = kept * x, teacher_kept * y, kept**2 * xx, kept * teacher_kept * xy, teacher_kept**2 * yy
+        else:
+            # y = x (a - b), and a - b is larger by this around the new peaks, where anything is left around them.
+            shift, square = torch.where(kept > 0, lower - teacher_lower, 0.0), kept**2
+            parts = (
+                kept * x, kept * (y + shift * x), square * xx, square * (xy + shift * xx),
+                square * (yy + shift * (2.0 * xy + shift * xx)),
+            )  # fmt: skip
+        for written, found in zip(out, (*(part.sum(1) for part in parts), peak, teacher_peak), strict=True):
+            assert written is not None
+            written.copy_(found.T)
+
+
+NO_SQUARES = Squares(None, None, None)
+
+
+def _joined(part: Tensor, nothing: float | None = None) -> Tensor:
+    """(tiles, n) -> (tiles of TILE_VOCAB, those of PRODUCT_VOCAB in each, n), made up with what adds nothing."""
+    several = TILE_VOCAB // PRODUCT_VOCAB
+    missing = -part.shape[0] % several
+    if missing:
+        value = torch.finfo(torch.float32).min if nothing is None else nothing
+        part = torch.nn.functional.pad(part, (0, 0, 0, missing), value=value)
+    return part.unflatten(0, (-1, several))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gemm_pair_kernel(
+    hidden,  # a `matrix` (tokens, H)
+    weight,  # a `matrix` (vocab, H), the tile's rows
+    out,  # a `matrix` (tokens, vocab) for the gradient; None for the fold
+    bias,
+    targets,
+    teacher,  # logits (tokens, vocab), float32
+    teacher_stride,
+    teacher_bias,
+    teacher_steps,
+    parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
+    squares,
+    values,  # of `KeptPair`, its columns from the tile's first on, or None
+    ratios,
+    kept_stride,
+    gradients,  # `PairGradients`; None for the fold
+    tokens,
+    vocab,
+    first,  # id of the tile's first row
+    hidden_size,
+    steps,
+    beta,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
+    PARTS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    TILE_HIDDEN: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
+    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
+    of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
+    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
+        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
+        logits = tile_logits(
+            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, 1
+        )
+        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        live = token < tokens
+        target = column_of(targets, token, live, first + vocab_tile * TILE_VOCAB)
+        if out is None:
+            fold_pair_tile(
+                logits, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares,
+                (values, ratios, kept_stride), steps, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
+            )  # fmt: skip
+        else:
+            for part in tl.static_range(PARTS):
+                own = part_of(logits, part, PARTS)
+                column = part * own.shape[1] + tl.arange(0, own.shape[1])
+                grad = pair_tile_gradient(
+                    own, token, live, target, column, vocab_tile * TILE_VOCAB, of_teacher, vocab, gradients, steps,
+                    beta, KIND, WHOLE,
+                )  # fmt: skip
+                store(out, token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + part * own.shape[1], grad)
+
+
+class Student(NamedTuple):
+    """What tiles of the student's logits are made of."""
+
+    hidden: Tensor  # (n, H)
+    weight: Tensor  # (v, H), a vocabulary tile's rows
+    bias: Tensor | None  # (v,)
+    targets: Tensor  # (n,) ids of the whole vocabulary
+    first: int  # id of the tile's first row
+    transform: LogitTransform
+
+
+def fold_pair(
+    student: Student,  # whose first row begins a tile of PRODUCT_VOCAB
+    teacher: Tile,  # (n, v)
+    measure: Measure,
+    parts: Parts,  # of the whole vocabulary, written
+    kept: KeptPair | None = None,  # of the whole vocabulary, written; its peaks are those of the parts
+) -> None:
+    """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
+    assert student.first % PRODUCT_VOCAB == 0
+    here, values, ratios = parts.from_tile(student.first // PRODUCT_VOCAB), None, None
+    if kept is not None:
+        values, ratios = kept.values[:, student.first :], kept.ratios[:, student.first :]
+    _launch(
+        student, teacher, measure, None,
+        (*here, values, ratios, 0 if values is None else values.stride(0), None),
+    )  # fmt: skip
+
+
+def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
+    n, vocab = student.hidden.shape[0], student.weight.shape[0]
+    per_alignment = ALIGNMENT_BYTES // student.hidden.element_size()
+    width = -(-vocab // per_alignment) * per_alignment
+    out = torch.empty(n, width, dtype=student.hidden.dtype, device=student.hidden.device)[:, :vocab]
+    _launch(student, teacher, measure, out, (None, None, None, None, 0, tokens.contiguous()))
+    return out
+
+
+def _launch(student: Student, teacher: Tile, measure: Measure, out: Tensor | None, written: tuple) -> None:
+    hidden, weight, bias = student.hidden, student.weight, student.bias
+    device, vocab = hidden.device, weight.shape[0]
+    arguments = (
+        None if bias is None else bias.contiguous(),
+        student.targets.contiguous(),
+        *given(teacher),
+        *written,
+        hidden.shape[0],
+        vocab,
+        student.first,
+        hidden.shape[1],
+        LogitSteps.of(student.transform),
+        measure.beta,
+    )
+    constants = {"KIND": measure.kind, "WHOLE": vocab % PRODUCT_VOCAB == 0, "PARTS": PARTS}
+    family, programs, gluon = family_of(device), device_programs(device), gluon_for(device)
+    with on(device):
+        if gluon is not None:
+            gluon.launch_pair(programs, hidden, weight, out, *arguments, **constants)
+            return
+        _gemm_pair_kernel[(programs,)](
+            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
+            matrix(weight, PRODUCT_VOCAB, family.step, tma=family.tma),
+            None if out is None else matrix(out, TILE_TOKENS, PRODUCT_VOCAB, tma=family.tma, parts=PARTS),
+            *arguments,
+            **constants,
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=PRODUCT_VOCAB,
+            TILE_HIDDEN=family.step,
+            PROGRAMS=programs,
+            num_stages=family.stages if out is None else family.storing_stages,
+            num_warps=WARPS,
+        )

@@ -1,0 +1,222 @@
+"""What is made of a tile of a student's logits beside the teacher's while a product still has it in registers, as
+Triton functions.
+
+The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers, and the teacher's is read
+from memory, a part of the columns at a time, so that there are registers for both. Kernels of Triton and of Gluon call
+these functions: ROWS, COLUMNS, LIKE and AT_COLUMN say which thread has which number, and nothing else does.
+
+    ROWS(vector, tile)      a number of each row, laid out for the tile's rows
+    LIKE(vector, other)     the same, laid out as another vector is
+    COLUMNS(tile)           0, 1, ... of each column
+    AT_COLUMN               as `tile_epilogues.at_column`
+"""
+
+import triton
+import triton.language as tl
+
+from liger_rl.kernels import divergence
+from liger_rl.kernels.softmax import (
+    LOWEST,
+    LOWEST_LOG_PROBABILITY,
+    flushed_exp,
+    gradient,
+    one_minus_exp,
+    times_derivative,
+    transformed,
+)
+from liger_rl.kernels.tile_epilogues import part_of
+
+FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
+
+
+@triton.jit
+def rows_of(vector, tile):
+    return vector
+
+
+@triton.jit
+def like(vector, other):
+    return vector
+
+
+@triton.jit
+def columns_of(tile):
+    return tl.arange(0, tile.shape[1])
+
+
+@triton.jit
+def over_mixture(gap, beta):
+    """As `divergence._over_mixture`."""
+    lesser = gap <= 0.0
+    y = -tl.where(lesser, beta, 1.0 - beta) * one_minus_exp(-tl.abs(gap))
+    # log(1 + y) to float32's precision also near 0: the quotient takes out what rounding 1 + y has changed.
+    w = 1.0 + y
+    rounded = w - 1.0
+    larger = -tl.where(rounded == 0.0, y, tl.log(w) * (y / tl.where(rounded == 0.0, 1.0, rounded)))
+    return tl.where(lesser, larger, larger - gap), tl.where(lesser, larger + gap, larger)
+
+
+@triton.jit
+def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
+    """-> d divergence / dz of the student; `q` is read by FORWARD alone, `value` and the logarithms by the others."""
+    if KIND == FORWARD:
+        grad = p - q
+    elif KIND == REVERSE:
+        grad = tl.where(p > 0.0, p * ((log_p - log_q) - value), 0.0)
+    else:
+        over, _teacher_over = over_mixture(log_q - log_p, beta)
+        grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)
+    return grad
+
+
+@triton.jit
+def _teacher_part(teacher, token, live, column, vocab, WHOLE: tl.constexpr, LAST: tl.constexpr):
+    """-> transformed logits of the teacher at (rows, columns); -inf past the last entry.
+
+    LAST says that nobody reads them again. The compiler takes loads that say otherwise for one, and keeps the numbers
+    in registers that there are not.
+    """
+    logits, stride, bias, steps = teacher
+    known = column < vocab
+    inside = live[:, None] if WHOLE else live[:, None] & known[None, :]
+    t = tl.load(
+        logits + token.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0,
+        eviction_policy="evict_first" if LAST else "",
+    )  # fmt: skip
+    if bias is not None:
+        t += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    t, _ = transformed(t, steps)
+    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
+
+
+@triton.jit
+def fold_pair_tile(
+    logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
+    token,  # (TILE_TOKENS,) of these
+    target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
+    vocab_tile, tokens, vocab,
+    teacher,  # its logits (tokens, vocab), the stride of their rows, its bias and steps
+    tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
+    sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
+    kept,  # values and ratios of `kept_pair.KeptPair` (tokens, vocab), and the stride of their rows, or of Nones
+    steps,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand."""
+    TILE_VOCAB: tl.constexpr = logits.shape[1]
+    WIDTH: tl.constexpr = TILE_VOCAB // PARTS
+    values, ratios, kept_stride = kept
+    live = token < tokens
+    place = vocab_tile.to(tl.int64) * tokens + token
+    first = vocab_tile * TILE_VOCAB
+    z, _ = transformed(logits, steps)
+    if not WHOLE:
+        z = tl.where((first + COLUMNS(z) < vocab)[None, :], z, float("-inf"))
+    # The lowest finite number where every id is banned: -inf minus -inf is NaN.
+    peak = tl.maximum(tl.max(z, 1), LOWEST)
+    tl.store(tiles.peak + place, peak, mask=live)
+    if tiles.target is not None:
+        hit = live & (target >= 0) & (target < TILE_VOCAB)
+        if not WHOLE:
+            hit = hit & (first + target < vocab)
+        tl.store(tiles.target + token, AT_COLUMN(z, target, 3), mask=hit)
+        teacher_logits, stride, teacher_bias, teacher_steps = teacher
+        t_hit = tl.load(teacher_logits + token.to(tl.int64) * stride + first + target, mask=hit, other=0.0)
+        if teacher_bias is not None:
+            t_hit += tl.load(teacher_bias + first + target, mask=hit, other=0.0).to(tl.float32)
+        t_hit, _ = transformed(t_hit, teacher_steps)
+        tl.store(tiles.teacher_target + token, t_hit, mask=hit)
+    top = LOWEST
+    for part in tl.static_range(PARTS):
+        own = part_of(z, part, PARTS)
+        row, here, column = ROWS(token, own), ROWS(live, own), first + part * WIDTH + COLUMNS(own)
+        highest = tl.max(_teacher_part(teacher, row, here, column, vocab, WHOLE, False), 1)
+        top = tl.maximum(top, highest)
+    total, teacher_total, gap, moment = 0.0, 0.0, 0.0, 0.0
+    sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
+    for part in tl.static_range(PARTS):
+        own = part_of(z, part, PARTS)
+        row, here, column = ROWS(token, own), ROWS(live, own), first + part * WIDTH + COLUMNS(own)
+        a = own - ROWS(peak, own)[:, None]
+        b = _teacher_part(teacher, row, here, column, vocab, WHOLE, True) - ROWS(top, own)[:, None]
+        x = flushed_exp(a)
+        y = flushed_exp(b)
+        total += tl.sum(x, 1)
+        teacher_total += tl.sum(y, 1)
+        if tiles.moment is not None:
+            moment += tl.sum(x * tl.maximum(a, LOWEST_LOG_PROBABILITY), 1)
+        if KIND == FORWARD:
+            gap += tl.sum(tl.where(y > 0.0, y * (b - a), 0.0), 1)
+        elif KIND == REVERSE:
+            weighted = tl.where(x > 0.0, x * (a - b), 0.0)
+            gap += tl.sum(weighted, 1)
+        if sums.xx is not None:
+            of_y = y if KIND == FORWARD else weighted
+            sum_xx += tl.sum(x * x, 1)
+            sum_xy += tl.sum(x * of_y, 1)
+            sum_yy += tl.sum(of_y * of_y, 1)
+        if values is not None:
+            larger = tl.maximum(x, y)
+            ratio = tl.where(larger > 0.0, a - b, 0.0)
+            at = row.to(tl.int64)[:, None] * kept_stride + column[None, :]
+            inside = here[:, None] if WHOLE else here[:, None] & (column < vocab)[None, :]
+            tl.store(values + at, larger.to(values.dtype.element_ty), mask=inside)
+            tl.store(ratios + at, ratio.to(ratios.dtype.element_ty), mask=inside)
+    tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
+    tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
+    tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)
+    if tiles.moment is not None:
+        tl.store(tiles.moment + place, LIKE(moment, token), mask=live)
+    if tiles.gap is not None:
+        tl.store(tiles.gap + place, LIKE(gap, token), mask=live)
+    if sums.xx is not None:
+        tl.store(sums.xx + place, LIKE(sum_xx, token), mask=live)
+        tl.store(sums.xy + place, LIKE(sum_xy, token), mask=live)
+        tl.store(sums.yy + place, LIKE(sum_yy, token), mask=live)
+
+
+@triton.jit
+def pair_tile_gradient(
+    own,  # (TILE_TOKENS, WIDTH) float32 of the student
+    token, live,  # (TILE_TOKENS,)
+    target,  # (TILE_TOKENS,) column of each token's target in the tile
+    column,  # (WIDTH,) in the tile
+    first,  # column of the tile in the product at hand
+    teacher, vocab,  # as for `fold_pair_tile`
+    tokens,  # `PairGradients`
+    steps, beta,
+    KIND: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """-> dL/dlogits of one part of a tile in float32; rows that are not live and columns past the last id are noise."""
+    z, square = transformed(own, steps)
+    t = _teacher_part(teacher, token, live, first + column, vocab, WHOLE, True)
+    log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
+    log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
+    p = flushed_exp(log_p)
+    value = 0.0
+    if KIND != FORWARD:
+        value = tl.load(tokens.value + token, mask=live, other=0.0)[:, None]
+    grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
+    grad *= tl.load(tokens.grad + token, mask=live, other=0.0)[:, None]
+    grad = with_other_gradients(grad, p, log_p, token, live, target, column, tokens)
+    return times_derivative(grad, square, steps)
+
+
+@triton.jit
+def with_other_gradients(grad, p, log_p, token, live, target, column, tokens):
+    """dL/dz of the divergence -> the same with that of log-probabilities and entropies, where they have one."""
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if (tokens.grad_logps is not None) | ENTROPY:
+        g, e, entropy = 0.0, 0.0, 0.0
+        hit = None
+        at_target = None
+        if tokens.grad_logps is not None:
+            g = tl.load(tokens.grad_logps + token, mask=live, other=0.0)[:, None]
+            at_target = tl.load(tokens.at_target + token, mask=live, other=0.0)[:, None]
+            hit = column[None, :] == target[:, None]
+        if ENTROPY:
+            e = tl.load(tokens.grad_entropy + token, mask=live, other=0.0)[:, None]
+            entropy = tl.load(tokens.entropy + token, mask=live, other=0.0)[:, None]
+        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
+    return grad
