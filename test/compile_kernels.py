@@ -257,7 +257,8 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     student = pair_epilogue.Student(hidden, weight, bias, torch.zeros(N, dtype=torch.long), 0, transform)
-    teacher, kept = Tile(ones(N, V), bias, transform), kept_pair.KeptPair.empty(N, V, CPU)
+    teacher, peaks = Tile(ones(N, V), bias, transform), ones(TILES, N)
+    kept = kept_pair.KeptPair.empty(N, V, peaks, peaks)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
@@ -265,7 +266,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
         pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         pair_epilogue.grad_pair(student, teacher, measure, tokens)
-        out = kept.values.view(torch.bfloat16)
+        out = kept.larger.view(torch.bfloat16)
         kept_pair.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
     kept_pair.mix_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 

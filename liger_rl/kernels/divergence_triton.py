@@ -257,7 +257,7 @@ def fold_pair(
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *given(student), *given(teacher), targets.contiguous(), state,
+                *_given(student), *_given(teacher), targets.contiguous(), state,
                 *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
@@ -277,7 +277,7 @@ def mix_pair(
     if n:
         with on(student.logits.device):
             _mix_pair_kernel[(n,)](
-                *given(student), *given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
+                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
                 BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -292,12 +292,12 @@ def grad_pair(
         block = _block(columns)
         with on(student.logits.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                *given(student), *given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
+                *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
                 columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 
-def given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
+def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
     """A tile as kernels take it."""
     assert tile.logits.stride(-1) == 1
     bias = None if tile.bias is None else tile.bias.contiguous()

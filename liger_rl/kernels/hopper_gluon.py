@@ -280,7 +280,7 @@ def pair_kernel(
     teacher_steps,
     parts,
     squares,
-    values,
+    larger,
     ratios,
     kept_stride,
     gradients,
@@ -297,7 +297,7 @@ def pair_kernel(
     """The arguments are those of `pair_epilogue._gemm_pair_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (values, ratios, kept_stride)
+    kept = (larger, ratios, kept_stride)
     given = (bias, targets, of_teacher, parts, squares, kept, gradients, tokens, vocab, first, steps, beta)
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))

@@ -2,7 +2,7 @@
 
 With a = z - peak and b = t - teacher_peak, over a tile of the vocabulary whose peaks these are, each entry keeps
 
-    value   max(exp(a), exp(b)), in (0, 1]
+    larger  max(exp(a), exp(b)), in (0, 1]
     ratio   a - b
 
 in float16. The smaller exponential is the larger one times exp(-|ratio|). What underflows is under 2^-24 of the largest
@@ -39,7 +39,7 @@ TILES, WARPS = 4, 2  # vocabulary tiles of a program, or of a step of its loop
 class KeptPair(NamedTuple):
     """Of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16
+    larger: Tensor  # (n, V) float16
     ratios: Tensor  # (n, V) float16
     peaks: Tensor  # (tiles, n) float32, of the student over BLOCK_VOCAB entries
     teacher_peaks: Tensor  # (tiles, n) float32
@@ -48,8 +48,8 @@ class KeptPair(NamedTuple):
     def empty(cls, n: int, vocab: int, peaks: Tensor, teacher_peaks: Tensor) -> "KeptPair":
         per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
         width = -(-vocab // per_alignment) * per_alignment
-        values, ratios = torch.empty(2, n, width, dtype=torch.float16, device=peaks.device)[..., :vocab].unbind()
-        return cls(values, ratios, peaks, teacher_peaks)
+        larger, ratios = torch.empty(2, n, width, dtype=torch.float16, device=peaks.device)[..., :vocab].unbind()
+        return cls(larger, ratios, peaks, teacher_peaks)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _loaded(kept, row, tile, columns, stride, peak_stride, lse, teacher_lse, TIL
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
     known = tile * TILE_VOCAB < columns
-    larger = tl.load(kept.values + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     ratio = tl.load(kept.ratios + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     place = tile.to(tl.int64) * peak_stride + row
     peak = tl.load(kept.peaks + place, mask=known, other=LOWEST)
@@ -152,11 +152,11 @@ def _grad_kept_pair_kernel(
 
 def mix_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
     """As `divergence.mix_pair` over the whole vocabulary; the sums (n,) are written."""
-    n, columns = kept.values.shape
+    n, columns = kept.larger.shape
     if n:
         with on(lse.device):
             _mix_kept_kernel[(n,)](
-                kept, kept.values.stride(0), kept.peaks.stride(0), lse.contiguous(), teacher_lse.contiguous(), sums,
+                kept, kept.larger.stride(0), kept.peaks.stride(0), lse.contiguous(), teacher_lse.contiguous(), sums,
                 columns, measure.beta, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=2 * WARPS,
             )  # fmt: skip
 
@@ -167,14 +167,14 @@ def grad_kept_pair(
     transform: LogitTransform,
     measure: Measure,
     tokens: PairGradients,  # (n,) each
-    out: Tensor,  # (n, V) any float dtype; may have the memory of the values
+    out: Tensor,  # (n, V) any float dtype; may have the memory of the larger exponentials
 ) -> None:
     """dL/dx of the student's logits, as `divergence.grad_pair` over the whole vocabulary."""
     n, columns = out.shape
     if n:
         with on(out.device):
             _grad_kept_pair_kernel[(n, triton.cdiv(columns, TILES * BLOCK_VOCAB))](
-                kept, kept.values.stride(0), kept.peaks.stride(0), out, out.stride(0), targets.contiguous(),
+                kept, kept.larger.stride(0), kept.peaks.stride(0), out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
                 KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=WARPS,
             )  # fmt: skip

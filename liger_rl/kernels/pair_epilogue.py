@@ -13,11 +13,10 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
 from liger_rl.kernels.divergence import REVERSE, TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.divergence_triton import given
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair import KeptPair, grad_kept_pair, mix_kept
-from liger_rl.kernels.matrix_triton import matrix, store
+from liger_rl.kernels.matrix_triton import GROUP, matrix, store
 from liger_rl.kernels.pair_tiles import columns_of, fold_pair_tile, like, pair_tile_gradient, rows_of
 from liger_rl.kernels.tile_epilogues import at_column, column_of, part_of, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -126,7 +125,7 @@ def _gemm_pair_kernel(
     teacher_steps,
     parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
     squares,
-    values,  # of `KeptPair`, its columns from the tile's first on, or None
+    larger,  # of `KeptPair`, its columns from the tile's first on, or None
     ratios,
     kept_stride,
     gradients,  # `PairGradients`; None for the fold
@@ -158,7 +157,7 @@ def _gemm_pair_kernel(
         if out is None:
             fold_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares,
-                (values, ratios, kept_stride), steps, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
+                (larger, ratios, kept_stride), steps, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
             )  # fmt: skip
         else:
             for part in tl.static_range(PARTS):
@@ -184,20 +183,17 @@ class Student(NamedTuple):
 
 def fold_pair(
     student: Student,  # whose first row begins a tile of PRODUCT_VOCAB
-    teacher: Tile,  # (n, v)
+    teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written; its peaks are those of the parts
 ) -> None:
     """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
     assert student.first % PRODUCT_VOCAB == 0
-    here, values, ratios = parts.from_tile(student.first // PRODUCT_VOCAB), None, None
+    here, larger, ratios = parts.from_tile(student.first // PRODUCT_VOCAB), None, None
     if kept is not None:
-        values, ratios = kept.values[:, student.first :], kept.ratios[:, student.first :]
-    _launch(
-        student, teacher, measure, None,
-        (*here, values, ratios, 0 if values is None else values.stride(0), None),
-    )  # fmt: skip
+        larger, ratios = kept.larger[:, student.first :], kept.ratios[:, student.first :]
+    _launch(student, teacher, measure, None, (*here, larger, ratios, 0 if larger is None else _groups(larger), None))
 
 
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
@@ -210,13 +206,23 @@ def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGra
     return out
 
 
+def _groups(rows: Tensor) -> int:
+    """From one row to the next, in groups: the compiler then knows what that is a multiple of."""
+    assert rows.stride(0) % GROUP.value == 0
+    assert rows.stride(1) == 1
+    return rows.stride(0) // GROUP.value
+
+
 def _launch(student: Student, teacher: Tile, measure: Measure, out: Tensor | None, written: tuple) -> None:
     hidden, weight, bias = student.hidden, student.weight, student.bias
     device, vocab = hidden.device, weight.shape[0]
     arguments = (
         None if bias is None else bias.contiguous(),
         student.targets.contiguous(),
-        *given(teacher),
+        teacher.logits,
+        _groups(teacher.logits),
+        None if teacher.bias is None else teacher.bias.contiguous(),
+        LogitSteps.of(teacher.transform),
         *written,
         hidden.shape[0],
         vocab,

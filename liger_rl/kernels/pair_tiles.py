@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from liger_rl.kernels import divergence
+from liger_rl.kernels.matrix_triton import GROUP
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -70,6 +71,12 @@ def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
 
 
 @triton.jit
+def _readable(column, vocab):
+    """-> which columns rows have, which end with a GROUP: as many alike as one instruction reads or writes."""
+    return column // GROUP < tl.cdiv(vocab, GROUP)
+
+
+@triton.jit
 def _teacher_part(teacher, token, live, column, vocab, WHOLE: tl.constexpr, LAST: tl.constexpr):
     """-> transformed logits of the teacher at (rows, columns); -inf past the last entry.
 
@@ -78,9 +85,9 @@ def _teacher_part(teacher, token, live, column, vocab, WHOLE: tl.constexpr, LAST
     """
     logits, stride, bias, steps = teacher
     known = column < vocab
-    inside = live[:, None] if WHOLE else live[:, None] & known[None, :]
+    inside = live[:, None] if WHOLE else live[:, None] & _readable(column, vocab)[None, :]
     t = tl.load(
-        logits + token.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0,
+        logits + token.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0,
         eviction_policy="evict_first" if LAST else "",
     )  # fmt: skip
     if bias is not None:
@@ -95,10 +102,10 @@ def fold_pair_tile(
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
-    teacher,  # its logits (tokens, vocab), the stride of their rows, its bias and steps
+    teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # values and ratios of `kept_pair.KeptPair` (tokens, vocab), and the stride of their rows, or of Nones
+    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab), and the stride of their rows as above, or of Nones
     steps,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
@@ -106,7 +113,7 @@ def fold_pair_tile(
     """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand."""
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    values, ratios, kept_stride = kept
+    larger_out, ratios, kept_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
@@ -122,7 +129,7 @@ def fold_pair_tile(
             hit = hit & (first + target < vocab)
         tl.store(tiles.target + token, AT_COLUMN(z, target, 3), mask=hit)
         teacher_logits, stride, teacher_bias, teacher_steps = teacher
-        t_hit = tl.load(teacher_logits + token.to(tl.int64) * stride + first + target, mask=hit, other=0.0)
+        t_hit = tl.load(teacher_logits + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
         if teacher_bias is not None:
             t_hit += tl.load(teacher_bias + first + target, mask=hit, other=0.0).to(tl.float32)
         t_hit, _ = transformed(t_hit, teacher_steps)
@@ -156,12 +163,12 @@ def fold_pair_tile(
             sum_xx += tl.sum(x * x, 1)
             sum_xy += tl.sum(x * of_y, 1)
             sum_yy += tl.sum(of_y * of_y, 1)
-        if values is not None:
+        if larger_out is not None:
             larger = tl.maximum(x, y)
             ratio = tl.where(larger > 0.0, a - b, 0.0)
-            at = row.to(tl.int64)[:, None] * kept_stride + column[None, :]
-            inside = here[:, None] if WHOLE else here[:, None] & (column < vocab)[None, :]
-            tl.store(values + at, larger.to(values.dtype.element_ty), mask=inside)
+            at = row.to(tl.int64)[:, None] * kept_stride * GROUP + column[None, :]
+            inside = here[:, None] if WHOLE else here[:, None] & _readable(column, vocab)[None, :]
+            tl.store(larger_out + at, larger.to(larger_out.dtype.element_ty), mask=inside)
             tl.store(ratios + at, ratio.to(ratios.dtype.element_ty), mask=inside)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)

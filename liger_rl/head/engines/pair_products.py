@@ -31,6 +31,7 @@ from liger_rl.kernels.divergence_tiles import TileBounds
 
 # Of the teacher's logits at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
+ROW_MULTIPLE = 8  # numbers that rows of logits take a multiple of
 KEPT_BYTES = 4  # of an entry, with what a gradient needs of both heads
 
 
@@ -70,8 +71,11 @@ class Side:
 
     def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
         bias = self.rows.bias
-        bias_tile = None if bias is None else bias[first : first + factor_tile.shape[0]]
-        return Tile(gemm.matmul(self.factor[part], factor_tile.T), bias_tile, self.options.transform)
+        rows, columns = self.factor[part], factor_tile.shape[0]
+        width = -(-columns // ROW_MULTIPLE) * ROW_MULTIPLE
+        logits = torch.empty(rows.shape[0], width, dtype=torch.float32, device=rows.device)[:, :columns]
+        gemm.write(logits, rows, factor_tile.T)
+        return Tile(logits, None if bias is None else bias[first : first + columns], self.options.transform)
 
 
 class PairValues(NamedTuple):
@@ -178,7 +182,7 @@ class PairProducts:
         options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:
-            out = kept.values.view(options.compute_dtype)
+            out = kept.larger.view(options.compute_dtype)
             self.epilogue.grad_kept_pair(kept, ids, options.transform, self.measure, tokens, out)
             return out
 
