@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from liger_rl.kernels.pair_tiles import fold_pair_tile, pair_tile_gradient
+from liger_rl.kernels.pair_tiles import fold_pair_tile, pair_tile_gradient, teacher_ahead, teacher_next
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, part_of, tile_place, tokens_together
 
@@ -186,24 +186,29 @@ def _pairs(
         token_tile, vocab_tile = tile_place(tile, *where)
         token = token_tile * (2 * HALF) + row
         live = token < tokens
-        target = column_of(targets, token, live, first + vocab_tile * TILE_VOCAB)
+        start = vocab_tile * TILE_VOCAB
+        target = column_of(targets, token, live, first + start)
+        ahead = teacher_ahead(teacher, logits, token, live, start, vocab, 4, PARTS, WHOLE, _rows_of, _columns_of)
         logits, step = _product(logits, rows, entries, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
         if stored[0] is None:
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, teacher, folds, squares, kept, steps,
+                logits, ahead, token, target, vocab_tile, tokens, vocab, teacher, folds, squares, kept, steps,
                 KIND, WHOLE, PARTS, _rows_of, _like, _columns_of, _at_column,
             )  # fmt: skip
         else:
             for part in gl.static_range(PARTS):
+                raw = ahead[0]
+                ahead = teacher_next(
+                    ahead, teacher, logits, token, live, start, vocab, part, PARTS, WHOLE, _rows_of, _columns_of
+                )
                 own = part_of(logits, part, PARTS)
                 column = part * own.shape[1] + _columns_of(own)
                 grad = pair_tile_gradient(
-                    own, _rows_of(token, own), _rows_of(live, own), _rows_of(target, own), column,
-                    vocab_tile * TILE_VOCAB, teacher, vocab, gradients, steps, beta, KIND, WHOLE,
+                    own, raw, _rows_of(token, own), _rows_of(live, own), _rows_of(target, own), column, start,
+                    teacher, vocab, gradients, steps, beta, KIND, WHOLE,
                 )  # fmt: skip
-                start = vocab_tile * TILE_VOCAB + part * own.shape[1]
-                _store(stored, token_tile * (2 * HALF) + LOWER * HALF, start, grad)
+                _store(stored, token_tile * (2 * HALF) + LOWER * HALF, start + part * own.shape[1], grad)
     tma.store_wait(0)
 
 
@@ -283,6 +288,8 @@ def pair_kernel(
     larger,
     ratios,
     kept_stride,
+    tops,
+    tops_stride,
     gradients,
     tokens,
     vocab,
@@ -297,7 +304,7 @@ def pair_kernel(
     """The arguments are those of `pair_epilogue._gemm_pair_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (larger, ratios, kept_stride)
+    kept = (larger, ratios, kept_stride, tops, tops_stride)
     given = (bias, targets, of_teacher, parts, squares, kept, gradients, tokens, vocab, first, steps, beta)
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))

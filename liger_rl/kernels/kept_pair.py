@@ -42,18 +42,30 @@ class KeptPair(NamedTuple):
     larger: Tensor  # (n, V) float16
     ratios: Tensor  # (n, V) float16
     peaks: Tensor  # (tiles, n) float32, of the student over BLOCK_VOCAB entries
-    teacher_peaks: Tensor  # (tiles, n) float32
+    teacher_peaks: Tensor  # (n, parts) float32, over a part of as many entries each, and entries before it
 
     @classmethod
-    def empty(cls, n: int, vocab: int, peaks: Tensor, teacher_peaks: Tensor) -> "KeptPair":
+    def empty(cls, vocab: int, peaks: Tensor, entries: int) -> "KeptPair":
+        n = peaks.shape[1]
         per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
         width = -(-vocab // per_alignment) * per_alignment
         larger, ratios = torch.empty(2, n, width, dtype=torch.float16, device=peaks.device)[..., :vocab].unbind()
+        parts = peaks.shape[0] * (BLOCK_VOCAB // entries)
+        teacher_peaks = torch.empty(n, parts, dtype=torch.float32, device=peaks.device)
         return cls(larger, ratios, peaks, teacher_peaks)
+
+    @property
+    def entries(self) -> int:
+        """Of a part."""
+        return self.peaks.shape[0] * BLOCK_VOCAB // self.teacher_peaks.shape[1]
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.larger.stride(0), self.peaks.stride(0), self.teacher_peaks.stride(0)
 
 
 @triton.jit
-def _loaded(kept, row, tile, columns, stride, peak_stride, lse, teacher_lse, TILE_VOCAB: tl.constexpr):
+def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.constexpr, ENTRIES: tl.constexpr):
     """-> column, inside, p, q, log p - log q and the student's peaks of some tiles (T, TILE_VOCAB) of a row.
 
     log p - log q is 0 where neither has a probability.
@@ -61,23 +73,23 @@ def _loaded(kept, row, tile, columns, stride, peak_stride, lse, teacher_lse, TIL
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
     known = tile * TILE_VOCAB < columns
+    stride, peak_stride, top_stride = strides
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     ratio = tl.load(kept.ratios + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     place = tile.to(tl.int64) * peak_stride + row
     peak = tl.load(kept.peaks + place, mask=known, other=LOWEST)
-    teacher_peak = tl.load(kept.teacher_peaks + place, mask=known, other=LOWEST)
-    below, teacher_below = peak - lse, teacher_peak - teacher_lse
-    p = larger * flushed_exp(tl.minimum(ratio, 0.0) + below[:, None])
-    q = larger * flushed_exp(teacher_below[:, None] - tl.maximum(ratio, 0.0))
-    gap = tl.where(larger > 0.0, ratio + (below - teacher_below)[:, None], 0.0)
+    top = tl.load(kept.teacher_peaks + row * top_stride + column // ENTRIES, mask=inside, other=LOWEST)
+    below, teacher_below = (peak - lse)[:, None], top - teacher_lse
+    p = larger * flushed_exp(tl.minimum(ratio, 0.0) + below)
+    q = larger * flushed_exp(teacher_below - tl.maximum(ratio, 0.0))
+    gap = tl.where(larger > 0.0, ratio + (below - teacher_below), 0.0)
     return column, inside, p, q, gap, peak
 
 
 @triton.jit
 def _mix_kept_kernel(
     kept,  # `KeptPair`
-    stride,
-    peak_stride,
+    strides,  # of its rows, of the student's peaks' tiles and of the rows of the teacher's peaks
     lse,
     teacher_lse,
     sums,  # `MixtureSums`, written
@@ -85,6 +97,7 @@ def _mix_kept_kernel(
     beta,
     TILES: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     norm, teacher_norm = tl.load(lse + row), tl.load(teacher_lse + row)
@@ -93,7 +106,7 @@ def _mix_kept_kernel(
     for first in range(0, tl.cdiv(columns, TILE_VOCAB), TILES):
         tile = first + tl.arange(0, TILES)
         _column, _inside, p, q, gap, _peak = _loaded(
-            kept, row, tile, columns, stride, peak_stride, norm, teacher_norm, TILE_VOCAB
+            kept, row, tile, columns, strides, norm, teacher_norm, TILE_VOCAB, ENTRIES
         )
         over, teacher_over = over_mixture(-gap, beta)
         total += tl.sum(tl.where(p > 0.0, p * over, 0.0), 1)
@@ -105,8 +118,7 @@ def _mix_kept_kernel(
 @triton.jit
 def _grad_kept_pair_kernel(
     kept,  # `KeptPair`
-    stride,
-    peak_stride,
+    strides,  # of its rows, of the student's peaks' tiles and of the rows of the teacher's peaks
     out,
     out_stride,
     targets,
@@ -117,12 +129,13 @@ def _grad_kept_pair_kernel(
     KIND: tl.constexpr,
     TILES: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     lse = tl.load(tokens.lse + row)
     column, inside, p, q, gap, peak = _loaded(
-        kept, row, tile, columns, stride, peak_stride, lse, tl.load(tokens.teacher_lse + row), TILE_VOCAB
+        kept, row, tile, columns, strides, lse, tl.load(tokens.teacher_lse + row), TILE_VOCAB, ENTRIES
     )
     value = 0.0
     if KIND != FORWARD:
@@ -156,8 +169,8 @@ def mix_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor,
     if n:
         with on(lse.device):
             _mix_kept_kernel[(n,)](
-                kept, kept.larger.stride(0), kept.peaks.stride(0), lse.contiguous(), teacher_lse.contiguous(), sums,
-                columns, measure.beta, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=2 * WARPS,
+                kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums,
+                columns, measure.beta, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=2 * WARPS,
             )  # fmt: skip
 
 
@@ -174,7 +187,7 @@ def grad_kept_pair(
     if n:
         with on(out.device):
             _grad_kept_pair_kernel[(n, triton.cdiv(columns, TILES * BLOCK_VOCAB))](
-                kept, kept.larger.stride(0), kept.peaks.stride(0), out, out.stride(0), targets.contiguous(),
+                kept, kept.strides, out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
-                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, num_warps=WARPS,
+                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
             )  # fmt: skip

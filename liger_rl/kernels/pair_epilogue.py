@@ -17,14 +17,23 @@ from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair import KeptPair, grad_kept_pair, mix_kept
 from liger_rl.kernels.matrix_triton import GROUP, matrix, store
-from liger_rl.kernels.pair_tiles import columns_of, fold_pair_tile, like, pair_tile_gradient, rows_of
+from liger_rl.kernels.pair_tiles import (
+    columns_of,
+    fold_pair_tile,
+    like,
+    pair_tile_gradient,
+    rows_of,
+    teacher_ahead,
+    teacher_next,
+)
 from liger_rl.kernels.tile_epilogues import at_column, column_of, part_of, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 __all__ = ["Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "mix_kept"]
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
-PARTS = 4
+PARTS = 8
+NOT_KEPT: tuple[Tensor | int | None, ...] = (None, None, 0, None, 0)
 
 
 class Squares(NamedTuple):
@@ -57,8 +66,8 @@ class Parts(NamedTuple):
         return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
 
     def kept(self, vocab: int) -> KeptPair:
-        """To be written beside the fold, whose peaks are its own."""
-        return KeptPair.empty(self.fold.peak.shape[1], vocab, self.fold.peak, self.fold.teacher_peak)
+        """To be written beside the fold, whose peaks of the student are its own."""
+        return KeptPair.empty(vocab, self.fold.peak, PRODUCT_VOCAB // PARTS)
 
     def from_tile(self, tile: int) -> "Parts":
         """Views from a tile on."""
@@ -128,6 +137,8 @@ def _gemm_pair_kernel(
     larger,  # of `KeptPair`, its columns from the tile's first on, or None
     ratios,
     kept_stride,
+    tops,
+    tops_stride,
     gradients,  # `PairGradients`; None for the fold
     tokens,
     vocab,
@@ -146,6 +157,7 @@ def _gemm_pair_kernel(
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
+    kept = (larger, ratios, kept_stride, tops, tops_stride)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
@@ -153,21 +165,27 @@ def _gemm_pair_kernel(
         )
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
-        target = column_of(targets, token, live, first + vocab_tile * TILE_VOCAB)
+        start = vocab_tile * TILE_VOCAB
+        target = column_of(targets, token, live, first + start)
+        ahead = teacher_ahead(of_teacher, logits, token, live, start, vocab, 1, PARTS, WHOLE, rows_of, columns_of)
         if out is None:
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares,
-                (larger, ratios, kept_stride), steps, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
+                logits, ahead, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares, kept, steps,
+                KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
             )  # fmt: skip
         else:
             for part in tl.static_range(PARTS):
+                raw = ahead[0]
+                ahead = teacher_next(
+                    ahead, of_teacher, logits, token, live, start, vocab, part, PARTS, WHOLE, rows_of, columns_of
+                )
                 own = part_of(logits, part, PARTS)
                 column = part * own.shape[1] + tl.arange(0, own.shape[1])
                 grad = pair_tile_gradient(
-                    own, token, live, target, column, vocab_tile * TILE_VOCAB, of_teacher, vocab, gradients, steps,
-                    beta, KIND, WHOLE,
+                    own, raw, token, live, target, column, start, of_teacher, vocab, gradients, steps, beta,
+                    KIND, WHOLE,
                 )  # fmt: skip
-                store(out, token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + part * own.shape[1], grad)
+                store(out, token_tile * TILE_TOKENS, start + part * own.shape[1], grad)
 
 
 class Student(NamedTuple):
@@ -186,14 +204,16 @@ def fold_pair(
     teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
-    kept: KeptPair | None = None,  # of the whole vocabulary, written; its peaks are those of the parts
+    kept: KeptPair | None = None,  # of the whole vocabulary, written; its peaks of the student are those of the parts
 ) -> None:
     """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
     assert student.first % PRODUCT_VOCAB == 0
-    here, larger, ratios = parts.from_tile(student.first // PRODUCT_VOCAB), None, None
+    here, written = parts.from_tile(student.first // PRODUCT_VOCAB), NOT_KEPT
     if kept is not None:
+        tops = kept.teacher_peaks[:, student.first // (PRODUCT_VOCAB // PARTS) :]
         larger, ratios = kept.larger[:, student.first :], kept.ratios[:, student.first :]
-    _launch(student, teacher, measure, None, (*here, larger, ratios, 0 if larger is None else _groups(larger), None))
+        written = larger, ratios, _groups(larger), tops, tops.stride(0)
+    _launch(student, teacher, measure, None, (*here, *written, None))
 
 
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
@@ -202,7 +222,7 @@ def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGra
     per_alignment = ALIGNMENT_BYTES // student.hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=student.hidden.dtype, device=student.hidden.device)[:, :vocab]
-    _launch(student, teacher, measure, out, (None, None, None, None, 0, tokens.contiguous()))
+    _launch(student, teacher, measure, out, (None, None, *NOT_KEPT, tokens.contiguous()))
     return out
 
 

@@ -2,7 +2,8 @@
 Triton functions.
 
 The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers, and the teacher's is read
-from memory, a part of the columns at a time, so that there are registers for both. Kernels of Triton and of Gluon call
+from memory, a part of the columns at a time, so that there are registers for both. What can be read of it before the
+student's tile is there costs no time behind it. Kernels of Triton and of Gluon call
 these functions: ROWS, COLUMNS, LIKE and AT_COLUMN say which thread has which number, and nothing else does.
 
     ROWS(vector, tile)      a number of each row, laid out for the tile's rows
@@ -77,43 +78,83 @@ def _readable(column, vocab):
 
 
 @triton.jit
-def _teacher_part(teacher, token, live, column, vocab, WHOLE: tl.constexpr, LAST: tl.constexpr):
-    """-> transformed logits of the teacher at (rows, columns); -inf past the last entry.
+def _raw_part(teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """-> the teacher's float32 numbers beside one part of a tile of the student's, whose first column is `first`."""
+    logits, stride, _bias, _steps = teacher
+    own = part_of(tile, PART, PARTS)
+    column = first + PART * own.shape[1] + COLUMNS(own)
+    row, inside = ROWS(token, own), ROWS(live, own)[:, None]
+    if not WHOLE:
+        inside = inside & _readable(column, vocab)[None, :]
+    return tl.load(logits + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
 
-    LAST says that nobody reads them again. The compiler takes loads that say otherwise for one, and keeps the numbers
-    in registers that there are not.
-    """
-    logits, stride, bias, steps = teacher
+
+@triton.jit
+def teacher_ahead(
+    teacher, tile, token, live, first, vocab, AHEAD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """-> the teacher's numbers beside the first AHEAD parts, 1 or 4; the student's need not be there yet."""
+    raw = _raw_part(teacher, tile, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    if AHEAD == 1:
+        return (raw,)
+    return (
+        raw,
+        _raw_part(teacher, tile, token, live, first, vocab, 1, PARTS, WHOLE, ROWS, COLUMNS),
+        _raw_part(teacher, tile, token, live, first, vocab, 2, PARTS, WHOLE, ROWS, COLUMNS),
+        _raw_part(teacher, tile, token, live, first, vocab, 3, PARTS, WHOLE, ROWS, COLUMNS),
+    )
+
+
+@triton.jit
+def teacher_next(
+    ahead, teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """-> the same without the first, PART, and with the next one, where there is one."""
+    AHEAD: tl.constexpr = len(ahead)
+    raw = ahead[AHEAD - 1]
+    if PART + AHEAD < PARTS:
+        raw = _raw_part(teacher, tile, token, live, first, vocab, PART + AHEAD, PARTS, WHOLE, ROWS, COLUMNS)
+    if AHEAD == 1:
+        return (raw,)
+    return (ahead[1], ahead[2], ahead[3], raw)
+
+
+@triton.jit
+def _of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
+    """-> transformed logits; -inf past the last entry."""
+    _logits, _stride, bias, steps = teacher
     known = column < vocab
-    inside = live[:, None] if WHOLE else live[:, None] & _readable(column, vocab)[None, :]
-    t = tl.load(
-        logits + token.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0,
-        eviction_policy="evict_first" if LAST else "",
-    )  # fmt: skip
     if bias is not None:
-        t += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    t, _ = transformed(t, steps)
+        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    t, _ = transformed(raw, steps)
     return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
 
 
 @triton.jit
 def fold_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
+    ahead,  # as `teacher_ahead` gives it
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
     teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab), and the stride of their rows as above, or of Nones
+    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab), the stride of their rows as above, and the teacher's peaks
     steps,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand."""
+    """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand.
+
+    The student's peak is that of the tile, the teacher's rises from part to part.
+    """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    larger_out, ratios, kept_stride = kept
+    larger_out, ratios, kept_stride, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
@@ -134,21 +175,33 @@ def fold_pair_tile(
             t_hit += tl.load(teacher_bias + first + target, mask=hit, other=0.0).to(tl.float32)
         t_hit, _ = transformed(t_hit, teacher_steps)
         tl.store(tiles.teacher_target + token, t_hit, mask=hit)
-    top = LOWEST
-    for part in tl.static_range(PARTS):
-        own = part_of(z, part, PARTS)
-        row, here, column = ROWS(token, own), ROWS(live, own), first + part * WIDTH + COLUMNS(own)
-        highest = tl.max(_teacher_part(teacher, row, here, column, vocab, WHOLE, False), 1)
-        top = tl.maximum(top, highest)
-    total, teacher_total, gap, moment = 0.0, 0.0, 0.0, 0.0
+    top, total, teacher_total, gap, moment = LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
+        raw = ahead[0]
+        ahead = teacher_next(ahead, teacher, z, token, live, first, vocab, part, PARTS, WHOLE, ROWS, COLUMNS)
         own = part_of(z, part, PARTS)
-        row, here, column = ROWS(token, own), ROWS(live, own), first + part * WIDTH + COLUMNS(own)
+        column = first + part * WIDTH + COLUMNS(own)
+        t = _of_teacher(raw, teacher, column, vocab, WHOLE)
+        higher = tl.maximum(top, tl.max(t, 1))
         a = own - ROWS(peak, own)[:, None]
-        b = _teacher_part(teacher, row, here, column, vocab, WHOLE, True) - ROWS(top, own)[:, None]
+        b = t - higher[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
+        if part > 0:
+            # To the new peak; from the lowest number the difference may be infinite, and nothing is kept then.
+            lower = tl.where(top > LOWEST, top - higher, 0.0)
+            scale = flushed_exp(lower)
+            if KIND == FORWARD:
+                gap = scale * (gap + lower * teacher_total)
+                sum_xy *= scale
+                sum_yy *= scale * scale
+            elif KIND == REVERSE:
+                gap -= lower * total
+                sum_yy += lower * (lower * sum_xx - 2.0 * sum_xy)
+                sum_xy -= lower * sum_xx
+            teacher_total *= scale
+        top = higher
         total += tl.sum(x, 1)
         teacher_total += tl.sum(y, 1)
         if tiles.moment is not None:
@@ -166,8 +219,12 @@ def fold_pair_tile(
         if larger_out is not None:
             larger = tl.maximum(x, y)
             ratio = tl.where(larger > 0.0, a - b, 0.0)
+            row, inside = ROWS(token, own), ROWS(live, own)
+            tl.store(tops + row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part), LIKE(top, row), mask=inside)
+            inside = inside[:, None]
+            if not WHOLE:
+                inside = inside & _readable(column, vocab)[None, :]
             at = row.to(tl.int64)[:, None] * kept_stride * GROUP + column[None, :]
-            inside = here[:, None] if WHOLE else here[:, None] & _readable(column, vocab)[None, :]
             tl.store(larger_out + at, larger.to(larger_out.dtype.element_ty), mask=inside)
             tl.store(ratios + at, ratio.to(ratios.dtype.element_ty), mask=inside)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
@@ -186,6 +243,7 @@ def fold_pair_tile(
 @triton.jit
 def pair_tile_gradient(
     own,  # (TILE_TOKENS, WIDTH) float32 of the student
+    raw,  # the teacher's numbers beside them, the first of `teacher_ahead`
     token, live,  # (TILE_TOKENS,)
     target,  # (TILE_TOKENS,) column of each token's target in the tile
     column,  # (WIDTH,) in the tile
@@ -197,7 +255,7 @@ def pair_tile_gradient(
 ):  # fmt: skip
     """-> dL/dlogits of one part of a tile in float32; rows that are not live and columns past the last id are noise."""
     z, square = transformed(own, steps)
-    t = _teacher_part(teacher, token, live, first + column, vocab, WHOLE, True)
+    t = _of_teacher(raw, teacher, first + column, vocab, WHOLE)
     log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
     p = flushed_exp(log_p)

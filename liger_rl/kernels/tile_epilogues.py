@@ -86,11 +86,14 @@ def halves(tile):
 
 @triton.jit
 def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
-    """-> the columns of one of 1, 2 or 4 parts of a tile, which lie in registers of their own."""
+    """-> the columns of one of 1, 2, 4 or 8 parts of a tile, which lie in registers of their own."""
     if PARTS > 1:
         left, right = halves(tile)
         tile = right if PART >= PARTS // 2 else left
     if PARTS > 2:
+        left, right = halves(tile)
+        tile = right if PART % (PARTS // 2) >= PARTS // 4 else left
+    if PARTS > 4:
         left, right = halves(tile)
         tile = right if PART % 2 else left
     return tile

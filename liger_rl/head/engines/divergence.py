@@ -26,7 +26,7 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.engines.pair_products import KEPT_BYTES, Folded, PairProducts, PairValues, Side
+from liger_rl.head.engines.pair_products import KEPT_BYTES, KEPT_MOST_BYTES, Folded, PairProducts, PairValues, Side
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
@@ -247,7 +247,7 @@ def one_pass(
     student, teacher = _sides(pair, options, pair.student.live)
     measure, live, n = options.measure, pair.student.live, student.factor.shape[0]
     weight, vocab = student.rows.weight, pair.vocab
-    chunks = spans(n, one_pass_tokens(pair, options))
+    chunks = even_spans(n, one_pass_tokens(pair, options))
     same_dtype = weight.dtype == options.student.compute_dtype
     sum_dtype = weight.dtype if len(chunks) == 1 and same_dtype else torch.float32
     totals = Totals(
@@ -297,6 +297,13 @@ def _folded(student: Side, teacher: Side, part: slice, vocab: int, options: Pair
     return PairValues.of(known, measure, sums), gradient
 
 
+def even_spans(n: int, most: int) -> list[tuple[int, int]]:
+    """As few as go, of about as many tokens each."""
+    parts = -(-n // most)
+    step = -(-n // max(parts, 1))
+    return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
+
+
 def _joined(found: Sequence[PairValues]) -> PairValues:
     """Of tokens one after the other."""
     statistics = PairStatistics._make(
@@ -330,7 +337,8 @@ def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
         return options.student.chunk_tokens
     device, dtype = pair.student.hidden.device, options.student.compute_dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
+    most = ONE_PASS_BYTES[kind_of(device)]
     if PairProducts.apply(pair.student, options.student):
-        per_token = KEPT_BYTES * pair.vocab
-    tokens = ONE_PASS_BYTES[kind_of(device)] // per_token
+        per_token, most = KEPT_BYTES * pair.vocab, KEPT_MOST_BYTES
+    tokens = most // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)

@@ -32,7 +32,9 @@ from liger_rl.kernels.divergence_tiles import TileBounds
 # Of the teacher's logits at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
 ROW_MULTIPLE = 8  # numbers that rows of logits take a multiple of
-KEPT_BYTES = 4  # of an entry, with what a gradient needs of both heads
+# Of an entry, with what a gradient needs of both heads; and of a chunk of one pass. Few chunks, because each reads and
+# writes the sum of the weight's gradient.
+KEPT_BYTES, KEPT_MOST_BYTES = 4, 5 << 28
 
 
 class Side:
