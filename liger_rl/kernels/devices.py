@@ -139,8 +139,10 @@ def compiles(device: torch.device) -> bool:
 
 def on(device: torch.device) -> AbstractContextManager:
     """The context of a launch: Triton launches on the current device, which need not be the tensors'."""
-    # By its index, which is looked up in no time.
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+    # Switching to the device that is current takes the host longer than to ask for it.
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device.index)
 
 
 def tma_lacks(gpu: Gpu) -> str | None:

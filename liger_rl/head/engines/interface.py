@@ -6,7 +6,8 @@ An engine is a module with
     forward(head, options) -> statistics, saved                of the tokens that count; None for a Saved of nothing
     backward(head, options, statistics, saved, tokens, needs)  -> Gradients
 
-and both run without autocast and autograd, with the weight whole.
+and both run without autocast and autograd, with the weight whole. One whose backward reads other `tokens` than
+`TokenGradients.of` makes has a `tokens_of` in its place.
 """
 
 from contextlib import AbstractContextManager, nullcontext

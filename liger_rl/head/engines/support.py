@@ -32,7 +32,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.support import SEVERAL, Factors, Rows, Segments, Slots
+from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Slots
 
 # On one H200 (bfloat16, N = 8192, H = 4096, V = 128256) a step over gathered rows takes 37 ms at 1024 ids a token, 4.5
 # ns for each id. Over whole products it takes 50 ms at 2048.
@@ -154,7 +154,7 @@ def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
 
 
 def _gradients_of_tiles(
-    head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, tokens: TokenGradients, needs: Needs
+    head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, needs: Needs
 ) -> Gradients:
     def tile(first: int, last: int, start: int, stop: int) -> Tensor:
         out = torch.zeros(stop - start, last - first, dtype=options.compute_dtype, device=coefficients.device)
@@ -163,7 +163,7 @@ def _gradients_of_tiles(
 
     # No other token has a gradient, and what is not a number must not get into a sum.
     live = TokenSelection(head.targets.numel(), mask=slots.kinds == SEVERAL)
-    found = two_pass.gradients(head.gathered(options.compute_dtype, live), options, tokens, needs, known=tile)
+    found = two_pass.gradients(head.gathered(options.compute_dtype, live), options, None, needs, known=tile)
     return found.of_all_tokens(live, head)
 
 
@@ -173,12 +173,17 @@ def _factors(head: Head) -> Factors:
     return Factors._make(parts)
 
 
+def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
+    """The kernels of slots make `at_target` of the log-probabilities, so what is given for it is not read."""
+    return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
+
+
 def backward(
     head: Head,
     options: EngineOptions,
     statistics: TokenStatistics,
     saved: Saved,
-    tokens: TokenGradients,  # (N,) each
+    tokens: TokenGradients,  # (N,) each, as `tokens_of` makes them
     needs: Needs,
 ) -> Gradients:
     """Summed in float32 and rounded once. With an empty row, rounded once more in the sum with two passes' gradients.
@@ -188,28 +193,46 @@ def backward(
     """
     listed = head.listed
     assert listed is not None
-    found, full = _by_ids(head, listed, options, saved, tokens, needs), listed.full
+    grads = tokens.grad_logps, tokens.grad_entropy
+    found, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
     if full is None:
         return found
-    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens.take(full), needs)
+    tokens = TokenGradients.of(statistics, *grads).take(full)
+    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
         None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
     )
 
 
 def _by_ids(
-    head: Head, listed: ListedIds, options: EngineOptions, saved: Saved, tokens: TokenGradients, needs: Needs
+    head: Head,
+    listed: ListedIds,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     dense = _is_dense(head, slots) and not head.sparse_grad
-    by_id = listed.by_id() if not dense and (needs[1] or needs[2] or needs[4]) else None
-    coefficients, ordered = kernels.slot_gradients(
-        saved.logits, slots, tokens, options.transform.of_logits, head.temperatures, by_id.order if by_id else None
+    in_order = not dense and (needs[1] or needs[2] or needs[4])
+    grad_weight = grad_bias = grad_low = None
+    if in_order and needs[1] and head.weight_grad is None and not head.sparse_grad:
+        # First, because the device takes as long for it as the host for all that follows.
+        grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    coefficients, pairs = kernels.slot_gradients(
+        saved.logits,
+        slots,
+        statistics,
+        grads,
+        options.transform.of_logits,
+        head.temperatures,
+        listed.by_id() if in_order else None,
     )
     if dense:
-        return _gradients_of_tiles(head, slots, coefficients, options, tokens, needs)
+        return _gradients_of_tiles(head, slots, coefficients, options, needs)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
@@ -224,22 +247,19 @@ def _by_ids(
     if shard is not None:
         pending = shard.pending_sum(grad_hidden, grad_inputs)
         pending.start()
-    grad_weight = grad_bias = grad_low = None
-    if by_id is not None:
-        pairs = by_id.segments, ordered, by_id.tokens
+    if pairs is not None:
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
         elif needs[1] and head.sparse_grad:
             grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
-        elif needs[1]:
-            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        elif grad_weight is not None:
             kernels.segment_sums(*pairs, hidden, grad_weight)
         if bias is not None and needs[2]:
-            grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            grad_bias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
             ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
             kernels.segment_sums(*pairs, ones, grad_bias[:, None])
         if low_inputs is not None and low_weight is not None and needs[4]:
-            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
+            grad_low = torch.zeros(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
             kernels.segment_sums(*pairs, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
@@ -250,9 +270,9 @@ def _by_ids(
     return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-def _sparse_sums(kernels: ModuleType, pairs: tuple[Segments, Tensor, Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+def _sparse_sums(kernels: ModuleType, pairs: Pairs, hidden: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the listed rows alone; waits for their number."""
-    starts, ids = pairs[0].starts, pairs[0].of_position
+    starts, ids = pairs.segments.starts, pairs.segments.of_position
     listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
     place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
     segments = Segments(torch.cat([starts[listed], starts[-1:]]), place, by_id=True)
