@@ -203,7 +203,7 @@ def _slots_kernel(
         tl.store(slot_tokens + end + token, token.to(tl.int32), mask=hits > 0)  # of the slot to spare
         tl.store(starts + token, slot)
         tl.store(kinds + token, kind.to(tl.uint8))
-        tl.store(missing + token, (lists & (hits == 0)).to(tl.uint8))
+        tl.store(missing + token, lists & (hits == 0))
         if token == tokens - 1:
             tl.store(starts + tokens, end + tokens)
     _count(numbers + MISSING, own & lists & (hits == 0))
@@ -261,7 +261,8 @@ def make_slots(
     # Not views of one tensor: Triton compiles another kernel for addresses that are no multiples of 16 bytes.
     tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
-    kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    kinds = torch.empty(n, dtype=torch.uint8, device=device)
+    missing = torch.empty(n, dtype=torch.bool, device=device)
     numbers = torch.zeros(COUNTED, dtype=torch.int64, device=device)
     with on(device):
         _slots_kernel[(n + _cdiv(pairs, SLOT_PIECE),)](
@@ -288,7 +289,7 @@ def make_slots(
             BLOCK=SLOT_BLOCK,
             num_warps=1,
         )
-    return Slots(ids, tokens, starts, kinds, missing.view(torch.bool), numbers, rows, first)
+    return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
 
 
 @triton.jit

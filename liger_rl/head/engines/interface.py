@@ -41,7 +41,6 @@ class Head(NamedTuple):
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     sparse_grad: bool = False  # of the weight, by the support engine
     listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
-    sorts: bool = False  # a backward will want the listed ids in order
     weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
 
     @property

@@ -1,9 +1,9 @@
 """The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
 
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
-longer than the device. So the host waits for the checks of the values only after it has launched the forward, and the
-sort that the backward needs. Wrong values do no harm until then. With fixed_shape nothing here waits for the device, so
-a CUDA graph can capture it.
+longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
+wrong values do no harm. And the backward clears a dense gradient of the weight first: meanwhile the host does the rest.
+With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -87,10 +87,7 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
     listed = head.listed
     assert listed is not None
     statistics, saved = _over_ids(head, listed, options)
-    # The host gives the device all this to do before it waits, and the sort of a backward, too.
-    if head.sorts and (head.sparse_grad or not _is_dense(head, listed.slots)):
-        listed.by_id()
-    full = listed.full
+    full = listed.full  # which waits
     if full is not None:
         whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
         statistics = TokenStatistics._make(
@@ -220,7 +217,7 @@ def _by_ids(
     in_order = not dense and (needs[1] or needs[2] or needs[4])
     grad_weight = grad_bias = grad_low = None
     if in_order and needs[1] and head.weight_grad is None and not head.sparse_grad:
-        # First, because the device takes as long for it as the host for all that follows.
+        # First, because the device takes as long for it as the host for what follows, the sort by id included.
         grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
     coefficients, pairs = kernels.slot_gradients(
         saved.logits,
