@@ -880,6 +880,7 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
+    cleared: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -919,7 +920,7 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
-            EMPTY=not segments.by_id,
+            EMPTY=not (add or cleared),
             SLOTS=launch.slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,
