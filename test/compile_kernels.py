@@ -229,9 +229,10 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     logits = support_triton.dots(factors, slots, transform, temperatures)
     support_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
     support_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
-    order = torch.arange(logits.numel()) if entropy else None
+    by_id = (slots.ids, torch.arange(logits.numel())) if entropy else None
+    grads = ones(N), ones(N) if entropy else None
     coefficients, _ = support_triton.slot_gradients(
-        logits, slots, token_gradients(entropy), transform, temperatures, order
+        logits, slots, statistics(entropy), grads, transform, temperatures, by_id
     )
     support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
     support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))

@@ -12,7 +12,7 @@ from liger_rl.head.engines.support import kernels_for
 from liger_rl.head.support import Support, check_usable
 from liger_rl.head.tokens import check_temperatures, improper_temperatures, live_tokens
 from liger_rl.kernels.eager import transformed
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import TokenStatistics
 from liger_rl.kernels.support import Rows, Slots
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
@@ -100,8 +100,10 @@ class SupportRows(torch.autograd.Function):
             assert out is not None  # no buffer took it
         else:
             out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        tokens = TokenGradients.of(TokenStatistics(*rest[6:9]), grad_logps.float(), grad_entropy)
-        coefficients, _ = kernels_for(logits.device).slot_gradients(z, slots, tokens, *_transform(ctx.options))
+        statistics, grads = TokenStatistics(*rest[6:9]), (grad_logps.float(), grad_entropy)
+        coefficients, _ = kernels_for(logits.device).slot_gradients(
+            z, slots, statistics, grads, *_transform(ctx.options)
+        )
         # A slot of no logit adds 0 at its token's target. So every sum has one term that is not 0, in any order.
         token = _token(slots)
         target = targets.reshape(-1).clamp(0, slots.rows - 1)[token]

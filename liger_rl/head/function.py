@@ -93,7 +93,8 @@ def token_gradients(
     with gemm.without_autocast(head.hidden.device), whole_head(options.gather, head.weight, head.bias):
         if grad_logps is None:
             grad_logps = torch.zeros_like(statistics.logps)
-        tokens = TokenGradients.of(statistics, grad_logps.float(), grad_entropy)
+        tokens_of = getattr(engine, "tokens_of", TokenGradients.of)
+        tokens = tokens_of(statistics, grad_logps.float(), grad_entropy)
         if grad_lse is not None:
             tokens = tokens.with_lse(grad_lse, statistics.logps)
         known = None if saved is None else engine.Saved(*saved)

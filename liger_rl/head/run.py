@@ -95,7 +95,8 @@ def _over_support(
     call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
 ) -> LogProbs:
     """Over each token's own ids; that of a token that lists none is the whole vocabulary."""
-    flat, n = ids.view(-1), ids.numel()
+    # `flatten` gives what is flat itself, where another view of it would take the host as long as a launch.
+    flat, n = ids.flatten(), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     shape = call.targets.shape
     if torch.compiler.is_compiling():
@@ -104,7 +105,7 @@ def _over_support(
         return LogProbs(*[None if part is None else part.view(shape) for part in found])  # type: ignore[arg-type]
 
     def listed_ids() -> ListedIds:
-        flat_mask, wanted = (None if part is None else part.reshape(-1) for part in (call.mask, call.needed_mask))
+        flat_mask, wanted = (None if part is None else part.flatten() for part in (call.mask, call.needed_mask))
         slots = support_engine.support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
         return ListedIds(slots, None if options.fixed_shape else _checked(call, ids, vocab, support, slots.numbers))
 
@@ -119,13 +120,16 @@ def _over_support(
     # The mask itself is for the products of low-rank terms alone.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    sorts = torch.is_grad_enabled() and call.head_needs
-    head = head._replace(listed=listed, sorts=sorts, sparse_grad=support.sparse_grad)
+    # In a CUDA graph the host has nothing to wait for; a weight that is gathered leaves no memory for its gradient.
+    clears = call.needs[1] and call.weight_grad is None and not support.sparse_grad
+    clears = clears and not options.fixed_shape and options.gather is None
+    head = head._replace(listed=listed, sparse_grad=support.sparse_grad, cleared=[] if clears else None)
     results = outside_of_graphs(linear_values)(head, options, Way.of(support_engine))
     # A copy, because the support may keep its slots and the caller may write to what it gets.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
-    views = {name: None if part is None else part.view(shape) for name, part in named.items()}
-    return LogProbs(**views)  # type: ignore[arg-type]
+    if flat.shape != shape:
+        named = {name: None if part is None else part.view(shape) for name, part in named.items()}
+    return LogProbs(**named)  # type: ignore[arg-type]
 
 
 def _checked(
@@ -190,7 +194,7 @@ def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
 
 def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
     """Of flat tensors."""
-    hidden, function = call.hidden.reshape(-1, call.hidden.shape[-1]), None
+    hidden, function = call.hidden.flatten(0, -2), None
     if torch.compiler.is_compiling():
         function = low_rank_inputs_op
     inputs, weight = low_rank_factors(call.low_rank, call.hidden, live, function)

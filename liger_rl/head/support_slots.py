@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.support import LONG_ROWS, Segments, Slots
+from liger_rl.kernels.support import LONG_ROWS, Ordered, Slots
 
 
 class ListedIds:
@@ -22,7 +22,7 @@ class ListedIds:
         self.slots = slots
         self._check = check
         self._full: Tensor | None = None
-        self._by_id: SlotsById | None = None
+        self._by_id: Ordered | None = None
         self.all_short = False  # known to be: no row is longer than LONG_ROW
         self.when_checked: Callable[[], None] | None = None
 
@@ -42,20 +42,10 @@ class ListedIds:
         self.checked()
         return self._full
 
-    def by_id(self) -> "SlotsById":
+    def by_id(self) -> Ordered:
         if self._by_id is None:
-            self._by_id = SlotsById(self.slots)
+            self._by_id = torch.sort(self.slots.ids, stable=True)
         return self._by_id
-
-
-class SlotsById:
-    """The slots of each row of the weight side by side, in a stable order."""
-
-    def __init__(self, slots: Slots) -> None:
-        ids, self.order = torch.sort(slots.ids, stable=True)
-        rows = torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device)
-        self.segments = Segments(torch.searchsorted(ids, rows), ids, by_id=True)
-        self.tokens = slots.tokens[self.order]  # (S,) int32
 
 
 def empty_rows(slots: Slots, count: int) -> Tensor | None:

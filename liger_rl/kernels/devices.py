@@ -29,6 +29,7 @@ BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time, at least; a 
 # 912.
 BLOCKS_SHARE = 0.45
 ALIGNMENT_BYTES = 16
+HERE = nullcontext()
 
 
 FORCIBLE = ("tma", "portable", "tiles")
@@ -139,8 +140,10 @@ def compiles(device: torch.device) -> bool:
 
 def on(device: torch.device) -> AbstractContextManager:
     """The context of a launch: Triton launches on the current device, which need not be the tensors'."""
-    # By its index, which is looked up in no time.
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+    # Switching to the device that is current takes the host longer than to ask for it.
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device.index)
 
 
 def tma_lacks(gpu: Gpu) -> str | None:

@@ -90,6 +90,17 @@ class Segments(NamedTuple):
         return self.starts.numel() - 1
 
 
+class Pairs(NamedTuple):
+    """The slots of each row of the weight side by side, in a stable order, and what each adds to the row's gradient."""
+
+    segments: Segments
+    coefficients: Tensor  # (S,) float32
+    tokens: Tensor  # (S,) int32
+
+
+Ordered = tuple[Tensor, Tensor]  # `Slots.ids` from a stable sort, and their places before it, (S,) int32 and int64
+
+
 def make_slots(
     token_ids: Tensor,  # (P,) int32 or int64
     offsets: Tensor,  # (N + 1,) the same dtype
@@ -289,16 +300,17 @@ def statistics(
 def slot_gradients(
     z: Tensor,
     slots: Slots,
-    tokens: TokenGradients,
+    statistics: TokenStatistics,
+    grads: tuple[Tensor, Tensor | None],  # (N,) float32, of log-probabilities and entropies
     transform: LogitTransform,
     temperatures: Tensor | None,
-    order: Tensor | None = None,  # (S,) int64
-) -> tuple[Tensor, Tensor | None]:
-    """-> dL/dx (S,) float32 of the logits before the transform, and the same in another order of the slots, if given.
+    by_id: Ordered | None = None,
+) -> tuple[Tensor, Pairs | None]:
+    """-> dL/dx (S,) float32 of the logits before the transform, and the same by id, where that order is given.
 
     Exactly 0 in slots without a row and of SINGLE rows.
     """
-    token = slots.tokens.long()
+    tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
     wanted = slots.ids < slots.rows
     wanted = wanted & (slots.kinds == SEVERAL)[token]
     z = torch.where(wanted, z, 0.0)
@@ -313,7 +325,11 @@ def slot_gradients(
     if temperatures is not None:
         grad_z, z = grad_z / temperatures[token], z * temperatures[token]
     grad = torch.where(wanted, times_derivative(grad_z, z, transform), 0.0)
-    return grad, None if order is None else grad[order]
+    if by_id is None:
+        return grad, None
+    ids, order = by_id
+    starts = torch.searchsorted(ids, torch.arange(slots.rows + 1, dtype=ids.dtype, device=ids.device))
+    return grad, Pairs(Segments(starts, ids, by_id=True), grad[order], slots.tokens[order])
 
 
 def segment_sums(
@@ -324,6 +340,7 @@ def segment_sums(
     out: Tensor,  # (M, K) any float dtype
     *,
     add: bool = False,
+    cleared: bool = False,  # out holds zeros, so nothing need be written for an empty segment
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 

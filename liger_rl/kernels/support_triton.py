@@ -1,4 +1,4 @@
-"""Logits, softmax and gradients of listed vocabulary entries alone, as Triton kernels without atomics.
+"""Logits, softmax and gradients of listed vocabulary entries alone, as Triton kernels. Atomics add integers alone.
 
 The signatures and formulas are those of `liger_rl.kernels.support`. A long segment is split over programs, in pieces
 of a size that the numbers of tokens, slots and columns decide: the first piece belongs to the segment's own program,
@@ -15,8 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, tanh_square, times_derivative, transformed
-from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.softmax import (
+    LOWEST_LOG_PROBABILITY,
+    one_minus_exp,
+    tanh_square,
+    times_derivative,
+    transformed,
+)
+from liger_rl.kernels.statistics import Fold, TokenStatistics
 from liger_rl.kernels.support import (
     BAD_ENDS,
     BAD_IDS,
@@ -34,6 +40,8 @@ from liger_rl.kernels.support import (
     SEVERAL,
     SINGLE,
     Factors,
+    Ordered,
+    Pairs,
     Rows,
     Segments,
     Slots,
@@ -91,6 +99,13 @@ def _span(program, of_position, starts, count, piece):
     return segment, first, tl.where(own | known, last, first)
 
 
+@triton.jit
+def _count(number, found):
+    """Most programs find nothing, and write nothing."""
+    found = found.to(tl.int64)
+    tl.atomic_add(number, found, mask=found > 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
@@ -103,7 +118,7 @@ def _slots_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,)
     missing,
-    numbers,  # (programs, NUMBERS)
+    numbers,  # (NUMBERS,) zeros
     tokens,
     pairs,
     each,
@@ -119,7 +134,6 @@ def _slots_kernel(
     SEVERAL: tl.constexpr = SEVERAL,
     FULL: tl.constexpr = FULL,
     IGNORED: tl.constexpr = IGNORED,
-    NUMBERS: tl.constexpr = COUNTED,
     START: tl.constexpr = BAD_STARTS,
     ORDER: tl.constexpr = BAD_ORDERS,
     END: tl.constexpr = BAD_ENDS,
@@ -150,7 +164,6 @@ def _slots_kernel(
     begin = tl.minimum(tl.maximum(raw_begin, 0), pairs)
     end = tl.minimum(tl.maximum(raw_end, begin), pairs)
     target = tl.load(targets + token).to(tl.int64)
-    numbers += program * NUMBERS
     counts = target >= 0
     improper = target != target
     if mask is not None:
@@ -158,15 +171,15 @@ def _slots_kernel(
         counts = counts & (value != 0)
         if mask.dtype.element_ty != tl.int1:
             improper = (value != 0) & (value != 1)
-    tl.store(numbers + MASK, (own & improper).to(tl.int8))
-    tl.store(numbers + TARGET, (own & counts & (target >= vocab)).to(tl.int8))
-    tl.store(numbers + LONG, (own & (end - begin + 1 > long_row)).to(tl.int8))
+    _count(numbers + MASK, own & improper)
+    _count(numbers + TARGET, own & counts & (target >= vocab))
+    _count(numbers + LONG, own & (end - begin + 1 > long_row))
     counts = counts & (target < vocab)
     if wanted_tokens is not None:
         counts = counts & (tl.load(wanted_tokens + token // each) != 0)
-    tl.store(numbers + START, ((program == 0) & (raw_begin != 0)).to(tl.int8))
-    tl.store(numbers + ORDER, (own & (raw_end < raw_begin)).to(tl.int8))
-    tl.store(numbers + END, ((program == tokens - 1) & (raw_end != pairs)).to(tl.int8))
+    _count(numbers + START, (program == 0) & (raw_begin != 0))
+    _count(numbers + ORDER, own & (raw_end < raw_begin))
+    _count(numbers + END, (program == tokens - 1) & (raw_end != pairs))
     lists = counts & (end > begin)
     hits = 0
     if own:
@@ -190,11 +203,11 @@ def _slots_kernel(
         tl.store(slot_tokens + end + token, token.to(tl.int32), mask=hits > 0)  # of the slot to spare
         tl.store(starts + token, slot)
         tl.store(kinds + token, kind.to(tl.uint8))
-        tl.store(missing + token, (lists & (hits == 0)).to(tl.uint8))
+        tl.store(missing + token, lists & (hits == 0))
         if token == tokens - 1:
             tl.store(starts + tokens, end + tokens)
-    tl.store(numbers + MISSING, (own & lists & (hits == 0)).to(tl.int8))
-    tl.store(numbers + EMPTY, (own & counts & (end == begin)).to(tl.int8))
+    _count(numbers + MISSING, own & lists & (hits == 0))
+    _count(numbers + EMPTY, own & counts & (end == begin))
     first = tl.where(own, begin, tl.maximum(position, begin + PIECE))
     last = tl.minimum(end, tl.where(own, begin, position) + PIECE)
     outside = 0
@@ -226,7 +239,7 @@ def _slots_kernel(
         tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
         tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=stored)
         outside = tl.sum((inside & (known == 0)).to(tl.int32))
-    tl.store(numbers + ID, outside)
+    _count(numbers + ID, outside)
 
 
 def make_slots(
@@ -248,11 +261,11 @@ def make_slots(
     # Not views of one tensor: Triton compiles another kernel for addresses that are no multiples of 16 bytes.
     tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
-    kinds, missing = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    programs = n + _cdiv(pairs, SLOT_PIECE)
-    numbers = torch.empty(programs, COUNTED, dtype=torch.int8, device=device)
+    kinds = torch.empty(n, dtype=torch.uint8, device=device)
+    missing = torch.empty(n, dtype=torch.bool, device=device)
+    numbers = torch.zeros(COUNTED, dtype=torch.int64, device=device)
     with on(device):
-        _slots_kernel[(programs,)](
+        _slots_kernel[(n + _cdiv(pairs, SLOT_PIECE),)](
             token_ids.contiguous(),
             offsets.contiguous(),
             targets.contiguous(),
@@ -276,8 +289,7 @@ def make_slots(
             BLOCK=SLOT_BLOCK,
             num_warps=1,
         )
-    numbers = numbers.sum(0, dtype=torch.int64)
-    return Slots(ids, tokens, starts, kinds, missing.view(torch.bool), numbers, rows, first)
+    return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
 
 
 @triton.jit
@@ -640,7 +652,20 @@ def _launch_fold(
         )
 
 
-@triton.jit(do_not_specialize=["positions", "rows"])
+@triton.jit
+def _first_of(row, ids, positions, steps):
+    """-> the first of the ascending ids that is not under each row."""
+    low = row * 0
+    high = low + positions
+    for _ in range(steps):
+        middle = (low + high) // 2
+        under = (low < high) & (tl.load(ids + middle, mask=low < high, other=0).to(tl.int64) < row)
+        low = tl.where(under, middle + 1, low)
+        high = tl.where(under, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["positions", "rows", "searches"])
 def _slot_gradients_kernel(
     logits,  # (positions,)
     slot_ids,
@@ -648,25 +673,33 @@ def _slot_gradients_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,) each from here on
     lse_of,
+    logps,
     grad_logps,
-    at_targets,
     entropies,
     grad_entropies,
     temperatures,
-    order,  # (positions,)
+    ids,  # (positions,) each; None without an order by id
+    order,
     out,  # (positions,)
-    ordered,  # (positions,) beside an order
+    ordered,  # (positions,) each, by id
+    ordered_tokens,
+    row_starts,  # (rows + 1,) by id
     positions,
     rows,
+    searches,  # that find a position
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr = SEVERAL,
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
-    if order is not None:  # once in the order of slots, and once in that one
-        place = slot - tl.cdiv(positions, BLOCK).to(tl.int64) * BLOCK
+    if order is not None:  # once in the order of slots, and once in that one; then the rows
+        step = tl.cdiv(positions, BLOCK).to(tl.int64)
+        place = slot - step * BLOCK
         again = (place >= 0) & (place < positions)
+        if tl.program_id(0) >= 2 * step:
+            row = place - step * BLOCK
+            tl.store(row_starts + row, _first_of(row, ids, positions, searches), mask=row <= rows)
         slot = tl.load(order + place, mask=again, other=slot)
         inside = inside | again
     wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
@@ -676,8 +709,9 @@ def _slot_gradients_kernel(
     log_p = z - tl.load(lse_of + token, mask=wanted, other=0.0)
     p = tl.exp(log_p)
     own = slot == tl.load(starts + token, mask=wanted, other=-1)
-    beside = -tl.load(grad_logps + token, mask=wanted, other=0.0) * p
-    grad = tl.where(own, tl.load(at_targets + token, mask=wanted, other=0.0), beside)
+    g = tl.load(grad_logps + token, mask=wanted, other=0.0)
+    # 1 - p from the forward's logp, as in `TokenGradients.of`.
+    grad = tl.where(own, g * one_minus_exp(tl.load(logps + token, mask=wanted, other=0.0)), -g * p)
     if entropies is not None:
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
         moment = p * (log_p + tl.load(entropies + token, mask=wanted, other=0.0))
@@ -696,46 +730,57 @@ def _slot_gradients_kernel(
     else:
         tl.store(out + slot, grad, mask=inside & (again == 0))
         tl.store(ordered + place, grad, mask=again)
+        tl.store(ordered_tokens + place, tl.load(slot_tokens + slot, mask=again, other=0), mask=again)
 
 
 def slot_gradients(
     z: Tensor,
     slots: Slots,
-    tokens: TokenGradients,
+    statistics: TokenStatistics,
+    grads: tuple[Tensor, Tensor | None],
     transform: LogitTransform,
     temperatures: Tensor | None,
-    order: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    by_id: Ordered | None = None,
+) -> tuple[Tensor, Pairs | None]:
     """As `support.slot_gradients`, in one launch."""
-    positions = z.numel()
-    out, ordered = torch.empty_like(z), None if order is None else torch.empty_like(z)
-    if positions == 0:
-        return out, ordered
-    blocks = _cdiv(positions, GRAD_BLOCK)
-    by_entropy = tokens.entropy is not None and tokens.grad_entropy is not None
+    positions, (grad_logps, grad_entropy) = z.numel(), grads
+    out, blocks = torch.empty_like(z), _cdiv(positions, GRAD_BLOCK)
+    pairs, (ids, order), ordered, tokens, starts = None, by_id or (None, None), None, None, None
+    if ids is not None:
+        ordered, tokens = torch.empty_like(z), torch.empty_like(slots.tokens)
+        starts = torch.empty(slots.rows + 1, dtype=torch.int64, device=z.device)
+        pairs = Pairs(Segments(starts, ids, by_id=True), ordered, tokens)
+        blocks = 2 * blocks + _cdiv(slots.rows + 1, GRAD_BLOCK)
+    if blocks == 0:
+        return out, pairs
+    entropy = None if grad_entropy is None else statistics.entropy
     with on(z.device):
-        _slot_gradients_kernel[(blocks if order is None else 2 * blocks,)](
+        _slot_gradients_kernel[(blocks,)](
             z,
             slots.ids,
             slots.tokens,
             slots.starts,
             slots.kinds,
-            tokens.lse.contiguous(),
-            tokens.grad_logps.contiguous(),
-            tokens.at_target.contiguous(),
-            tokens.entropy.contiguous() if by_entropy and tokens.entropy is not None else None,
-            tokens.grad_entropy.contiguous() if by_entropy and tokens.grad_entropy is not None else None,
+            statistics.lse.contiguous(),
+            statistics.logps.contiguous(),
+            grad_logps.contiguous(),
+            None if entropy is None else entropy.contiguous(),
+            None if grad_entropy is None else grad_entropy.contiguous(),
             temperatures,
+            ids,
             order,
             out,
             ordered,
+            tokens,
+            starts,
             positions,
             slots.rows,
+            positions.bit_length(),
             LogitSteps.of(transform),
             BLOCK=GRAD_BLOCK,
             num_warps=GRAD_WARPS,
         )
-    return out, ordered
+    return out, pairs
 
 
 @triton.jit
@@ -794,6 +839,7 @@ def _sums_kernel(
     columns,
     piece,
     ADD: tl.constexpr,
+    EMPTY: tl.constexpr,  # segments without positions are written, too
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -806,7 +852,7 @@ def _sums_kernel(
     end = tl.load(starts + segment + 1)
     while segment < stop:
         following = tl.load(starts + tl.minimum(segment + 2, count))  # which is there once it is needed
-        if (end > begin) | (not ADD):
+        if (end > begin) | EMPTY:
             last = tl.minimum(end, begin + piece)
             total = _weighted_rows(
                 coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS
@@ -834,6 +880,7 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
+    cleared: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -873,6 +920,7 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
+            EMPTY=not (add or cleared),
             SLOTS=launch.slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,

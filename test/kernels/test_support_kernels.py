@@ -8,7 +8,7 @@ import torch
 import oracles
 from liger_rl import LogitTransform
 from liger_rl.kernels import support, support_triton
-from liger_rl.kernels.statistics import EXTRAS, TokenGradients
+from liger_rl.kernels.statistics import EXTRAS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 V, H = 90, 70
@@ -106,16 +106,17 @@ def test_logits_fold_and_gradients(transform, shape):
                 if truth is not None:
                     torch.testing.assert_close(part, truth, rtol=1e-5, atol=1e-5)
         g, e = torch.randn(2, n, device=DEVICE)
-        tokens = TokenGradients.of(theirs, g, e if entropy else None)
-        order = torch.randperm(z.numel(), device=DEVICE)
-        (mine, ordered), (truth, _) = (
-            kernels.slot_gradients(z, slots, tokens, transform, temperatures, order)
-            for kernels in (support_triton, support)
+        given = (z, slots, theirs, (g, e if entropy else None), transform, temperatures)
+        by_id = torch.sort(slots.ids, stable=True)
+        (mine, pairs), (truth, others) = (
+            kernels.slot_gradients(*given, by_id) for kernels in (support_triton, support)
         )
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
         assert (mine[~there] == 0).all()
-        assert torch.equal(ordered, mine[order])
-        alone, nothing = support_triton.slot_gradients(z, slots, tokens, transform, temperatures)
+        assert torch.equal(pairs.coefficients, mine[by_id.indices])
+        assert torch.equal(pairs.tokens, others.tokens)
+        assert torch.equal(pairs.segments.starts, others.segments.starts)
+        alone, nothing = support_triton.slot_gradients(*given)
         assert torch.equal(alone, mine)
         assert nothing is None
 
@@ -165,8 +166,7 @@ def test_temperatures_of_tokens(transform):
     targets = slots.ids[slots.starts[:-1]].long()
     statistics, _ = support.statistics(z, slots, targets, entropy=True, extras=())
     g, e = torch.randn(2, n, device=DEVICE)
-    tokens = TokenGradients.of(statistics, g, e)
-    found, _ = support.slot_gradients(z, slots, tokens, transform, temperatures)
+    found, _ = support.slot_gradients(z, slots, statistics, (g, e), transform, temperatures)
     total = 0.0
     for t in (slots.kinds == support.SEVERAL).nonzero().flatten().tolist():
         own = slice(int(slots.starts[t]), int(slots.starts[t + 1]))
@@ -196,6 +196,11 @@ def test_sums_of_segments(shape, dtype, add):
         support_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
     assert torch.equal(outs[1], outs[2])
+    there = (sizes > 0).to(DEVICE)[:, None]
+    assert add or not torch.where(there, 0, outs[1]).any()
+    untouched = torch.ones_like(outs[0])
+    support_triton.segment_sums(segments, coefficients, indices, table, untouched, add=add, cleared=True, launch=launch)
+    assert torch.equal(untouched, torch.where(there, outs[1], 1))
 
 
 def test_sums_of_pieces_fit_their_memory():

@@ -6,7 +6,8 @@ An engine is a module with
     forward(head, options) -> statistics, saved                of the tokens that count; None for a Saved of nothing
     backward(head, options, statistics, saved, tokens, needs)  -> Gradients
 
-and both run without autocast and autograd, with the weight whole.
+and both run without autocast and autograd, with the weight whole. One whose backward reads other `tokens` than
+`TokenGradients.of` makes has a `tokens_of` in its place.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +41,7 @@ class Head(NamedTuple):
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     sparse_grad: bool = False  # of the weight, by the support engine
     listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
-    sorts: bool = False  # a backward will want the listed ids in order
+    cleared: list[Tensor] | None = None  # where its forward may leave zeros for a gradient of the weight
     weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
 
     @property

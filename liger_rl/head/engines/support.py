@@ -1,9 +1,9 @@
 """The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
 
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
-longer than the device. So the host waits for the checks of the values only after it has launched the forward, and the
-sort that the backward needs. Wrong values do no harm until then. With fixed_shape nothing here waits for the device, so
-a CUDA graph can capture it.
+longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
+wrong values do no harm. And the device clears a dense gradient of the weight while the host goes on from the forward to
+the backward. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -32,7 +32,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.support import SEVERAL, Factors, Rows, Segments, Slots
+from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Slots
 
 # On one H200 (bfloat16, N = 8192, H = 4096, V = 128256) a step over gathered rows takes 37 ms at 1024 ids a token, 4.5
 # ns for each id. Over whole products it takes 50 ms at 2048.
@@ -87,10 +87,10 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
     listed = head.listed
     assert listed is not None
     statistics, saved = _over_ids(head, listed, options)
-    # The host gives the device all this to do before it waits, and the sort of a backward, too.
-    if head.sorts and (head.sparse_grad or not _is_dense(head, listed.slots)):
-        listed.by_id()
-    full = listed.full
+    full = listed.full  # which waits
+    # With more slots, few rows of the gradient are 0, and the device has enough to do.
+    if head.cleared is not None and listed.slots.ids.numel() < listed.slots.rows and not _is_dense(head, listed.slots):
+        head.cleared.append(torch.zeros_like(head.weight, memory_format=torch.contiguous_format))
     if full is not None:
         whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
         statistics = TokenStatistics._make(
@@ -154,7 +154,7 @@ def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
 
 
 def _gradients_of_tiles(
-    head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, tokens: TokenGradients, needs: Needs
+    head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, needs: Needs
 ) -> Gradients:
     def tile(first: int, last: int, start: int, stop: int) -> Tensor:
         out = torch.zeros(stop - start, last - first, dtype=options.compute_dtype, device=coefficients.device)
@@ -163,7 +163,7 @@ def _gradients_of_tiles(
 
     # No other token has a gradient, and what is not a number must not get into a sum.
     live = TokenSelection(head.targets.numel(), mask=slots.kinds == SEVERAL)
-    found = two_pass.gradients(head.gathered(options.compute_dtype, live), options, tokens, needs, known=tile)
+    found = two_pass.gradients(head.gathered(options.compute_dtype, live), options, None, needs, known=tile)
     return found.of_all_tokens(live, head)
 
 
@@ -173,12 +173,17 @@ def _factors(head: Head) -> Factors:
     return Factors._make(parts)
 
 
+def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
+    """The kernels of slots make `at_target` of the log-probabilities, so what is given for it is not read."""
+    return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
+
+
 def backward(
     head: Head,
     options: EngineOptions,
     statistics: TokenStatistics,
     saved: Saved,
-    tokens: TokenGradients,  # (N,) each
+    tokens: TokenGradients,  # (N,) each, as `tokens_of` makes them
     needs: Needs,
 ) -> Gradients:
     """Summed in float32 and rounded once. With an empty row, rounded once more in the sum with two passes' gradients.
@@ -188,28 +193,42 @@ def backward(
     """
     listed = head.listed
     assert listed is not None
-    found, full = _by_ids(head, listed, options, saved, tokens, needs), listed.full
+    grads = tokens.grad_logps, tokens.grad_entropy
+    found, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
     if full is None:
         return found
-    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens.take(full), needs)
+    tokens = TokenGradients.of(statistics, *grads).take(full)
+    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
         None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
     )
 
 
 def _by_ids(
-    head: Head, listed: ListedIds, options: EngineOptions, saved: Saved, tokens: TokenGradients, needs: Needs
+    head: Head,
+    listed: ListedIds,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
 ) -> Gradients:
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     dense = _is_dense(head, slots) and not head.sparse_grad
-    by_id = listed.by_id() if not dense and (needs[1] or needs[2] or needs[4]) else None
-    coefficients, ordered = kernels.slot_gradients(
-        saved.logits, slots, tokens, options.transform.of_logits, head.temperatures, by_id.order if by_id else None
+    in_order = not dense and (needs[1] or needs[2] or needs[4])
+    coefficients, pairs = kernels.slot_gradients(
+        saved.logits,
+        slots,
+        statistics,
+        grads,
+        options.transform.of_logits,
+        head.temperatures,
+        listed.by_id() if in_order else None,
     )
     if dense:
-        return _gradients_of_tiles(head, slots, coefficients, options, tokens, needs)
+        return _gradients_of_tiles(head, slots, coefficients, options, needs)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
@@ -225,12 +244,14 @@ def _by_ids(
         pending = shard.pending_sum(grad_hidden, grad_inputs)
         pending.start()
     grad_weight = grad_bias = grad_low = None
-    if by_id is not None:
-        pairs = by_id.segments, ordered, by_id.tokens
+    if pairs is not None:
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
         elif needs[1] and head.sparse_grad:
             grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
+        elif needs[1] and head.cleared:
+            grad_weight = head.cleared.pop()  # another backward makes its own
+            kernels.segment_sums(*pairs, hidden, grad_weight, cleared=True)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             kernels.segment_sums(*pairs, hidden, grad_weight)
@@ -250,9 +271,9 @@ def _by_ids(
     return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
 
 
-def _sparse_sums(kernels: ModuleType, pairs: tuple[Segments, Tensor, Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+def _sparse_sums(kernels: ModuleType, pairs: Pairs, hidden: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the listed rows alone; waits for their number."""
-    starts, ids = pairs[0].starts, pairs[0].of_position
+    starts, ids = pairs.segments.starts, pairs.segments.of_position
     listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
     place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
     segments = Segments(torch.cat([starts[listed], starts[-1:]]), place, by_id=True)
