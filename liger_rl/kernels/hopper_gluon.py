@@ -173,12 +173,24 @@ def _columns_of(tile):
 
 
 @gluon.jit
+def _store_beside(out, row, column, values):
+    """As `_store`, to two buffers in turns: what the other one holds may still be on its way."""
+    descriptor, buffer = out
+    tma.store_wait(1)
+    buffer.store(values.to(descriptor.dtype))
+    hopper.fence_async_shared()
+    tma.async_copy_shared_to_global(descriptor, [row, column], buffer)
+
+
+@gluon.jit
 def _pairs(
     rows, entries, barriers, stored, where, tiles, hidden_size, given, LOWER: gl.constexpr,
     KIND: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The fold of two heads, or with somewhere to store it the gradient."""
-    bias, targets, teacher, folds, squares, kept, gradients, tokens, vocab, first, steps, beta = given
+    bias, targets, teacher, folds, squares, tops, tops_stride, gradients, tokens, vocab, first, steps, beta = given
+    out, larger, ratios, buffers = stored
+    kept = ((larger, buffers.index(0)), (ratios, buffers.index(1)), tops, tops_stride)
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -191,10 +203,11 @@ def _pairs(
         ahead = teacher_ahead(teacher, logits, token, live, start, vocab, 4, PARTS, WHOLE, _rows_of, _columns_of)
         logits, step = _product(logits, rows, entries, barriers, step, hidden_size, LOWER)
         logits = _with_bias(logits, bias, vocab_tile, vocab)
-        if stored[0] is None:
+        first_token = token_tile * (2 * HALF) + LOWER * HALF
+        if out is None:
             fold_pair_tile(
                 logits, ahead, token, target, vocab_tile, tokens, vocab, teacher, folds, squares, kept, steps,
-                KIND, WHOLE, PARTS, _rows_of, _like, _columns_of, _at_column,
+                first_token, KIND, WHOLE, PARTS, _rows_of, _like, _columns_of, _at_column, _store_beside,
             )  # fmt: skip
         else:
             for part in gl.static_range(PARTS):
@@ -208,7 +221,7 @@ def _pairs(
                     own, raw, _rows_of(token, own), _rows_of(live, own), _rows_of(target, own), column, start,
                     teacher, vocab, gradients, steps, beta, KIND, WHOLE,
                 )  # fmt: skip
-                _store(stored, token_tile * (2 * HALF) + LOWER * HALF, start + part * own.shape[1], grad)
+                _store_beside((out, buffers.index(part % 2)), first_token, start + part * own.shape[1], grad)
     tma.store_wait(0)
 
 
@@ -277,6 +290,8 @@ def pair_kernel(
     hidden,  # descriptor of (tokens, H)
     weight,  # descriptor of (vocab, H)
     out,  # descriptor of (tokens, vocab), or None
+    larger,
+    ratios,
     bias,
     targets,
     teacher,
@@ -285,9 +300,6 @@ def pair_kernel(
     teacher_steps,
     parts,
     squares,
-    larger,
-    ratios,
-    kept_stride,
     tops,
     tops_stride,
     gradients,
@@ -304,19 +316,25 @@ def pair_kernel(
     """The arguments are those of `pair_epilogue._gemm_pair_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (larger, ratios, kept_stride, tops, tops_stride)
-    given = (bias, targets, of_teacher, parts, squares, kept, gradients, tokens, vocab, first, steps, beta)
+    given = (
+        bias, targets, of_teacher, parts, squares, tops, tops_stride, gradients, tokens, vocab, first, steps, beta,
+    )  # fmt: skip
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
-    # What is stored is a part of a tile at a time, beside which every stage fits.
-    upper, lower, entries, upper_out, lower_out, barriers = _buffers(hidden, weight, out, STAGES)
+    upper, lower, entries, _upper, _lower, barriers = _buffers(hidden, weight, None, STAGES)
+    # What is stored is a part of a tile at a time, beside which every stage fits. Others stand for what is not.
+    written = out if larger is None else larger
+    shape: gl.constexpr = [2, HALF, TILE_VOCAB // PARTS]
+    upper_out = upper if written is None else gl.allocate_shared_memory(written.dtype, shape, written.layout)
+    lower_out = lower if written is None else gl.allocate_shared_memory(written.dtype, shape, written.layout)
+    of_upper, of_lower = (out, larger, ratios, upper_out), (out, larger, ratios, lower_out)
     gl.warp_specialize(
         [
             (_pairs, (
-                upper, entries, barriers, (out, upper_out), where, tiles, hidden_size, given, False, KIND, WHOLE, PARTS,
+                upper, entries, barriers, of_upper, where, tiles, hidden_size, given, False, KIND, WHOLE, PARTS,
             )),
             (_pairs, (
-                lower, entries, barriers, (out, lower_out), where, tiles, hidden_size, given, True, KIND, WHOLE, PARTS,
+                lower, entries, barriers, of_lower, where, tiles, hidden_size, given, True, KIND, WHOLE, PARTS,
             )),
             (_load, (hidden, weight, upper, lower, entries, barriers, where, tiles, hidden_size)),
         ],
@@ -343,24 +361,37 @@ def launch(
     **constants: Any,
 ) -> None:
     """The fold, with the descriptors that its arguments begin with, and what follows these."""
-    _start(fold_kernel, programs, hidden, weight, out, TILE_VOCAB.value, *arguments, **constants)
+    _start(fold_kernel, programs, hidden, weight, (out,), TILE_VOCAB.value, *arguments, **constants)
 
 
 def launch_pair(
-    programs: int, hidden: Tensor, weight: Tensor, out: Tensor | None, *arguments: Any, PARTS: int, **constants: Any
+    programs: int,
+    hidden: Tensor,
+    weight: Tensor,
+    written: tuple[Tensor | None, ...],
+    *arguments: Any,
+    PARTS: int,
+    **constants: Any,
 ) -> None:
-    """The same of two heads."""
+    """The same of two heads, which write several matrices, a part of a tile at a time."""
     width = TILE_VOCAB.value // PARTS
-    _start(pair_kernel, programs, hidden, weight, out, width, *arguments, **constants, PARTS=PARTS)
+    _start(pair_kernel, programs, hidden, weight, written, width, *arguments, **constants, PARTS=PARTS)
 
 
 def _start(
-    kernel: Any, programs: int, hidden: Tensor, weight: Tensor, out: Tensor | None, width: int, *arguments, **constants
+    kernel: Any,
+    programs: int,
+    hidden: Tensor,
+    weight: Tensor,
+    written: tuple[Tensor | None, ...],
+    width: int,
+    *arguments: Any,
+    **constants: Any,
 ) -> None:
     kernel[(programs,)](
         _descriptor(hidden, HALF.value, TILE_HIDDEN.value),
         _descriptor(weight, TILE_VOCAB.value, TILE_HIDDEN.value),
-        None if out is None else _descriptor(out, HALF.value, width),
+        *(None if values is None else _descriptor(values, HALF.value, width) for values in written),
         *arguments,
         **constants,
         num_warps=WARPS.value,

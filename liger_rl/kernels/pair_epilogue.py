@@ -33,7 +33,6 @@ __all__ = ["Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair",
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
 PARTS = 8
-NOT_KEPT: tuple[Tensor | int | None, ...] = (None, None, 0, None, 0)
 
 
 class Squares(NamedTuple):
@@ -126,6 +125,8 @@ def _gemm_pair_kernel(
     hidden,  # a `matrix` (tokens, H)
     weight,  # a `matrix` (vocab, H), the tile's rows
     out,  # a `matrix` (tokens, vocab) for the gradient; None for the fold
+    larger,  # of `KeptPair`, as `out`, or None
+    ratios,
     bias,
     targets,
     teacher,  # logits (tokens, vocab), float32
@@ -134,10 +135,7 @@ def _gemm_pair_kernel(
     teacher_steps,
     parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
     squares,
-    larger,  # of `KeptPair`, its columns from the tile's first on, or None
-    ratios,
-    kept_stride,
-    tops,
+    tops,  # the teacher's peaks of `KeptPair`, or None
     tops_stride,
     gradients,  # `PairGradients`; None for the fold
     tokens,
@@ -157,7 +155,7 @@ def _gemm_pair_kernel(
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (larger, ratios, kept_stride, tops, tops_stride)
+    kept = (larger, ratios, tops, tops_stride)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
@@ -171,7 +169,7 @@ def _gemm_pair_kernel(
         if out is None:
             fold_pair_tile(
                 logits, ahead, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares, kept, steps,
-                KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column,
+                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column, store,
             )  # fmt: skip
         else:
             for part in tl.static_range(PARTS):
@@ -208,12 +206,12 @@ def fold_pair(
 ) -> None:
     """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
     assert student.first % PRODUCT_VOCAB == 0
-    here, written = parts.from_tile(student.first // PRODUCT_VOCAB), NOT_KEPT
+    here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
+        here_of_row = slice(student.first, student.first + student.weight.shape[0])
         tops = kept.teacher_peaks[:, student.first // (PRODUCT_VOCAB // PARTS) :]
-        larger, ratios = kept.larger[:, student.first :], kept.ratios[:, student.first :]
-        written = larger, ratios, _groups(larger), tops, tops.stride(0)
-    _launch(student, teacher, measure, None, (*here, *written, None))
+        written = Written(None, kept.larger[:, here_of_row], kept.ratios[:, here_of_row], tops)
+    _launch(student, teacher, measure, here, written, None)
 
 
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
@@ -222,7 +220,7 @@ def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGra
     per_alignment = ALIGNMENT_BYTES // student.hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=student.hidden.dtype, device=student.hidden.device)[:, :vocab]
-    _launch(student, teacher, measure, out, (None, None, *NOT_KEPT, tokens.contiguous()))
+    _launch(student, teacher, measure, (None, None), Written(out), tokens.contiguous())
     return out
 
 
@@ -233,7 +231,23 @@ def _groups(rows: Tensor) -> int:
     return rows.stride(0) // GROUP.value
 
 
-def _launch(student: Student, teacher: Tile, measure: Measure, out: Tensor | None, written: tuple) -> None:
+class Written(NamedTuple):
+    """What is written for each token and entry, (n, v) and for the teacher's peaks (n, v / PRODUCT_VOCAB * PARTS)."""
+
+    out: Tensor | None = None  # of a gradient
+    larger: Tensor | None = None  # of a `KeptPair`
+    ratios: Tensor | None = None
+    tops: Tensor | None = None
+
+
+def _launch(
+    student: Student,
+    teacher: Tile,
+    measure: Measure,
+    parts: Parts | tuple[None, None],
+    written: Written,
+    gradients: PairGradients | None,
+) -> None:
     hidden, weight, bias = student.hidden, student.weight, student.bias
     device, vocab = hidden.device, weight.shape[0]
     arguments = (
@@ -243,7 +257,10 @@ def _launch(student: Student, teacher: Tile, measure: Measure, out: Tensor | Non
         _groups(teacher.logits),
         None if teacher.bias is None else teacher.bias.contiguous(),
         LogitSteps.of(teacher.transform),
-        *written,
+        *parts,
+        written.tops,
+        0 if written.tops is None else written.tops.stride(0),
+        gradients,
         hidden.shape[0],
         vocab,
         student.first,
@@ -255,18 +272,21 @@ def _launch(student: Student, teacher: Tile, measure: Measure, out: Tensor | Non
     family, programs, gluon = family_of(device), device_programs(device), gluon_for(device)
     with on(device):
         if gluon is not None:
-            gluon.launch_pair(programs, hidden, weight, out, *arguments, **constants)
+            gluon.launch_pair(programs, hidden, weight, written[:3], *arguments, **constants)
             return
         _gemm_pair_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(weight, PRODUCT_VOCAB, family.step, tma=family.tma),
-            None if out is None else matrix(out, TILE_TOKENS, PRODUCT_VOCAB, tma=family.tma, parts=PARTS),
+            *(
+                None if values is None else matrix(values, TILE_TOKENS, PRODUCT_VOCAB, tma=family.tma, parts=PARTS)
+                for values in written[:3]
+            ),
             *arguments,
             **constants,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=PRODUCT_VOCAB,
             TILE_HIDDEN=family.step,
             PROGRAMS=programs,
-            num_stages=family.stages if out is None else family.storing_stages,
+            num_stages=family.stages if written[:3] == (None, None, None) else family.storing_stages,
             num_warps=WARPS,
         )

@@ -4,12 +4,12 @@ Triton functions.
 The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers, and the teacher's is read
 from memory, a part of the columns at a time, so that there are registers for both. What can be read of it before the
 student's tile is there costs no time behind it. Kernels of Triton and of Gluon call
-these functions: ROWS, COLUMNS, LIKE and AT_COLUMN say which thread has which number, and nothing else does.
+these functions: what they are given says which thread has which number, and nothing else does.
 
     ROWS(vector, tile)      a number of each row, laid out for the tile's rows
     LIKE(vector, other)     the same, laid out as another vector is
     COLUMNS(tile)           0, 1, ... of each column
-    AT_COLUMN               as `tile_epilogues.at_column`
+    AT_COLUMN, STORE        as `tile_epilogues.at_column` and `matrix_triton.store`
 """
 
 import triton
@@ -143,10 +143,10 @@ def fold_pair_tile(
     teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab), the stride of their rows as above, and the teacher's peaks
-    steps,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
+    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab) as STORE takes them, the teacher's peaks and their stride
+    steps, first_token,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr,
+    COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand.
 
@@ -154,7 +154,7 @@ def fold_pair_tile(
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    larger_out, ratios, kept_stride, tops, tops_stride = kept
+    larger_out, ratios, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
@@ -216,17 +216,13 @@ def fold_pair_tile(
             sum_xx += tl.sum(x * x, 1)
             sum_xy += tl.sum(x * of_y, 1)
             sum_yy += tl.sum(of_y * of_y, 1)
-        if larger_out is not None:
+        if tops is not None:
             larger = tl.maximum(x, y)
             ratio = tl.where(larger > 0.0, a - b, 0.0)
             row, inside = ROWS(token, own), ROWS(live, own)
             tl.store(tops + row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part), LIKE(top, row), mask=inside)
-            inside = inside[:, None]
-            if not WHOLE:
-                inside = inside & _readable(column, vocab)[None, :]
-            at = row.to(tl.int64)[:, None] * kept_stride * GROUP + column[None, :]
-            tl.store(larger_out + at, larger.to(larger_out.dtype.element_ty), mask=inside)
-            tl.store(ratios + at, ratio.to(ratios.dtype.element_ty), mask=inside)
+            STORE(larger_out, first_token, first + part * WIDTH, larger)
+            STORE(ratios, first_token, first + part * WIDTH, ratio)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
     tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)
