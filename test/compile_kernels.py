@@ -258,8 +258,8 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     student = pair_epilogue.Student(hidden, weight, bias, torch.zeros(N, dtype=torch.long), 0, transform)
-    teacher, peaks = Tile(ones(N, V), bias, transform), ones(TILES, N)
-    kept = kept_pair.KeptPair.empty(V, peaks, BLOCK_VOCAB // pair_epilogue.PARTS)
+    teacher = Tile(ones(N, V), bias, transform)
+    kept = kept_pair.KeptPair.empty(N, V, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}

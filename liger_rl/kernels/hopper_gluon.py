@@ -188,9 +188,9 @@ def _pairs(
     KIND: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The fold of two heads, or with somewhere to store it the gradient."""
-    bias, targets, teacher, folds, squares, tops, tops_stride, gradients, tokens, vocab, first, steps, beta = given
+    bias, targets, teacher, folds, squares, peaks, gradients, tokens, vocab, first, steps, beta = given
     out, larger, ratios, buffers = stored
-    kept = ((larger, buffers.index(0)), (ratios, buffers.index(1)), tops, tops_stride)
+    kept = ((larger, buffers.index(0)), (ratios, buffers.index(1)), peaks[0], peaks[1], peaks[2])
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -300,6 +300,7 @@ def pair_kernel(
     teacher_steps,
     parts,
     squares,
+    own_tops,
     tops,
     tops_stride,
     gradients,
@@ -316,9 +317,8 @@ def pair_kernel(
     """The arguments are those of `pair_epilogue._gemm_pair_kernel`."""
     token_tiles, vocab_tiles = gl.cdiv(tokens, 2 * HALF), gl.cdiv(vocab, TILE_VOCAB)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    given = (
-        bias, targets, of_teacher, parts, squares, tops, tops_stride, gradients, tokens, vocab, first, steps, beta,
-    )  # fmt: skip
+    peaks = (own_tops, tops, tops_stride)
+    given = (bias, targets, of_teacher, parts, squares, peaks, gradients, tokens, vocab, first, steps, beta)
     tiles = token_tiles * vocab_tiles
     where = (token_tiles, vocab_tiles, tokens_together(token_tiles, 2 * HALF * hidden_size))
     upper, lower, entries, _upper, _lower, barriers = _buffers(hidden, weight, None, STAGES)

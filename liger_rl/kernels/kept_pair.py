@@ -1,6 +1,6 @@
 """What a forward keeps of two heads' logits so that a divergence's gradient needs no second products, in Triton.
 
-With a = z - peak and b = t - teacher_peak, over a tile of the vocabulary whose peaks these are, each entry keeps
+With a = z - peak and b = t - teacher_peak, the peaks those of the same entries, each entry keeps
 
     larger  max(exp(a), exp(b)), in (0, 1]
     ratio   a - b
@@ -41,45 +41,43 @@ class KeptPair(NamedTuple):
 
     larger: Tensor  # (n, V) float16
     ratios: Tensor  # (n, V) float16
-    peaks: Tensor  # (tiles, n) float32, of the student over BLOCK_VOCAB entries
-    teacher_peaks: Tensor  # (n, parts) float32, over a part of as many entries each, and entries before it
+    peaks: Tensor  # (n, parts) float32, over a part of as many entries each and some before it, the same of both heads
+    teacher_peaks: Tensor  # (n, parts) float32
 
     @classmethod
-    def empty(cls, vocab: int, peaks: Tensor, entries: int) -> "KeptPair":
-        n = peaks.shape[1]
+    def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
         per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
         width = -(-vocab // per_alignment) * per_alignment
-        larger, ratios = torch.empty(2, n, width, dtype=torch.float16, device=peaks.device)[..., :vocab].unbind()
-        parts = peaks.shape[0] * (BLOCK_VOCAB // entries)
-        teacher_peaks = torch.empty(n, parts, dtype=torch.float32, device=peaks.device)
-        return cls(larger, ratios, peaks, teacher_peaks)
+        larger, ratios = torch.empty(2, n, width, dtype=torch.float16, device=device)[..., :vocab].unbind()
+        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
+        return cls(larger, ratios, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
 
     @property
     def entries(self) -> int:
         """Of a part."""
-        return self.peaks.shape[0] * BLOCK_VOCAB // self.teacher_peaks.shape[1]
+        return -(-self.larger.shape[1] // BLOCK_VOCAB) * BLOCK_VOCAB // self.peaks.shape[1]
 
     @property
-    def strides(self) -> tuple[int, int, int]:
-        return self.larger.stride(0), self.peaks.stride(0), self.teacher_peaks.stride(0)
+    def strides(self) -> tuple[int, int]:
+        """Of the rows of what is kept and of the peaks."""
+        return self.larger.stride(0), self.peaks.stride(0)
 
 
 @triton.jit
 def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.constexpr, ENTRIES: tl.constexpr):
-    """-> column, inside, p, q, log p - log q and the student's peaks of some tiles (T, TILE_VOCAB) of a row.
+    """-> column, inside, p, q, log p - log q and the student's peaks, of some tiles (T, TILE_VOCAB) of a row.
 
     log p - log q is 0 where neither has a probability.
     """
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
-    known = tile * TILE_VOCAB < columns
-    stride, peak_stride, top_stride = strides
+    stride, peak_stride = strides
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     ratio = tl.load(kept.ratios + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    place = tile.to(tl.int64) * peak_stride + row
-    peak = tl.load(kept.peaks + place, mask=known, other=LOWEST)
-    top = tl.load(kept.teacher_peaks + row * top_stride + column // ENTRIES, mask=inside, other=LOWEST)
-    below, teacher_below = (peak - lse)[:, None], top - teacher_lse
+    place = row * peak_stride + column // ENTRIES
+    peak = tl.load(kept.peaks + place, mask=inside, other=LOWEST)
+    below = peak - lse
+    teacher_below = tl.load(kept.teacher_peaks + place, mask=inside, other=LOWEST) - teacher_lse
     p = larger * flushed_exp(tl.minimum(ratio, 0.0) + below)
     q = larger * flushed_exp(teacher_below - tl.maximum(ratio, 0.0))
     gap = tl.where(larger > 0.0, ratio + (below - teacher_below), 0.0)
@@ -89,7 +87,7 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
 @triton.jit
 def _mix_kept_kernel(
     kept,  # `KeptPair`
-    strides,  # of its rows, of the student's peaks' tiles and of the rows of the teacher's peaks
+    strides,
     lse,
     teacher_lse,
     sums,  # `MixtureSums`, written
@@ -118,7 +116,7 @@ def _mix_kept_kernel(
 @triton.jit
 def _grad_kept_pair_kernel(
     kept,  # `KeptPair`
-    strides,  # of its rows, of the student's peaks' tiles and of the rows of the teacher's peaks
+    strides,
     out,
     out_stride,
     targets,
@@ -158,7 +156,7 @@ def _grad_kept_pair_kernel(
         grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
     square = 0.0
     if steps.cap is not None:
-        square = tanh_square(tl.minimum(log_p + lse, peak[:, None]), steps)
+        square = tanh_square(tl.minimum(log_p + lse, peak), steps)
     grad = times_derivative(grad, square, steps)
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 

@@ -65,8 +65,9 @@ class Parts(NamedTuple):
         return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
 
     def kept(self, vocab: int) -> KeptPair:
-        """To be written beside the fold, whose peaks of the student are its own."""
-        return KeptPair.empty(vocab, self.fold.peak, PRODUCT_VOCAB // PARTS)
+        """To be written beside the fold."""
+        peaks = self.fold.peak
+        return KeptPair.empty(peaks.shape[1], vocab, peaks.device, PRODUCT_VOCAB // PARTS)
 
     def from_tile(self, tile: int) -> "Parts":
         """Views from a tile on."""
@@ -135,7 +136,8 @@ def _gemm_pair_kernel(
     teacher_steps,
     parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
     squares,
-    tops,  # the teacher's peaks of `KeptPair`, or None
+    own_tops,  # the peaks of `KeptPair`, or None
+    tops,
     tops_stride,
     gradients,  # `PairGradients`; None for the fold
     tokens,
@@ -155,7 +157,7 @@ def _gemm_pair_kernel(
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (larger, ratios, tops, tops_stride)
+    kept = (larger, ratios, own_tops, tops, tops_stride)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
@@ -202,15 +204,15 @@ def fold_pair(
     teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
-    kept: KeptPair | None = None,  # of the whole vocabulary, written; its peaks of the student are those of the parts
+    kept: KeptPair | None = None,  # of the whole vocabulary, written
 ) -> None:
     """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
     assert student.first % PRODUCT_VOCAB == 0
     here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
         here_of_row = slice(student.first, student.first + student.weight.shape[0])
-        tops = kept.teacher_peaks[:, student.first // (PRODUCT_VOCAB // PARTS) :]
-        written = Written(None, kept.larger[:, here_of_row], kept.ratios[:, here_of_row], tops)
+        tops = (part[:, student.first // (PRODUCT_VOCAB // PARTS) :] for part in (kept.peaks, kept.teacher_peaks))
+        written = Written(None, kept.larger[:, here_of_row], kept.ratios[:, here_of_row], *tops)
     _launch(student, teacher, measure, here, written, None)
 
 
@@ -232,11 +234,12 @@ def _groups(rows: Tensor) -> int:
 
 
 class Written(NamedTuple):
-    """What is written for each token and entry, (n, v) and for the teacher's peaks (n, v / PRODUCT_VOCAB * PARTS)."""
+    """What is written for each token and entry, (n, v) and for peaks (n, v / PRODUCT_VOCAB * PARTS)."""
 
     out: Tensor | None = None  # of a gradient
     larger: Tensor | None = None  # of a `KeptPair`
     ratios: Tensor | None = None
+    own_tops: Tensor | None = None
     tops: Tensor | None = None
 
 
@@ -258,6 +261,7 @@ def _launch(
         None if teacher.bias is None else teacher.bias.contiguous(),
         LogitSteps.of(teacher.transform),
         *parts,
+        written.own_tops,
         written.tops,
         0 if written.tops is None else written.tops.stride(0),
         gradients,

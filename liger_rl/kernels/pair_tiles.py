@@ -143,7 +143,7 @@ def fold_pair_tile(
     teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # the two of `kept_pair.KeptPair` (tokens, vocab) as STORE takes them, the teacher's peaks and their stride
+    kept,  # `kept_pair.KeptPair`: the two (tokens, vocab) as STORE takes them, both heads' peaks and the peaks' stride
     steps, first_token,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr,
     COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
@@ -154,7 +154,7 @@ def fold_pair_tile(
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    larger_out, ratios, tops, tops_stride = kept
+    larger_out, ratios, own_tops, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
@@ -175,7 +175,7 @@ def fold_pair_tile(
             t_hit += tl.load(teacher_bias + first + target, mask=hit, other=0.0).to(tl.float32)
         t_hit, _ = transformed(t_hit, teacher_steps)
         tl.store(tiles.teacher_target + token, t_hit, mask=hit)
-    top, total, teacher_total, gap, moment = LOWEST, 0.0, 0.0, 0.0, 0.0
+    own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         raw = ahead[0]
@@ -217,10 +217,15 @@ def fold_pair_tile(
             sum_xy += tl.sum(x * of_y, 1)
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
-            larger = tl.maximum(x, y)
+            # Around the peaks of the same columns of both heads, which are as near as the heads are.
+            own_top = tl.maximum(own_top, tl.max(own, 1))
+            a = own - own_top[:, None]
+            larger = tl.maximum(flushed_exp(a), y)
             ratio = tl.where(larger > 0.0, a - b, 0.0)
             row, inside = ROWS(token, own), ROWS(live, own)
-            tl.store(tops + row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part), LIKE(top, row), mask=inside)
+            at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
+            tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
+            tl.store(tops + at, LIKE(top, row), mask=inside)
             STORE(larger_out, first_token, first + part * WIDTH, larger)
             STORE(ratios, first_token, first + part * WIDTH, ratio)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)

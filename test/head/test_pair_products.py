@@ -1,0 +1,269 @@
+"""Two heads where the student's product folds, and makes its gradient, in its own epilogue: as from tiles in memory.
+
+`test_divergence.py` holds the latter to float64.
+"""
+
+import pytest
+import torch
+
+from devices import NEEDS_GPU
+from head_calls import run_triton
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, ReferenceHead, linear_divergence
+from liger_rl.head.engines.tiles import whole_waves
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from liger_rl.head.engines import pair_products
+from liger_rl.kernels import kept_pair, pair_epilogue
+from liger_rl.kernels.divergence import (
+    FORWARD,
+    MIXTURE,
+    REVERSE,
+    Measure,
+    MixtureSums,
+    PairFold,
+    PairGradients,
+    PairStatistics,
+    Tile,
+    TileSums,
+    fold_pair,
+    grad_pair,
+    mix_pair,
+)
+from liger_rl.kernels.divergence_tiles import TileBounds
+from liger_rl.kernels.statistics import BLOCK_VOCAB
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter makes no bfloat16 products
+ALL = LogitTransform(softcap=3.0, scale=1.4), LogitTransform(temperature=0.6)
+
+
+def heads(n, size, other_size, vocab, spread=3.0):
+    def normal(*shape):
+        return torch.randn(*shape).to(DEVICE, DTYPE)
+
+    own, other = (normal(vocab, h) * (spread / h**0.5) for h in (size, other_size))
+    return normal(n, size), own, normal(n, other_size), other
+
+
+class Case:
+    """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
+
+    def __init__(self, measure, transforms, *, more, n=20, size=40, vocab=700, gap=None):
+        self.measure, self.more, self.n, self.vocab = measure, more, n, vocab
+        self.hidden, self.weight, *_ = heads(n, size, 8, vocab)
+        self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
+        logits = self.hidden.float() @ self.weight.float().T
+        teacher = torch.full((n, vocab + 4), torch.nan, device=DEVICE)[:, :vocab]  # rows are longer than they are wide
+        teacher.copy_(3 * torch.randn(n, vocab) if gap is None else logits + gap * torch.randn(n, vocab).to(DEVICE))
+        self.targets = torch.randint(vocab, (n,)).to(DEVICE)
+        self.student, self.teacher = Tile(logits, self.bias, transforms[0]), Tile(teacher, other_bias, transforms[1])
+        state = PairFold.start(n, DEVICE, measure, entropy=more, targets=True)
+        self.sums = None if measure.kind == MIXTURE else TileSums.unwritten(n, vocab, DEVICE, measure)
+        fold_pair(self.student, self.teacher, self.targets, 0, measure, state, self.sums)
+        self.known, self.mixed = PairStatistics.of(state, measure), MixtureSums.start(state.peak)
+        if measure.kind == MIXTURE:
+            mix_pair(self.student, self.teacher, measure, *self.known[:2], self.mixed)
+
+    @property
+    def value(self):
+        return self.mixed.student if self.measure.kind == MIXTURE else self.known.divergence
+
+    def tile(self, first=0, last=None):
+        """What the epilogue takes of some columns."""
+        at = slice(first, last)
+        bias = None if self.bias is None else self.bias[at]
+        teacher = self.teacher._replace(logits=self.teacher.logits[:, at])
+        if teacher.bias is not None:
+            teacher = teacher._replace(bias=teacher.bias[at])
+        student = pair_epilogue.Student(self.hidden, self.weight[at], bias, self.targets, first, self.student.transform)
+        return student, teacher
+
+    def tokens(self):
+        w, g, e = torch.randn(3, self.n).to(DEVICE)
+        others = (g, -torch.expm1(self.known.logps) * g, e, self.known.entropy) if self.more else (None,) * 4
+        return PairGradients(*self.known[:2], w, self.value, *others)
+
+    def gradient(self, tokens):
+        out = torch.empty(self.n, self.vocab, device=DEVICE)
+        grad_pair(self.student, self.teacher, self.targets, 0, self.measure, tokens, out)
+        return out
+
+    def folded(self, *, squares, kept=True):
+        parts = pair_epilogue.Parts.unwritten(
+            self.n, self.vocab, DEVICE, self.measure, entropy=self.more, targets=True, squares=squares
+        )
+        found = parts.kept(self.vocab) if kept else None
+        cut = 2 * BLOCK_VOCAB
+        for first, last in ((0, cut), (cut, self.vocab)):
+            pair_epilogue.fold_pair(*self.tile(first, last), self.measure, parts, found)
+        return parts, found
+
+
+@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
+@pytest.mark.parametrize("more", [False, True])
+def test_kernels(measure, more):
+    """Fold, sums of tiles, gradient and what is kept for one, over two products, the last tile not a whole one."""
+    case = Case(measure, ALL if more else (LogitTransform(), LogitTransform()), more=more)
+    squares = measure.kind != MIXTURE
+    parts, kept = case.folded(squares=squares)
+    found = PairStatistics.of(parts.merged(measure), measure)
+    for mine, other in zip(found, case.known, strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-5)
+    if squares:
+        sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
+        parts.tile_sums(measure, sums)
+        mine, other = (TileBounds.of(part, measure, *case.known[:2], case.value) for part in (sums, case.sums))
+        for part, exact in zip(mine, other, strict=True):
+            torch.testing.assert_close(part, exact, rtol=1e-3, atol=2e-4)
+    tokens = case.tokens()
+    exact = case.gradient(tokens).double()
+    of_kept = torch.empty(case.n, case.vocab, device=DEVICE)
+    kept_pair.grad_kept_pair(kept, case.targets, case.student.transform, measure, tokens, of_kept)
+    made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
+    rounding = torch.finfo(DTYPE).eps
+    for mine, bound in ((made, 0.6 * rounding), (of_kept, 1.5e-3)):
+        assert (mine.double() - exact).norm() <= bound * exact.norm()
+    if measure.kind == MIXTURE:
+        mixed = MixtureSums.start(case.known.lse)
+        kept_pair.mix_kept(kept, measure, *case.known[:2], mixed)
+        for mine, other in zip(mixed, case.mixed, strict=True):
+            torch.testing.assert_close(mine, other, rtol=5e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)])
+def test_what_is_kept_of_heads_that_are_near(measure):
+    """p - q and log p - log q of heads a thousandth of a nat apart to float16's digits, not to those of p."""
+    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, gap=1e-3)
+    _, kept = case.folded(squares=False)
+    tokens = case.tokens()
+    exact, found = case.gradient(tokens).double(), torch.empty(case.n, case.vocab, device=DEVICE)
+    kept_pair.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, found)
+    assert exact.abs().max() > 0
+    assert (found.double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+def test_ids_that_a_head_bans_and_rows_past_the_last_token():
+    """Of the student alone: a gradient of -q. Of both: as if they were not there."""
+    case = Case(Measure(FORWARD), (LogitTransform(), LogitTransform()), more=True, n=3)
+    case.bias[5] = -torch.inf
+    case.bias[100:500] = case.teacher.bias[100:500] = -torch.inf
+    parts, kept = case.folded(squares=False)
+    assert parts.merged(case.measure).gap.isinf().all()  # an infinite divergence, and no NaN
+    student = case.student.logits + case.bias
+    teacher = case.teacher.logits + case.teacher.bias
+    known = PairStatistics(student.logsumexp(1), teacher.logsumexp(1), None, None, None, None)
+    tokens = PairGradients.of(known, None, torch.ones(3).to(DEVICE), None, None)
+    exact = student.double().softmax(1) - teacher.double().softmax(1)
+    found = torch.empty(case.n, case.vocab, device=DEVICE)
+    kept_pair.grad_kept_pair(kept, case.targets, LogitTransform(), case.measure, tokens, found)
+    for mine in (found, pair_epilogue.grad_pair(*case.tile(), case.measure, tokens)):
+        torch.testing.assert_close(mine.double(), exact, rtol=0.01, atol=1e-5)
+        assert (mine[:, 100:500] == 0).all()
+        assert (mine[:, 5] < 0).all()
+
+
+def step(given, kind, *, factors, **options):
+    hidden, weight, teacher_hidden, teacher_weight = given
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found = linear_divergence(*leaves, teacher_hidden, teacher_weight, kind=kind, **options)
+    loss = (found.divergence * factors).sum() if found.loss is None else found.loss
+    loss.backward()
+    values = found.divergence, found.logps, found.teacher_logps
+    return [part.detach().double() for part in (*values, *(leaf.grad for leaf in leaves)) if part is not None]
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_engines(kind, monkeypatch):
+    """Two passes, one and blocks, of a padded vocabulary, in several products, with tokens that do not count."""
+    n, vocab = (600, 9000) if DEVICE.type == "cuda" else (60, 600)
+    given, factors = heads(n, 24, 16, vocab), torch.rand(n).to(DEVICE)
+    options = {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
+    options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
+    ways = [{}, {"token_weights": factors}] + ([{"grad_tolerance": 1e-3}] if kind == "reverse_kl" else [])
+    with monkeypatch.context() as context:
+        context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
+        expected = [step(given, kind, factors=factors, **way, **options) for way in ways]
+    if DEVICE.type == "cpu":
+        run_triton(monkeypatch, epilogue=True)
+    # The teacher's tiles, and chunks of one pass, are smaller than all there is.
+    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 4 * n * 2 * BLOCK_VOCAB)
+    for way, truth in zip(ways, expected, strict=True):
+        found = step(given, kind, factors=factors, **way, **options)
+        if DEVICE.type == "cuda":
+            again = step(given, kind, factors=factors, **way, **options)
+            assert all(torch.equal(mine, other) for mine, other in zip(found, again, strict=True))
+        for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
+            bound = 3e-3 if place >= 3 else 1e-4 if kind == "jsd" and way else 5e-6
+            assert (mine - other).norm() <= bound * other.norm()
+
+
+def test_what_keeps_a_pair_from_the_epilogue(monkeypatch):
+    """A chunk that is named, float32 products and a low-rank term take tiles in memory."""
+    if DEVICE.type == "cpu":
+        run_triton(monkeypatch, epilogue=True)
+    taken = []
+    monkeypatch.setattr(pair_products.PairProducts, "fold", lambda *_, **__: taken.append(True))
+    given = heads(8, 16, 8, 40)
+    terms = (LowRank(a=torch.ones(2, 16, dtype=DTYPE, device=DEVICE), b=given[1][:, :2].contiguous()),)
+    for changed, options in (((), {"chunk_vocab": 16}), ((0, 1), {}), ((), {"low_rank": terms})):
+        some = [part.float() if place in changed else part for place, part in enumerate(given)]
+        linear_divergence(*some, **options)
+    assert not taken
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("kind", [FORWARD, REVERSE, MIXTURE])
+def test_families_agree(kind, monkeypatch):
+    """Hopper's halves in turns, TMA and pointers: the same up to the order of sums."""
+    from liger_rl.kernels.devices import PORTABLE, TMA
+
+    measure = Measure(kind, 0.3 if kind == MIXTURE else 0.0)
+    case = Case(measure, ALL, more=True, n=300, size=136, vocab=1100)
+    tokens, results = case.tokens(), []
+    for family, gluon in ((TMA, True), (TMA, False), (PORTABLE[0], False), (PORTABLE[2], False)):
+        with monkeypatch.context() as context:
+            context.setattr(pair_epilogue, "family_of", lambda device, family=family: family)
+            if not gluon:
+                context.setattr(pair_epilogue, "gluon_for", lambda device: None)
+            parts, kept = case.folded(squares=kind != MIXTURE)
+            made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
+        fold = [part for part in PairStatistics.of(parts.merged(measure), measure) if part is not None]
+        results.append([*fold, kept.larger, kept.ratios, made])
+    for found in results[1:]:
+        for mine, other in zip(found, results[0], strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-5)
+
+
+def test_whole_waves():
+    """Of 33 tiles of 32 rows each of 132 programs has 8; of 36 some have 8 and some 9."""
+    assert whole_waves(4096, 36 * 256, 132) == 33 * 256
+    assert whole_waves(1, 100, 132) == 256
+    for tokens, columns in ((1664, 20000), (8192, 6000), (130, 512)):
+        found = whole_waves(tokens, columns, 132)
+        assert columns // 2 - 256 < found <= max(columns, 256)
+        assert found % 256 == 0
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_exact_kl_takes_the_epilogue(passes, monkeypatch):
+    """A loss with an exact KL to a reference: the same loss and gradients as from tiles."""
+    n, vocab = 600, 3000
+    hidden, weight, other_hidden, other_weight = heads(n, 16, 8, vocab)
+    ids, advantages, mask = torch.randint(vocab, (2, n // 2)).to(DEVICE), torch.randn(2).to(DEVICE), None
+    loss_fn = FusedLinearGRPOLoss("dapo", beta=0.1, kl_estimator="exact", passes=passes)
+    reference = ReferenceHead(hidden=other_hidden.view(2, n // 2, -1), weight=other_weight)
+
+    def run():
+        leaves = [hidden.view(2, n // 2, -1).clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss, _ = loss_fn(*leaves, ids, advantages, mask, reference=reference)
+        loss.backward()
+        return [loss.detach().double(), *(leaf.grad.double() for leaf in leaves)]
+
+    with monkeypatch.context() as context:
+        context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
+        expected = run()
+    for mine, other in zip(run(), expected, strict=True):
+        assert (mine - other).norm() <= 3e-3 * other.norm()
