@@ -31,7 +31,8 @@ CUDA = torch.device("cuda", 0)
         (Gpu((9, 0), 227 << 10, amd=False, triton=(3, 4)), None),  # H100, H200
         (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 5)), None),  # B200
         (Gpu((10, 3), 227 << 10, amd=False, triton=(3, 10)), None),  # B300
-        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 4)), None),
+        (Gpu((10, 0), 227 << 10, amd=False, triton=(3, 4)), "Triton 3.5 or later on this GPU, got 3.4"),
+        (Gpu((12, 0), 99 << 10, amd=False, triton=(3, 4)), None),
         (Gpu((12, 0), 99 << 10, amd=False, triton=(3, 6)), None),  # RTX 5090
         (Gpu((12, 1), 99 << 10, amd=False, triton=(3, 6)), None),  # DGX Spark
         (Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6)), None),  # A100
