@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import liger_rl
+from liger_rl.kernels.devices import BLACKWELL_TRITON
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +28,9 @@ def kernels() -> set[str]:
 @pytest.mark.parametrize("targets", ["sm90", "sm100", "sm80 sm86", "sm89 sm120", "gfx942", "gfx950"])
 def test_kernels_compile_for(targets):
     """Those that the GPU's limits let it run, each within its shared memory; the script fails where one is not."""
-    pytest.importorskip("triton", reason="Triton is not installed")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if targets == "sm100" and tuple(int(part) for part in triton.__version__.split(".")[:2]) < BLACKWELL_TRITON:
+        pytest.skip("kernels/devices.py keeps the products of our own from this target with an older Triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     script = [sys.executable, str(ROOT / "test" / "compile_kernels.py"), *targets.split()]

@@ -18,8 +18,13 @@ SHARED_BYTES = 227 << 10  # that a program of theirs takes
 PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with products of bfloat16, and with copies beside them
 AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
 AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
-# Triton's for capability 10.0 on: 3.4 asks for twice the shared memory that there is.
+# Triton's for capability 10.0 on. For products of 10.x, 3.4 asks for too much shared memory with pointers as well.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
+# From this version of Triton on, the folds that keep the most in registers need more of them than there are. Bytes that
+# a thread spills, before and after what `family_of_gpu` does about it: on 10.0 with Triton 3.9 1336 and 256, where 3.6
+# spills 384 and 432; with pointers on 9.0 1808 and 176, where 3.6 spills 1224.
+SPILLING_TRITON = (3, 8)
+WARPS = 8  # of a program
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
@@ -52,6 +57,7 @@ class Family(NamedTuple):
     parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
     tile_vocab: int = BLOCK_VOCAB  # vocabulary entries of a tile of logits
+    fold_warps: int = WARPS  # of a program of the fold
 
     @property
     def name(self) -> str:
@@ -77,7 +83,7 @@ def split_family(family: Family) -> Family:
     """The same for products with a float32 weight that becomes several bfloat16 matrices."""
     # Steps of 64 spill registers before Hopper.
     step = family.step if family.shared_bytes >= SHARED_BYTES else 32
-    return family._replace(step=step, stages=family.storing_stages, parts=1, tile_vocab=SPLIT_VOCAB)
+    return family._replace(step=step, stages=family.storing_stages, parts=1, tile_vocab=SPLIT_VOCAB, fold_warps=WARPS)
 
 
 class Gpu(NamedTuple):
@@ -157,7 +163,7 @@ def tma_lacks(gpu: Gpu) -> str | None:
     if gpu.shared_bytes < SHARED_BYTES:
         return f"{SHARED_BYTES >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
     if gpu.capability >= BLACKWELL and gpu.triton < BLACKWELL_TRITON:
-        return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
+        return _lacks_triton(gpu)
     return None
 
 
@@ -171,10 +177,17 @@ def portable_lacks(gpu: Gpu) -> str | None:
         return "gfx942 or gfx950 of AMD's GPUs, got gfx{}{}".format(*gpu.capability)
     if gpu.capability < PORTABLE_CAPABILITY:
         return "compute capability {}.{} or higher, got {}.{}".format(*PORTABLE_CAPABILITY, *gpu.capability)
+    if gpu.capability[0] == BLACKWELL[0] and gpu.triton < BLACKWELL_TRITON:
+        return _lacks_triton(gpu)
     least = PORTABLE[-1].shared_bytes
     if gpu.shared_bytes < least:
         return f"{least >> 10} KiB of shared memory per block, got {gpu.shared_bytes >> 10} KiB"
     return None
+
+
+def _lacks_triton(gpu: Gpu) -> str:
+    assert gpu.triton is not None
+    return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:
@@ -202,14 +215,21 @@ def family_of(device: torch.device) -> Family:
 
 def family_of_gpu(gpu: Gpu) -> Family:
     """TMA where a GPU has it; with pointers the first that its shared memory has room for."""
+    blackwell = gpu.capability[0] == BLACKWELL[0] and not gpu.amd
     if FORCED != "portable" and tma_lacks(gpu) is None:
-        return TMA
-    if gpu.amd:
-        return PORTABLE_AMD
-    if gpu.capability[0] == BLACKWELL[0]:
+        family = TMA
+    elif gpu.amd:
+        family = PORTABLE_AMD
+    elif blackwell:
         # What it multiplies and what it loads share its memory, and halves of a tile lie on different threads.
-        return PORTABLE[-1]._replace(parts=1)
-    return next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
+        family = PORTABLE[-1]._replace(parts=1)
+    else:
+        family = next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
+    if gpu.triton is None or gpu.triton < SPILLING_TRITON:
+        return family
+    if blackwell:
+        return family._replace(fold_warps=2 * WARPS)
+    return family._replace(parts=2) if family == PORTABLE[0] else family
 
 
 def call_lacks(

@@ -22,6 +22,7 @@ from liger_rl.kernels.devices import (
     CAPABILITY,
     SPLIT_VOCAB,
     STATISTICS_BYTES,
+    WARPS,
     Family,
     family_of,
     gpu_of,
@@ -58,7 +59,6 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
 GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
-WARPS = 8
 # Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
 # would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
@@ -258,7 +258,7 @@ def _fold_tiles(
                 PLANES=planes,
                 PROGRAMS=programs,
                 num_stages=family.stages if kept is None else family.storing_stages,
-                num_warps=WARPS,
+                num_warps=family.fold_warps,
             )
     if kept is not None:
         assert kept.tile_vocab == TILE_VOCAB

@@ -16,6 +16,7 @@ from liger_rl.kernels import blocks_triton, epilogue
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))
+BLACKWELL = HOPPER._replace(capability=(10, 0), triton=(3, 6))
 ADA = Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6))
 MI300 = Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6))
 
@@ -31,9 +32,15 @@ def use(family, monkeypatch):
     [
         (HOPPER, None, TMA),
         (HOPPER, "portable", PORTABLE[0]),
-        (HOPPER._replace(capability=(10, 0), triton=(3, 4)), None, PORTABLE[2]._replace(parts=1)),
+        (HOPPER._replace(triton=(3, 8)), None, TMA),
+        (HOPPER._replace(triton=(3, 8)), "portable", PORTABLE[0]._replace(parts=2)),
+        (BLACKWELL, None, TMA),
+        (BLACKWELL, "portable", PORTABLE[2]._replace(parts=1)),
+        (BLACKWELL._replace(triton=(3, 8)), None, TMA._replace(fold_warps=16)),
+        (BLACKWELL._replace(triton=(3, 10)), "portable", PORTABLE[2]._replace(parts=1, fold_warps=16)),
         (A100, None, PORTABLE[1]),
         (ADA, None, PORTABLE[2]),
+        (ADA._replace(capability=(12, 0), triton=(3, 9)), None, PORTABLE[2]),
         (ADA, "portable", PORTABLE[2]),
         (MI300, None, PORTABLE_AMD),
     ],
@@ -51,6 +58,7 @@ def test_which_family(gpu, forced, family, monkeypatch):
         (A100, "tma", r"LIGER_RL_KERNELS=tma needs compute capability 9.0 or higher, got 8.0; this GPU is Gpu\("),
         (MI300, "tma", "LIGER_RL_KERNELS=tma needs an NVIDIA GPU"),
         (A100._replace(capability=(7, 5)), "portable", "needs compute capability 8.0 or higher, got 7.5"),
+        (BLACKWELL._replace(triton=(3, 4)), "portable", "needs Triton 3.5 or later on this GPU, got 3.4"),
         (HOPPER, "cuda", "LIGER_RL_KERNELS must be one of tma, portable, tiles; got 'cuda'"),
     ],
 )
@@ -94,17 +102,23 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     return inputs, statistics, [part for part in values if part is not None]
 
 
-@pytest.mark.parametrize("family", [*PORTABLE, PORTABLE_AMD])
-@pytest.mark.parametrize(
-    ("sizes", "transform", "entropy", "bias"),
-    [
-        ((150, 700, 72), LogitTransform(), True, True),  # neither rows nor columns fill their tiles
-        ((128, 512, 128), LogitTransform(temperature=0.7, softcap=5.0, scale=2.0), False, False),
-    ],
+CASES = (
+    ((150, 700, 72), LogitTransform(), True, True),  # neither rows nor columns fill their tiles
+    ((128, 512, 128), LogitTransform(temperature=0.7, softcap=5.0, scale=2.0), False, False),
 )
-def test_families_agree(family, sizes, transform, entropy, bias, monkeypatch):
-    use(TMA, monkeypatch)
-    *_, expected = made(*sizes, transform, entropy, bias)
+
+
+@pytest.fixture(scope="module")
+def made_with_tma():
+    with pytest.MonkeyPatch.context() as patch:
+        use(TMA, patch)
+        return [made(*sizes, *options)[-1] for sizes, *options in CASES]
+
+
+@pytest.mark.parametrize("family", [*PORTABLE, PORTABLE_AMD])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_families_agree(family, case, made_with_tma, monkeypatch):
+    (sizes, transform, entropy, bias), expected = CASES[case], made_with_tma[case]
     use(family, monkeypatch)
     inputs, statistics, found = made(*sizes, transform, entropy, bias)
     # The interpreter adds up a tile's columns in another order where parts follow one another.

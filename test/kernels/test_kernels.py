@@ -305,7 +305,7 @@ def test_sure_tokens_in_the_epilogue_are_sure_to_the_last_digit(softcap):
 )
 def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
     """Statistics are finite however far a cap is, and those of the ids as far as a tanh in float32 says."""
-    tokens, vocab = 256, 512 if whole else 600
+    tokens, vocab = 128, 512 if whole else 300
     hidden, weight = torch.randn(tokens, 64).to(DEVICE, torch.float16), torch.randn(vocab, 64).to(DEVICE, torch.float16)
     targets = torch.randint(vocab, (tokens,)).to(DEVICE)
     transform = LogitTransform(softcap=softcap, temperature=temperature)
@@ -322,13 +322,13 @@ def test_caps_that_are_far_in_the_epilogue(softcap, temperature, whole):
 @pytest.mark.parametrize("banned", [False, True])
 def test_large_logits_in_the_epilogue(level, banned):
     """Ids that all have one logit are as likely as each other, and ones that are far below have no share."""
-    hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (130, 600))
+    hidden, weight = (torch.zeros(rows, 64, dtype=torch.float16, device=DEVICE) for rows in (50, 600))
     bias = torch.full((600,), level, device=DEVICE)
     lower = torch.tensor(-math.inf, device=DEVICE)
     bias[:300] = lower if banned else bias[:300].nextafter(lower)
-    targets = torch.randint(300, 600, (130,), device=DEVICE)
+    targets = torch.randint(300, 600, (50,), device=DEVICE)
     found, _ = epilogue.gemm_fold(hidden, weight, bias, targets, LogitTransform(), entropy=True, extras=EXTRAS)
-    z = bias.double().expand(130, -1)
+    z = bias.double().expand(50, -1)
     p = z.softmax(-1)
     torch.testing.assert_close(found.logps.double(), z.log_softmax(-1)[:, 300], rtol=0.0, atol=2e-6)
     torch.testing.assert_close(found.entropy.double(), -p.xlogy(p).sum(-1), rtol=0.0, atol=1e-5)
@@ -465,6 +465,8 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
 @pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
 def test_rows_are_scattered(kernels, rows, size, dtype):
     """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
+    if kernels is compiled and rows > selection.ROWS and DEVICE.type == "cpu":
+        pytest.skip("so many rows at a time are eager's; Triton has a program for each, which the interpreter runs")
     if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter truncates where the compiler rounds to bfloat16")
     values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]

@@ -104,7 +104,8 @@ def test_gradient_in_the_exponentials_own_memory(
     tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype, kernels
 ):
     """As exact as rounding the exact gradient to the dtype: 1.7e-3 for bfloat16, of which float16 adds an eighth."""
-    logits, targets, biases = make(64, vocab, bias)
+    # Tokens enough for a mean of what 16 bits round; in float32 the bound is twice what is found with as few.
+    logits, targets, biases = make(64 if dtype == torch.bfloat16 else 16, vocab, bias)
     found = fill(kernels, logits, biases, transform, dtype, tile_vocab, columns)
     some, at = token_gradients(logits, targets, biases, transform, entropy)
     out = found.values.view(dtype)
