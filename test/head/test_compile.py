@@ -431,7 +431,7 @@ def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
 def model_of(family="Qwen3", **options):
     transformers = pytest.importorskip("transformers", reason="the model is HuggingFace's")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 16}
+    sizes = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
     config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **options)
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
