@@ -57,7 +57,8 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
-        "hopper_gluon", "several_triton", "support_triton", "divergence_triton",
+        "hopper_gluon", "several_triton", "support_triton", "divergence_triton", "kept_pair_triton", "pair_tiles",
+        "pair_epilogue",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip
@@ -78,7 +79,7 @@ LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}
 # changes; options of other things have the names chunk_tokens and fixed_shape, too.
 MOST_NAMED = {
     "grad_tolerance": 12,
-    "compute_dtype": 16,
+    "compute_dtype": 17,
     "chunk_tokens": 13,
     "chunk_vocab": 10,
     "max_extra_bytes": 7,

@@ -261,6 +261,17 @@ def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor
     return call_lacks(tokens, hidden_size, dtype, weight.dtype, planes) is None and aligned(weight)
 
 
+def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """The same of a product whose epilogue reads another head's logits, for which 10.x and AMD's GPUs lack registers.
+
+    On 10.0 the fold would spill 3168 bytes a thread, on 8.0, 9.0 and 12.0 at most 800.
+    """
+    if not applies_to(tokens, hidden_size, dtype, weight):
+        return False
+    gpu = gpu_of(weight.device)
+    return not gpu.amd and gpu.capability[0] != BLACKWELL[0]
+
+
 def realigned(rows: Tensor) -> Tensor:
     """Contiguous rows as the product of our own can read them: a copy of those of a view that starts elsewhere."""
     return rows.clone() if rows.is_cuda and rows.data_ptr() % ALIGNMENT_BYTES != 0 else rows

@@ -189,8 +189,8 @@ def _pairs(
 ):  # fmt: skip
     """The fold of two heads, or with somewhere to store it the gradient."""
     bias, targets, teacher, folds, squares, peaks, gradients, tokens, vocab, first, steps, beta = given
-    out, larger, ratios, buffers = stored
-    kept = ((larger, buffers.index(0)), (ratios, buffers.index(1)), peaks[0], peaks[1], peaks[2])
+    out, larger, gaps, buffers = stored
+    kept = ((larger, buffers.index(0)), (gaps, buffers.index(1)), peaks[0], peaks[1], peaks[2])
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -291,7 +291,7 @@ def pair_kernel(
     weight,  # descriptor of (vocab, H)
     out,  # descriptor of (tokens, vocab), or None
     larger,
-    ratios,
+    gaps,
     bias,
     targets,
     teacher,
@@ -327,7 +327,7 @@ def pair_kernel(
     shape: gl.constexpr = [2, HALF, TILE_VOCAB // PARTS]
     upper_out = upper if written is None else gl.allocate_shared_memory(written.dtype, shape, written.layout)
     lower_out = lower if written is None else gl.allocate_shared_memory(written.dtype, shape, written.layout)
-    of_upper, of_lower = (out, larger, ratios, upper_out), (out, larger, ratios, lower_out)
+    of_upper, of_lower = (out, larger, gaps, upper_out), (out, larger, gaps, lower_out)
     gl.warp_specialize(
         [
             (_pairs, (

@@ -15,7 +15,7 @@ from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
 from liger_rl.kernels.divergence import REVERSE, TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
-from liger_rl.kernels.kept_pair import KeptPair, grad_kept_pair, mix_kept
+from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, mix_kept
 from liger_rl.kernels.matrix_triton import GROUP, matrix, store
 from liger_rl.kernels.pair_tiles import (
     columns_of,
@@ -127,7 +127,7 @@ def _gemm_pair_kernel(
     weight,  # a `matrix` (vocab, H), the tile's rows
     out,  # a `matrix` (tokens, vocab) for the gradient; None for the fold
     larger,  # of `KeptPair`, as `out`, or None
-    ratios,
+    gaps,
     bias,
     targets,
     teacher,  # logits (tokens, vocab), float32
@@ -157,7 +157,7 @@ def _gemm_pair_kernel(
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
-    kept = (larger, ratios, own_tops, tops, tops_stride)
+    kept = (larger, gaps, own_tops, tops, tops_stride)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
@@ -212,7 +212,7 @@ def fold_pair(
     if kept is not None:
         here_of_row = slice(student.first, student.first + student.weight.shape[0])
         tops = (part[:, student.first // (PRODUCT_VOCAB // PARTS) :] for part in (kept.peaks, kept.teacher_peaks))
-        written = Written(None, kept.larger[:, here_of_row], kept.ratios[:, here_of_row], *tops)
+        written = Written(None, kept.larger[:, here_of_row], kept.gaps[:, here_of_row], *tops)
     _launch(student, teacher, measure, here, written, None)
 
 
@@ -238,7 +238,7 @@ class Written(NamedTuple):
 
     out: Tensor | None = None  # of a gradient
     larger: Tensor | None = None  # of a `KeptPair`
-    ratios: Tensor | None = None
+    gaps: Tensor | None = None
     own_tops: Tensor | None = None
     tops: Tensor | None = None
 

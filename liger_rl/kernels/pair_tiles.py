@@ -99,12 +99,13 @@ def teacher_ahead(
     raw = _raw_part(teacher, tile, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
     if AHEAD == 1:
         return (raw,)
-    return (
-        raw,
-        _raw_part(teacher, tile, token, live, first, vocab, 1, PARTS, WHOLE, ROWS, COLUMNS),
-        _raw_part(teacher, tile, token, live, first, vocab, 2, PARTS, WHOLE, ROWS, COLUMNS),
-        _raw_part(teacher, tile, token, live, first, vocab, 3, PARTS, WHOLE, ROWS, COLUMNS),
-    )
+    else:
+        return (
+            raw,
+            _raw_part(teacher, tile, token, live, first, vocab, 1, PARTS, WHOLE, ROWS, COLUMNS),
+            _raw_part(teacher, tile, token, live, first, vocab, 2, PARTS, WHOLE, ROWS, COLUMNS),
+            _raw_part(teacher, tile, token, live, first, vocab, 3, PARTS, WHOLE, ROWS, COLUMNS),
+        )
 
 
 @triton.jit
@@ -119,7 +120,8 @@ def teacher_next(
         raw = _raw_part(teacher, tile, token, live, first, vocab, PART + AHEAD, PARTS, WHOLE, ROWS, COLUMNS)
     if AHEAD == 1:
         return (raw,)
-    return (ahead[1], ahead[2], ahead[3], raw)
+    else:
+        return (ahead[1], ahead[2], ahead[3], raw)
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def fold_pair_tile(
     teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # `kept_pair.KeptPair`: the two (tokens, vocab) as STORE takes them, both heads' peaks and the peaks' stride
+    kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
     steps, first_token,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr,
     COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
@@ -154,7 +156,7 @@ def fold_pair_tile(
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
-    larger_out, ratios, own_tops, tops, tops_stride = kept
+    larger_out, gaps, own_tops, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
@@ -221,13 +223,13 @@ def fold_pair_tile(
             own_top = tl.maximum(own_top, tl.max(own, 1))
             a = own - own_top[:, None]
             larger = tl.maximum(flushed_exp(a), y)
-            ratio = tl.where(larger > 0.0, a - b, 0.0)
+            apart = tl.where(larger > 0.0, a - b, 0.0)
             row, inside = ROWS(token, own), ROWS(live, own)
             at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
             tl.store(tops + at, LIKE(top, row), mask=inside)
             STORE(larger_out, first_token, first + part * WIDTH, larger)
-            STORE(ratios, first_token, first + part * WIDTH, ratio)
+            STORE(gaps, first_token, first + part * WIDTH, apart)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
     tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)

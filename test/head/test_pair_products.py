@@ -13,7 +13,7 @@ from liger_rl.head.engines.tiles import whole_waves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.head.engines import pair_products
-from liger_rl.kernels import kept_pair, pair_epilogue
+from liger_rl.kernels import kept_pair_triton, pair_epilogue
 from liger_rl.kernels.divergence import (
     FORWARD,
     MIXTURE,
@@ -120,14 +120,14 @@ def test_kernels(measure, more):
     tokens = case.tokens()
     exact = case.gradient(tokens).double()
     of_kept = torch.empty(case.n, case.vocab, device=DEVICE)
-    kept_pair.grad_kept_pair(kept, case.targets, case.student.transform, measure, tokens, of_kept)
+    kept_pair_triton.grad_kept_pair(kept, case.targets, case.student.transform, measure, tokens, of_kept)
     made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
     rounding = torch.finfo(DTYPE).eps
     for mine, bound in ((made, 0.6 * rounding), (of_kept, 1.5e-3)):
         assert (mine.double() - exact).norm() <= bound * exact.norm()
     if measure.kind == MIXTURE:
         mixed = MixtureSums.start(case.known.lse)
-        kept_pair.mix_kept(kept, measure, *case.known[:2], mixed)
+        kept_pair_triton.mix_kept(kept, measure, *case.known[:2], mixed)
         for mine, other in zip(mixed, case.mixed, strict=True):
             torch.testing.assert_close(mine, other, rtol=5e-4, atol=1e-4)
 
@@ -139,7 +139,7 @@ def test_what_is_kept_of_heads_that_are_near(measure):
     _, kept = case.folded(squares=False)
     tokens = case.tokens()
     exact, found = case.gradient(tokens).double(), torch.empty(case.n, case.vocab, device=DEVICE)
-    kept_pair.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, found)
+    kept_pair_triton.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, found)
     assert exact.abs().max() > 0
     assert (found.double() - exact).norm() <= 2e-3 * exact.norm()
 
@@ -157,7 +157,7 @@ def test_ids_that_a_head_bans_and_rows_past_the_last_token():
     tokens = PairGradients.of(known, None, torch.ones(3).to(DEVICE), None, None)
     exact = student.double().softmax(1) - teacher.double().softmax(1)
     found = torch.empty(case.n, case.vocab, device=DEVICE)
-    kept_pair.grad_kept_pair(kept, case.targets, LogitTransform(), case.measure, tokens, found)
+    kept_pair_triton.grad_kept_pair(kept, case.targets, LogitTransform(), case.measure, tokens, found)
     for mine in (found, pair_epilogue.grad_pair(*case.tile(), case.measure, tokens)):
         torch.testing.assert_close(mine.double(), exact, rtol=0.01, atol=1e-5)
         assert (mine[:, 100:500] == 0).all()
@@ -195,7 +195,7 @@ def test_engines(kind, monkeypatch):
             again = step(given, kind, factors=factors, **way, **options)
             assert all(torch.equal(mine, other) for mine, other in zip(found, again, strict=True))
         for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
-            bound = 3e-3 if place >= 3 else 1e-4 if kind == "jsd" and way else 5e-6
+            bound = max(0.7 * torch.finfo(DTYPE).eps, 2e-3) if place >= 3 else 1e-4 if kind == "jsd" and way else 5e-6
             assert (mine - other).norm() <= bound * other.norm()
 
 
@@ -230,7 +230,7 @@ def test_families_agree(kind, monkeypatch):
             parts, kept = case.folded(squares=kind != MIXTURE)
             made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
         fold = [part for part in PairStatistics.of(parts.merged(measure), measure) if part is not None]
-        results.append([*fold, kept.larger, kept.ratios, made])
+        results.append([*fold, kept.larger, kept.gaps, made])
     for found in results[1:]:
         for mine, other in zip(found, results[0], strict=True):
             torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-5)

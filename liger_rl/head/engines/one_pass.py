@@ -14,8 +14,8 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
-from liger_rl.head.engines.tiles import spans
-from liger_rl.head.engines.totals import OnePassPlan, Totals, free_tile_vocab
+from liger_rl.head.engines.tiles import free_tile_vocab, spans
+from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import epilogue_for, for_device, gemm

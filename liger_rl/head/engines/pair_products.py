@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines.interface import Head
-from liger_rl.head.engines.tiles import MAX_CHUNK_TOKENS, WORKSPACE_BYTES, Tiles, kind_of, spans, whole_waves
-from liger_rl.head.engines.totals import free_tile_vocab
+from liger_rl.head.engines.tiles import (
+    MAX_CHUNK_TOKENS,
+    WORKSPACE_BYTES,
+    Tiles,
+    free_tile_vocab,
+    kind_of,
+    spans,
+    whole_waves,
+)
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import devices, for_pairs, gemm
@@ -116,7 +123,7 @@ class PairProducts:
         if student.low_inputs is not None or not options.chunks_are_free:
             return False
         tokens, hidden_size = student.live.count, student.hidden.shape[1]
-        return devices.applies_to(tokens, hidden_size, options.compute_dtype, student.weight)
+        return devices.pairs_apply_to(tokens, hidden_size, options.compute_dtype, student.weight)
 
     @classmethod
     def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":

@@ -13,6 +13,8 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = BLOCK_VOCAB
+# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
+VOCAB_TILES = 16
 
 
 class Tiles(NamedTuple):
@@ -34,6 +36,10 @@ def plan_tiles(
     bytes_per_column = chunk_tokens * bytes_per_logit + 4 * hidden_size
     columns = WORKSPACE_BYTES[kind] // bytes_per_column // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     return Tiles(chunk_tokens, min(max(columns, CHUNK_ALIGNMENT), vocab))
+
+
+def free_tile_vocab(vocab: int) -> int:
+    return -(-vocab // (VOCAB_TILES * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
 def whole_waves(tokens: int, columns: int, programs: int) -> int:

@@ -1,6 +1,5 @@
 """What engines that make gradients in the forward add them to, chunk by chunk of the tokens."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,15 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT
 from liger_rl.kernels import gemm
-
-# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
-VOCAB_TILES = 16
-
-
-def free_tile_vocab(vocab: int) -> int:
-    return math.ceil(vocab / VOCAB_TILES / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)

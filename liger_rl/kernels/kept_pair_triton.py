@@ -3,10 +3,10 @@
 With a = z - peak and b = t - teacher_peak, the peaks those of the same entries, each entry keeps
 
     larger  max(exp(a), exp(b)), in (0, 1]
-    ratio   a - b
+    gap   a - b
 
-in float16. The smaller exponential is the larger one times exp(-|ratio|). What underflows is under 2^-24 of the largest
-entry of its head beside it. Both exponentials share the rounding of the larger one, and a ratio is rounded relative to
+in float16. The smaller exponential is the larger one times exp(-|gap|). What underflows is under 2^-24 of the largest
+entry of its head beside it. Both exponentials share the rounding of the larger one, and a gap is rounded relative to
 itself. So p - q and log p - log q have a relative error of 2^-11 however near the heads are, an eighth of what rounding
 the gradient to bfloat16 adds. Two exponentials would have p - q to 2^-11 of p alone.
 """
@@ -40,7 +40,7 @@ class KeptPair(NamedTuple):
     """Of n tokens over the whole vocabulary."""
 
     larger: Tensor  # (n, V) float16
-    ratios: Tensor  # (n, V) float16
+    gaps: Tensor  # (n, V) float16
     peaks: Tensor  # (n, parts) float32, over a part of as many entries each and some before it, the same of both heads
     teacher_peaks: Tensor  # (n, parts) float32
 
@@ -48,9 +48,9 @@ class KeptPair(NamedTuple):
     def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
         per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
         width = -(-vocab // per_alignment) * per_alignment
-        larger, ratios = torch.empty(2, n, width, dtype=torch.float16, device=device)[..., :vocab].unbind()
+        larger, gaps = torch.empty(2, n, width, dtype=torch.float16, device=device)[..., :vocab].unbind()
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
-        return cls(larger, ratios, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
+        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
 
     @property
     def entries(self) -> int:
@@ -73,14 +73,14 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
     inside = column < columns
     stride, peak_stride = strides
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    ratio = tl.load(kept.ratios + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     place = row * peak_stride + column // ENTRIES
     peak = tl.load(kept.peaks + place, mask=inside, other=LOWEST)
     below = peak - lse
     teacher_below = tl.load(kept.teacher_peaks + place, mask=inside, other=LOWEST) - teacher_lse
-    p = larger * flushed_exp(tl.minimum(ratio, 0.0) + below)
-    q = larger * flushed_exp(teacher_below - tl.maximum(ratio, 0.0))
-    gap = tl.where(larger > 0.0, ratio + (below - teacher_below), 0.0)
+    p = larger * flushed_exp(tl.minimum(gap, 0.0) + below)
+    q = larger * flushed_exp(teacher_below - tl.maximum(gap, 0.0))
+    gap = tl.where(larger > 0.0, gap + (below - teacher_below), 0.0)
     return column, inside, p, q, gap, peak
 
 
