@@ -22,7 +22,8 @@ AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
 # From this version of Triton on, the folds that keep the most in registers need more of them than there are. Bytes that
 # a thread spills, before and after what `family_of_gpu` does about it: on 10.0 with Triton 3.9 1336 and 256, where 3.6
-# spills 384 and 432; with pointers on 9.0 1808 and 176, where 3.6 spills 1224.
+# spills 384 and 432; with pointers on 9.0 1808 and 176, where 3.6 spills 1224. On gfx950 it is this version alone: 1744
+# and 920, where 3.9 spills 284.
 SPILLING_TRITON = (3, 8)
 WARPS = 8  # of a program
 DTYPES = (torch.bfloat16, torch.float16)
@@ -227,7 +228,9 @@ def family_of_gpu(gpu: Gpu) -> Family:
         family = next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
     if gpu.triton is None or gpu.triton < SPILLING_TRITON:
         return family
-    if blackwell:
+    if blackwell or (
+        family is PORTABLE_AMD and gpu.capability == AMD_CAPABILITIES[1] and gpu.triton == SPILLING_TRITON
+    ):
         return family._replace(fold_warps=2 * WARPS)
     return family._replace(parts=2) if family == PORTABLE[0] else family
 

@@ -33,7 +33,7 @@ def options_of(precision):
     return {"compute_dtype": F32, "precision": precision}
 
 
-def mixed(shape=(3, 47), hidden_size=72, vocab=601, low=BF16, **more):
+def mixed(shape=(3, 47), hidden_size=72, vocab=301, low=BF16, **more):
     """A float32 head beside 16-bit hidden states. Logits have a standard deviation of 2."""
     whole = problem(shape, hidden_size, vocab, **more)
     return whole._replace(hidden=whole.hidden.to(low))
@@ -293,7 +293,7 @@ def test_dtypes_that_are_not_split_are_named(dtypes, message):
 def test_what_it_does_not_go_with_is_named():
     inputs, options = mixed((9,)).leaves(), options_of("bf16x3")
     hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
-    term = LowRank(a=torch.randn(2, 72), b=torch.randn(601, 2))
+    term = LowRank(a=torch.randn(2, 72), b=torch.randn(301, 2))
     support = Support(targets, torch.arange(targets.numel() + 1))  # each token's own id
     with Products() as products:
         for name, given in (("low_rank", [term]), ("support", support)):

@@ -19,6 +19,7 @@ A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))
 BLACKWELL = HOPPER._replace(capability=(10, 0), triton=(3, 6))
 ADA = Gpu((8, 9), 99 << 10, amd=False, triton=(3, 6))
 MI300 = Gpu((9, 4), 64 << 10, amd=True, triton=(3, 6))
+MI350 = Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6))
 
 
 def use(family, monkeypatch):
@@ -43,6 +44,9 @@ def use(family, monkeypatch):
         (ADA._replace(capability=(12, 0), triton=(3, 9)), None, PORTABLE[2]),
         (ADA, "portable", PORTABLE[2]),
         (MI300, None, PORTABLE_AMD),
+        (MI300._replace(triton=(3, 8)), None, PORTABLE_AMD),
+        (MI350._replace(triton=(3, 8)), None, PORTABLE_AMD._replace(fold_warps=16)),
+        (MI350._replace(triton=(3, 9)), None, PORTABLE_AMD),
     ],
 )
 def test_which_family(gpu, forced, family, monkeypatch):
