@@ -6,17 +6,19 @@ the student's products. The teacher's logits are read and never differentiated.
 
 One product of the student's head is S = 2 N H V operations, one of the teacher's T. A KL divergence takes S + T in the
 forward, and S + T and at most 2 S in the backward. Where the student's product has an epilogue (`pair_products`), it
-reads the teacher's tile there, and no tile of the student's logits reaches memory. The value of a mixture needs both normalisers at every entry. They
-are known after all tiles, so two sweeps over all tiles would make the forward 2 S + 2 T, as TRL's does. Instead, a few
-tokens at a time are multiplied with the whole vocabulary, and their float32 rows are kept for the second step. That is
-S + T again, and one read of both weights per `_whole_rows` tokens. On an H200 such a read takes as long as the products
-of 150 tokens, so 75 tokens are as good as a second sweep; at V = 151936 the workspace holds 276. Two sweeps remain if
-under MIN_WHOLE_ROWS fit, if a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded,
-because no collective stands inside a loop.
+reads the teacher's tile there, and no tile of the student's logits reaches memory.
+
+The value of a mixture needs both normalisers at every entry. They are known after all tiles, so two sweeps over all
+tiles would make the forward 2 S + 2 T, as TRL's does. Instead, a few tokens at a time are multiplied with the whole
+vocabulary, and their float32 rows are kept for the second step. That is S + T again, and one read of both weights per
+`_whole_rows` tokens. On an H200 such a read takes as long as the products of 150 tokens, so 75 tokens are as good as a
+second sweep; at V = 151936 the workspace holds 276. Two sweeps remain if under MIN_WHOLE_ROWS fit, if a chunk is named,
+if a weight is converted tile by tile, and if the vocabulary is sharded, because no collective stands inside a loop.
 
 If every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T and at
 most 2 S in all. It keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens, or with the
-epilogue four bytes for both. The weight's gradient is summed over the chunks in float32. Each chunk reads and writes this sum once.
+epilogue four bytes for both. The weight's gradient is summed over the chunks in float32. Each chunk reads and writes
+this sum once.
 """
 
 from collections.abc import Callable, Sequence
