@@ -82,7 +82,7 @@ class Segments(NamedTuple):
 
     starts: Tensor  # (M + 1,) int64
     of_position: Tensor  # (S,) integers: the segment of each position; M or more belongs to none
-    by_id: bool = False  # those of ids, most of them empty, in place of tokens'
+    by_id: bool = False  # those of ids, in place of tokens'; most are empty, and nothing is written for these
     all_short: bool = False  # none is longer than LONG_ROW; of tokens' segments alone
 
     @property
@@ -337,10 +337,9 @@ def segment_sums(
     coefficients: Tensor,  # (S,) float32
     indices: Tensor,  # (S,) integers: rows of the table, read where the coefficient is not 0
     table: Tensor,  # (T, K) any float dtype
-    out: Tensor,  # (M, K) any float dtype
+    out: Tensor,  # (M, K) any float dtype; of segments by id, zeros or what is added to
     *,
     add: bool = False,
-    cleared: bool = False,  # out holds zeros, so nothing need be written for an empty segment
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 

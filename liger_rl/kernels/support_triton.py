@@ -880,7 +880,6 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
-    cleared: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -920,7 +919,7 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
-            EMPTY=not (add or cleared),
+            EMPTY=not segments.by_id,
             SLOTS=launch.slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,

@@ -41,7 +41,6 @@ class Head(NamedTuple):
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
     sparse_grad: bool = False  # of the weight, by the support engine
     listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
-    cleared: list[Tensor] | None = None  # where its forward may leave zeros for a gradient of the weight
     weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
 
     @property

@@ -2,8 +2,8 @@
 
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
 longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
-wrong values do no harm. And the device clears a dense gradient of the weight while the host goes on from the forward to
-the backward. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
+wrong values do no harm. And the backward clears a dense gradient of the weight first: meanwhile the host does the rest.
+With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -88,9 +88,6 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
     assert listed is not None
     statistics, saved = _over_ids(head, listed, options)
     full = listed.full  # which waits
-    # With more slots, few rows of the gradient are 0, and the device has enough to do.
-    if head.cleared is not None and listed.slots.ids.numel() < listed.slots.rows and not _is_dense(head, listed.slots):
-        head.cleared.append(torch.zeros_like(head.weight, memory_format=torch.contiguous_format))
     if full is not None:
         whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
         statistics = TokenStatistics._make(
@@ -218,6 +215,10 @@ def _by_ids(
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
     dense = _is_dense(head, slots) and not head.sparse_grad
     in_order = not dense and (needs[1] or needs[2] or needs[4])
+    grad_weight = grad_bias = grad_low = None
+    if in_order and needs[1] and head.weight_grad is None and not head.sparse_grad:
+        # First, because the device takes as long for it as the host for what follows, the sort by id included.
+        grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
     coefficients, pairs = kernels.slot_gradients(
         saved.logits,
         slots,
@@ -243,24 +244,19 @@ def _by_ids(
     if shard is not None:
         pending = shard.pending_sum(grad_hidden, grad_inputs)
         pending.start()
-    grad_weight = grad_bias = grad_low = None
     if pairs is not None:
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
         elif needs[1] and head.sparse_grad:
             grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
-        elif needs[1] and head.cleared:
-            grad_weight = head.cleared.pop()  # another backward makes its own
-            kernels.segment_sums(*pairs, hidden, grad_weight, cleared=True)
-        elif needs[1]:
-            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        elif grad_weight is not None:
             kernels.segment_sums(*pairs, hidden, grad_weight)
         if bias is not None and needs[2]:
-            grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            grad_bias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
             ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
             kernels.segment_sums(*pairs, ones, grad_bias[:, None])
         if low_inputs is not None and low_weight is not None and needs[4]:
-            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
+            grad_low = torch.zeros(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
             kernels.segment_sums(*pairs, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
