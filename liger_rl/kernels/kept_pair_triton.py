@@ -48,7 +48,8 @@ class KeptPair(NamedTuple):
     def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
         per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
         width = -(-vocab // per_alignment) * per_alignment
-        larger, gaps = torch.empty(2, n, width, dtype=torch.float16, device=device)[..., :vocab].unbind()
+        # Apart, because the gradient that takes the place of the one outlives the other.
+        larger, gaps = (torch.empty(n, width, dtype=torch.float16, device=device)[:, :vocab] for _ in range(2))
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
         return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
 

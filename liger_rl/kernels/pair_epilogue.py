@@ -56,11 +56,12 @@ class Parts(NamedTuple):
         empty = PairFold.start(0, device, measure, entropy=entropy, targets=targets)
         tiles = -(-vocab // PRODUCT_VOCAB)
         names = [name for name, part in empty._asdict().items() if part is not None and "target" not in name]
-        made = torch.empty(len(names) + 3 * squares, tiles, n, dtype=torch.float32, device=device).unbind()
+        # Of memory of their own: Triton compiles a kernel anew for each pattern of aligned and other addresses.
+        made = [torch.empty(tiles, n, dtype=torch.float32, device=device) for _ in range(len(names) + 3 * squares)]
         fold = PairFold._make((empty._asdict() | dict(zip(names, made, strict=False))).values())
         if targets:
             # Written by the tile that has them, which in a part of the vocabulary may be none.
-            target, teacher_target = torch.zeros(2, n, dtype=torch.float32, device=device).unbind()
+            target, teacher_target = (torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2))
             fold = fold._replace(target=target, teacher_target=teacher_target)
         return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
 

@@ -191,11 +191,11 @@ def fold_pair_tile(
         x = flushed_exp(a)
         y = flushed_exp(b)
         if part > 0:
-            # To the new peak; from the lowest number the difference may be infinite, and nothing is kept then.
-            lower = tl.where(top > LOWEST, top - higher, 0.0)
+            # To the new peak. From the lowest number the difference may be infinite, and 0 * inf is NaN.
+            lower = tl.maximum(top - higher, LOWEST)
             scale = flushed_exp(lower)
             if KIND == FORWARD:
-                gap = scale * (gap + lower * teacher_total)
+                gap = tl.where(scale > 0.0, scale * (gap + lower * teacher_total), 0.0)
                 sum_xy *= scale
                 sum_yy *= scale * scale
             elif KIND == REVERSE:

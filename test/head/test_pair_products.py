@@ -164,6 +164,24 @@ def test_ids_that_a_head_bans_and_rows_past_the_last_token():
         assert (mine[:, 5] < 0).all()
 
 
+@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
+def test_the_lowest_finite_logits_have_no_probability(measure):
+    """Of the teacher, in all columns of a part before the others."""
+    case = Case(measure, (LogitTransform(), LogitTransform()), more=True, n=3)
+    case.teacher.bias[:64] = torch.finfo(torch.float32).min
+    case.bias[:64] = -torch.inf
+    parts, _ = case.folded(squares=True, kept=False)
+    found = PairStatistics.of(parts.merged(measure), measure)
+    log_p, log_q = ((tile.logits + tile.bias)[:, 64:].double().log_softmax(1) for tile in (case.student, case.teacher))
+    over = log_p.exp() * (log_p - log_q) if measure.kind == REVERSE else log_q.exp() * (log_q - log_p)
+    torch.testing.assert_close(found.divergence.double(), over.sum(1), rtol=1e-5, atol=2e-5)
+
+
+def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
+    monkeypatch.setattr(pair_products.PairProducts, "apply", lambda *_: True)
+    assert pair_products.PairProducts.of(None, None, 0, Measure(FORWARD)) is None
+
+
 def step(given, kind, *, factors, **options):
     hidden, weight, teacher_hidden, teacher_weight = given
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]

@@ -127,8 +127,8 @@ class PairProducts:
 
     @classmethod
     def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
-        """None where they do not apply."""
-        if not cls.apply(student.rows, student.options) or not devices.aligned(student.factor):
+        """None where they do not apply, as on a rank whose part of the vocabulary is padding alone."""
+        if not vocab or not cls.apply(student.rows, student.options) or not devices.aligned(student.factor):
             return None
         return cls(for_pairs(), student, teacher, vocab, measure)
 
@@ -148,7 +148,10 @@ class PairProducts:
     def _columns(self, tokens: int, bytes_per_logit: int, most_bytes: int) -> int:
         """Entries of a tile of so many tokens."""
         programs = self.epilogue.device_programs(self.student.factor.device)
-        return min(whole_waves(tokens, most_bytes // (bytes_per_logit * tokens), programs), self.vocab)
+        bytes_per_column = bytes_per_logit * tokens
+        if self.teacher.converts:
+            bytes_per_column += 4 * self.teacher.factor.shape[1]
+        return min(whole_waves(tokens, most_bytes // bytes_per_column, programs), self.vocab)
 
     def gradient_tiles(self, tokens: int) -> Tiles:
         """Those of `gradient`, of so many tokens in all."""
