@@ -307,7 +307,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, pairs_in_the_epilogue, chosen_blocks)  # where the product of our own applies
+WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 
@@ -366,7 +366,8 @@ class Compiler:
         cases = tuple(itertools.product(TRANSFORMS, (False, True))) if self.everything else OFF_AND_ON[::-1]
         if devices.gpu_lacks(target.gpu) is not None:
             raise SystemExit(f"the products of our own are kept from {name}")
-        for part, case in itertools.product((*EVERYWHERE, *WITH_EPILOGUE), cases):
+        parts = (*EVERYWHERE, *WITH_EPILOGUE, *((pairs_in_the_epilogue,) if devices.runs_pairs(target.gpu) else ()))
+        for part, case in itertools.product(parts, cases):
             part(*case)
         split_weight(*OFF_AND_ON[1])
         if devices.family_of_gpu(target.gpu).tma:

@@ -265,13 +265,15 @@ def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """The same of a product whose epilogue reads another head's logits, for which 10.x and AMD's GPUs lack registers.
+    """The same of a product whose epilogue reads another head's logits."""
+    return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
+
+
+def runs_pairs(gpu: Gpu) -> bool:
+    """Whether a GPU has the registers for such an epilogue, which 10.x and AMD's lack.
 
     On 10.0 the fold would spill 3168 bytes a thread, on 8.0, 9.0 and 12.0 at most 800.
     """
-    if not applies_to(tokens, hidden_size, dtype, weight):
-        return False
-    gpu = gpu_of(weight.device)
     return not gpu.amd and gpu.capability[0] != BLACKWELL[0]
 
 
