@@ -383,11 +383,11 @@ class Compiler:
         from liger_rl.kernels import hopper_gluon as overlapped
 
         known = epilogue.gluon_for
-        epilogue.gluon_for = lambda device: overlapped
+        epilogue.gluon_for = pair_epilogue.gluon_for = lambda device: overlapped
         # All off or all on: they take twice as long to compile as the others.
         for part, case in itertools.product((in_the_epilogue, pairs_in_the_epilogue), OFF_AND_ON):
             part(*case)
-        epilogue.gluon_for = known
+        epilogue.gluon_for = pair_epilogue.gluon_for = known
 
     def compile_portable(self) -> None:
         """What runs where TMA could, when it is forced."""
