@@ -45,7 +45,7 @@ ALLOWED = {
     "topk": ["head", "distributed"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
-    "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
+    "policy": ["policy", "distributed", "kernels.devices", "kernels.launches", "kernels.softmax", "once"],
     "kernels": ["kernels"],
     "distributed": [],
     "once": [],
@@ -56,7 +56,7 @@ OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
 TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
-        "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
+        "launches", "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
         "hopper_gluon", "several_triton", "support_triton", "divergence_triton", "kept_pair_triton", "pair_tiles",
         "pair_epilogue",
     },

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels.launches import Launched
+
 STEP = 256  # rows or tiles that a program reads at a time
 ITEMS = 16  # rows or tiles whose places in the order a program finds
 
@@ -56,6 +58,7 @@ class BlockLists(NamedTuple):
         return lists
 
 
+@Launched
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _count_kernel(
     keep, row_stride, tile_stride,
@@ -126,6 +129,7 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
     tl.store(order + place, item, mask=inside)
 
 
+@Launched
 @triton.jit(do_not_specialize=["rows", "tiles", "first"])
 def _list_kernel(
     keep, row_stride, tile_stride, rank, lists, rows, tiles, first,

@@ -16,6 +16,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.epilogue import device_programs, tile_logits
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import load, matrix, store
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, LeftOut, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
@@ -32,6 +33,7 @@ def _blocks_to_compute(kept, room, most_of_row, row_blocks):
     return tl.where(kept > most_of_row * row_blocks, 0, tl.minimum(kept, room))
 
 
+@Launched
 @triton.jit(do_not_specialize=["tiles", "room", "most_of_row"])
 def _blocks_kernel(
     hidden,  # a `matrix` (tokens, H)
@@ -132,6 +134,7 @@ def _sum_tile(
         store(out, (first + tile) * TILE_VOCAB, part * COLUMNS + half * own.shape[1], own)
 
 
+@Launched
 @triton.jit(do_not_specialize=["first", "row_items"])
 def _sums_kernel(
     row_items,  # programs that sum rows of blocks; the others sum tiles
@@ -172,6 +175,7 @@ def _sums_kernel(
             )  # fmt: skip
 
 
+@Launched
 @triton.jit
 def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -72,6 +73,7 @@ PER_MASS, PER_MOMENT = tl.constexpr(1.0 / MASS_SCALE), tl.constexpr(1.0 / MOMENT
 LOG_4 = tl.constexpr(math.log(4.0))
 
 
+@Launched
 @triton.jit
 def _merge_kernel(
     parts,  # `Fold` of each tile, (tiles, tokens); its target is not read
@@ -154,6 +156,7 @@ def slope_at(z, steps):
     return tl.maximum(1.0 - tanh_square(z, steps) - SLACK_OF_DERIVATIVE, 0.0)
 
 
+@Launched
 @triton.jit
 def _bounds_kernel(
     known,  # `TileStatistics`
@@ -309,6 +312,7 @@ def _energies(
     return tl.where(inside, energy, 0.0)
 
 
+@Launched
 @triton.jit
 def _weigh_kernel(
     statistics,  # `TokenStatistics`, (count,) each
@@ -347,6 +351,7 @@ def _weigh_kernel(
     tl.store(energies + tl.program_id(0), tl.sum(tl.where(wanted, energy, 0.0)))
 
 
+@Launched
 @triton.jit
 def _rank_kernel(
     known, tokens, own, targets,
@@ -370,6 +375,7 @@ def _rank_kernel(
     tl.store(key + token, tl.where(has_gradient(tokens, token, live), ranked, LAST_OF_ALL), mask=live)
 
 
+@Launched
 @triton.jit
 def _block_bounds_kernel(
     known, tokens, own, targets, order, out, tiles, count,

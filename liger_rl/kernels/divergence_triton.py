@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
@@ -85,6 +86,7 @@ def _fold_block(
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
 
 
+@Launched
 @triton.jit(do_not_specialize=["first"])
 def _fold_pair_kernel(
     logits,
@@ -148,6 +150,7 @@ def _fold_pair_kernel(
         tl.store(state.moment + token, moment)
 
 
+@Launched
 @triton.jit
 def _mix_pair_kernel(
     logits,
@@ -190,6 +193,7 @@ def _mix_pair_kernel(
     tl.store(sums.teacher + token, teacher_sum)
 
 
+@Launched
 @triton.jit(do_not_specialize=["first"])
 def _grad_pair_kernel(
     logits,

@@ -29,6 +29,7 @@ from liger_rl.kernels.devices import (
     on,
     split_family,
 )
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import INTERPRETED
@@ -80,6 +81,7 @@ def tile_logits(
     return logits
 
 
+@Launched
 @triton.jit
 def _gemm_fold_kernel(
     hidden,  # a `matrix` (tokens, H)
@@ -118,6 +120,7 @@ def _gemm_fold_kernel(
         )  # fmt: skip
 
 
+@Launched
 @triton.jit(do_not_specialize=["first"])
 def _gemm_grad_kernel(
     hidden,  # a `matrix` (tokens, H)

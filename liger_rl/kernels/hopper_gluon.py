@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.pair_tiles import fold_pair_tile, pair_tile_gradient, teacher_ahead, teacher_next
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 from liger_rl.kernels.tile_epilogues import column_of, fold_tile, halves, part_of, tile_place, tokens_together
@@ -246,6 +247,7 @@ def _buffers(hidden, weight, out, stages: gl.constexpr):
     return upper, lower, entries, upper_out, lower_out, (ready, free, begun)
 
 
+@Launched
 @gluon.jit
 def fold_kernel(
     hidden,  # descriptor of (tokens, H)
@@ -285,6 +287,7 @@ def fold_kernel(
     )  # fmt: skip
 
 
+@Launched
 @gluon.jit
 def pair_kernel(
     hidden,  # descriptor of (tokens, H)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.pair_tiles import FORWARD, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -85,6 +86,7 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
     return column, inside, p, q, gap, peak
 
 
+@Launched
 @triton.jit
 def _mix_kept_kernel(
     kept,  # `KeptPair`
@@ -114,6 +116,7 @@ def _mix_kept_kernel(
     tl.store(sums.teacher + row, tl.sum(teacher_total))
 
 
+@Launched
 @triton.jit
 def _grad_kept_pair_kernel(
     kept,  # `KeptPair`

@@ -14,6 +14,7 @@ from torch import Tensor
 from liger_rl.kernels import gemm
 from liger_rl.kernels.bounds_triton import NOT_WANTED, slope_at_target, sum_beside_target
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -41,6 +42,7 @@ UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
 LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
 
+@Launched
 @triton.jit
 def _choose_kernel(ascending, place, budget_at, keep, count, STEP: tl.constexpr):
     # One program, because what a bound finds left of the budget depends on all before it; 2^19 blocks are 128 steps.
@@ -58,6 +60,7 @@ def _choose_kernel(ascending, place, budget_at, keep, count, STEP: tl.constexpr)
         spent += tl.sum(units)
 
 
+@Launched
 @triton.jit
 def _count_kernel(keep, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
     tile = tl.program_id(0)
@@ -75,6 +78,7 @@ def _count_kernel(keep, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
         tl.store(numbers + 1 + tile, tl.sum(kept))
 
 
+@Launched
 @triton.jit
 def _left_out_kernel(
     known,  # `TileBounds`
@@ -113,6 +117,7 @@ def _left_out_kernel(
     tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
 
 
+@Launched
 @triton.jit(do_not_specialize=["count"])
 def _draw_kernel(
     statistics,  # `TokenStatistics`, (count,) each
@@ -159,6 +164,7 @@ def _beside_target(tokens, token, live):
     return tl.where(size < float("inf"), size, 0.0).to(tl.float64)
 
 
+@Launched
 @triton.jit
 def _shares_kernel(
     logits,  # (V, SAMPLES) float32
@@ -190,6 +196,7 @@ def _shares_kernel(
     tl.store(squares + tile, tl.sum(share * share, 0))
 
 
+@Launched
 @triton.jit
 def _weigh_rows_kernel(
     weight,  # (V, H)

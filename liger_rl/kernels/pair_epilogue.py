@@ -16,6 +16,7 @@ from liger_rl.kernels.divergence import REVERSE, TILE_VOCAB, Measure, PairFold, 
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, mix_kept
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import GROUP, matrix, store
 from liger_rl.kernels.pair_tiles import (
     columns_of,
@@ -122,6 +123,7 @@ def _joined(part: Tensor, nothing: float | None = None) -> Tensor:
     return part.unflatten(0, (-1, several))
 
 
+@Launched
 @triton.jit(do_not_specialize=["first"])
 def _gemm_pair_kernel(
     hidden,  # a `matrix` (tokens, H)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -29,6 +30,7 @@ BLOCK, WARPS = 1024, 1
 SCALE_BLOCK, SCALE_WARPS = 8192, 8
 
 
+@Launched
 @triton.jit
 def _keep_kernel(
     logits,
@@ -55,6 +57,7 @@ def _keep_kernel(
     tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
 
+@Launched
 @triton.jit(do_not_specialize=["first"])
 def _grad_kept_kernel(
     values,
@@ -100,6 +103,7 @@ def _grad_kept_kernel(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
+@Launched
 @triton.jit
 def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
     scale = tl.load(factor)

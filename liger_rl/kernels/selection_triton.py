@@ -10,12 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 
 BLOCK, WARPS = 4096, 8
 SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
 
 
 # Lengths differ from batch to batch, and nothing here is faster for knowing what divides them.
+@Launched
 @triton.jit(do_not_specialize=["tokens", "each"])
 def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
     # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
@@ -69,6 +71,7 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
     return positions, numbers
 
 
+@Launched
 @triton.jit
 def _scatter_kernel(rows, row_stride, index, out, out_stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.several import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.tile_triton import loaded
@@ -16,6 +17,7 @@ LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
 
+@Launched
 @triton.jit(do_not_specialize=["first", "columns"])
 def _largest_kernel(
     logits,
@@ -77,6 +79,7 @@ def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: Log
         )
 
 
+@Launched
 @triton.jit(do_not_specialize=["first", "columns"])
 def _put_kernel(tile, row_stride, ids, values, first, columns, count, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)

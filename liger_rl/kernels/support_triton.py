@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     one_minus_exp,
@@ -106,6 +107,7 @@ def _count(number, found):
     tl.atomic_add(number, found, mask=found > 0, sem="relaxed")
 
 
+@Launched
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
 def _slots_kernel(
     token_ids,  # (pairs,)
@@ -305,6 +307,7 @@ def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, 
     return tl.sum(total, 1)
 
 
+@Launched
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _dots_kernel(
     hidden,
@@ -404,6 +407,7 @@ def _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entri
     return token, entry, inside & (token >= 0) & (token < tokens)
 
 
+@Launched
 @triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
 def _take_kernel(
     tile,  # (tokens, entries)
@@ -462,6 +466,7 @@ def take_of_tile(
         )
 
 
+@Launched
 @triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
 def _put_kernel(
     coefficients,
@@ -495,6 +500,7 @@ def _columns(columns: int, launch: Launch) -> int:
     return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
 
 
+@Launched
 @triton.jit(do_not_specialize=["rows", "first_id"])
 def _fold_kernel(
     logits,  # (slots,)
@@ -665,6 +671,7 @@ def _first_of(row, ids, positions, steps):
     return low
 
 
+@Launched
 @triton.jit(do_not_specialize=["positions", "rows", "searches"])
 def _slot_gradients_kernel(
     logits,  # (positions,)
@@ -801,6 +808,7 @@ def _weighted_rows(
     return total
 
 
+@Launched
 @triton.jit(do_not_specialize=["count", "piece"])
 def _pieces_kernel(
     coefficients,
@@ -825,6 +833,7 @@ def _pieces_kernel(
         tl.store(partial + cut * columns + column, total, mask=inside)
 
 
+@Launched
 @triton.jit(do_not_specialize=["count", "piece"])
 def _sums_kernel(
     coefficients,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -61,6 +62,7 @@ def _fold_block(
     return peak, total, moment, sum_sq, sum_logits, rival
 
 
+@Launched
 @triton.jit(do_not_specialize=["first", "length"])
 def _fold_kernel(
     logits,
@@ -151,6 +153,7 @@ def _fold_kernel(
                 tl.store(out.entropy + token, 0.0)
 
 
+@Launched
 @triton.jit(do_not_specialize=["first", "length", "positions"])
 def _grad_kernel(
     logits,

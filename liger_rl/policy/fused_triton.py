@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.policy import penalties
 from liger_rl.policy.batch import MAX_LOG_RATIO
@@ -147,6 +148,7 @@ def _k3(logp, ref, grad):
 
 
 # How many tokens there are and which is the first differs from call to call, and where in an index it starts too.
+@Launched
 @triton.jit(do_not_specialize=["first", "tokens"], do_not_specialize_on_alignment=["index"])
 def _policy_terms_kernel(
     logps,  # (tokens,)
