@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from devices import NEEDS_GPU
+from quick_interpreter import hasten
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before any test imports a module of kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+    hasten()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
