@@ -1,5 +1,6 @@
 """Devices and seeds for every test, the process as it was before it, Triton's interpreter where there is no GPU."""
 
+import gc
 import os
 import sys
 
@@ -8,10 +9,19 @@ import torch
 import torch.distributed as dist
 
 from devices import NEEDS_GPU
+from quick_interpreter import hasten
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before any test imports a module of kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+    hasten()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    """What is there when a module's tests begin stays: no collection of garbage walks through all of torch again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])

@@ -25,7 +25,8 @@ def kernels() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("targets", ["sm90", "sm100", "sm80 sm86", "sm89 sm120", "gfx942", "gfx950"])
+# Without sm86: its shared memory and what Triton makes of it are sm89's. The script by itself compiles for both.
+@pytest.mark.parametrize("targets", ["sm90", "sm100", "sm80", "sm89 sm120", "gfx942 gfx950"])
 def test_kernels_compile_for(targets):
     """Those that the GPU's limits let it run, each within its shared memory; the script fails where one is not."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")

@@ -106,7 +106,7 @@ KINDS = ["random", "flat", "peaked", "peaked elsewhere", "two ids", "even tiles"
 @pytest.mark.parametrize("kind", KINDS)
 def test_bound_holds(kind, transform, with_entropy):
     """What is left out of dL/dlogits is at most the tolerance of it, and bounds are above what they bound."""
-    tokens, vocab = 300, 1100
+    tokens, vocab = (300 if DEVICE.type == "cuda" else 150), 1100  # whole blocks of tokens, and a part of one
     logits, targets = logits_like(kind, tokens, vocab)
     grad_logps = (torch.randn(tokens) * torch.logspace(0, -3, tokens)).to(DEVICE)
     grad_entropy = torch.randn(tokens).to(DEVICE) if with_entropy else None
