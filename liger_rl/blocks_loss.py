@@ -25,11 +25,8 @@ from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 
 def chooses_ahead(call: HeadCall, terms: PolicyTerms, given: AlignedBatch, options: EngineOptions) -> bool:
     """Whether dL/dlogps are known before the backward, which may leave blocks out; the weight is what is multiplied."""
-    # With a budget, the plan has not counted on what is kept from the forward on.
     asked = call.options
-    if not options.may_leave_out or asked.max_extra_bytes is not None:
-        return False
-    if call.exact or call.low_rank or asked.gather is not None:
+    if not options.may_leave_out or call.exact or call.low_rank or asked.gather or asked.transform.per_token:
         return False
     wants_gradient = torch.is_grad_enabled() and any(call.needs)
     return wants_gradient and loss_obstacle(call, terms, given.segments) is None and kernel_of(terms, given) is not None

@@ -224,7 +224,8 @@ class FusedLinearGRPOLoss(nn.Module):
             if plan is not None:
                 return loss_in_one_pass(call, counted, prepare, one_pass.options, plan)
             live = counted.live
-        elif weight.dtype == compute_dtype:
+        elif weight.dtype == compute_dtype and self.options.max_extra_bytes is None:
+            # No plan of a budget has counted on what is kept from the forward on.
             options = resolved(self.options, compute_dtype)
             if chooses_ahead(call, self.terms, given, options):
                 return outside_of_graphs(loss_in_blocks)(call, prepare, options)

@@ -157,6 +157,7 @@ def test_tokens_that_do_not_count(choices):
         ("dapo", {"entropy_coef": 0.1}),
         ("dapo", {"metrics": "basic"}),
         ("dapo", {"grad_tolerance": 0.0}),
+        ("dapo", {"max_extra_bytes": 1 << 30}),
     ],
 )
 def test_what_is_not_known_ahead(preset, options, choices):
@@ -166,6 +167,18 @@ def test_what_is_not_known_ahead(preset, options, choices):
     assert not choices
     torch.autograd.grad(value, batch.leaves)
     assert choices == ([] if loss.options.grad_tolerance == 0.0 else ["backward"])
+
+
+def test_a_temperature_for_each_token(choices):
+    batch = Batch()
+    temperature = torch.full(batch.ids.shape, 0.5, device=DEVICE)
+    found, expected = (
+        torch.autograd.grad(batch.loss(FusedLinearGRPOLoss("dapo", temperature=given, **options)).loss, batch.leaves)
+        for given, options in ((temperature, {}), (0.5, {"grad_tolerance": 0.0}))
+    )
+    assert not choices
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
 
 
 def test_an_id_outside_of_the_vocabulary():
