@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.blocks_loss import chooses_ahead, loss_in_blocks
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.engines.kept_share import one_pass_pays
-from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import HeadOptions, Tolerance, resolved
 from liger_rl.head.rules import check_left_alone
@@ -224,11 +222,6 @@ class FusedLinearGRPOLoss(nn.Module):
             if plan is not None:
                 return loss_in_one_pass(call, counted, prepare, one_pass.options, plan)
             live = counted.live
-        elif weight.dtype == compute_dtype and self.options.max_extra_bytes is None:
-            # No plan of a budget has counted on what is kept from the forward on.
-            options = resolved(self.options, compute_dtype)
-            if chooses_ahead(call, self.terms, given, options):
-                return outside_of_graphs(loss_in_blocks)(call, prepare, options)
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
         found = log_probs(call, dtype=compute_dtype, counted=live)

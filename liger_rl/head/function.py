@@ -38,17 +38,6 @@ def linear_values(head: Head, options: EngineOptions, way: Way) -> Values:
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         statistics, saved = way.fold(head, options)
-    return values_of(head, options, way, statistics, saved)
-
-
-def values_of(
-    head: Head,
-    options: EngineOptions,
-    way: Way,
-    statistics: TokenStatistics,
-    saved: tuple[Tensor | None, ...] | None,
-) -> Values:
-    """The same of what `way.fold` has given."""
     if head.wants_gradient:
         return LinearLogProbs.apply(*head.differentiable, head, options, (statistics, saved, way.gradients))
     return _values(statistics, head, options)

@@ -189,11 +189,6 @@ class EngineOptions(HeadOptions):
         return self.kernels_fit or not self.names_chunk
 
     @property
-    def may_leave_out(self) -> bool:
-        """Whether a backward may leave out parts of a gradient."""
-        return self.grad_tolerance != 0.0 and self.chunks_are_free
-
-    @property
     def planes(self) -> int:
         """Bfloat16 matrices that take the place of a float32 weight."""
         return PLANES[self.precision]

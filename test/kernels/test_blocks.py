@@ -14,7 +14,7 @@ from devices import NEEDS_GPU, skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.head.engines import block_sparse
 from liger_rl.head.engines import two_pass as projection
-from liger_rl.head.engines.block_sparse import choose_blocks, leave_out, plan_blocks
+from liger_rl.head.engines.block_sparse import choose_blocks, plan_blocks
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.tokens import TokenSelection
@@ -124,9 +124,8 @@ def test_bound_holds(kind, transform, with_entropy):
     assert (each >= blocks_of(exact.square()).float() * (1 - 1e-5) - 1e-14 * each.max()).all()
     for relative in (1e-4, 1e-3, 1e-2, 1e-1) if DEVICE.type == "cuda" else (1e-3, 1e-1):
         asked = options(transform, grad_tolerance=relative)
-        chosen = choose_blocks(known, statistics, gradients, targets, shares, asked)
-        left = leave_out(chosen, known, statistics, gradients, targets, asked, needs_hidden=True)
-        plan, order = plan_blocks(chosen), chosen.order
+        chosen = choose_blocks(known, statistics, gradients, targets, shares, asked, needs_hidden=True)
+        plan, order, left = plan_blocks(chosen), chosen.order, chosen.left_out
         assert order.sort().values.tolist() == list(range(tokens))
         assert plan.wanted == tokens
         kept = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]

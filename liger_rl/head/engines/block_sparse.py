@@ -41,7 +41,7 @@ class ChosenBlocks:
     keep: Tensor  # (row blocks, tiles) bool: which blocks are computed
     counted: Tensor  # see `left_out_blocks_triton.count`
     numbers: HostAnswer  # the same
-    shares: TileShares
+    left_out: LeftOut
 
 
 def choose_blocks(
@@ -51,9 +51,10 @@ def choose_blocks(
     targets: Tensor,  # (n,)
     shares: TileShares,
     options: EngineOptions,  # with a tolerance > 0
+    *,
+    needs_hidden: bool,  # its gradient
 ) -> ChosenBlocks:
-    """Choose on the device alone; the same for all multiples of the gradients. Work that is launched before
-    `plan_blocks` hides that call's wait."""
+    """Choose on the device alone. Work that is launched before `plan_blocks` hides that call's wait."""
     from liger_rl.kernels import bounds_triton, left_out_blocks_triton
 
     known, transform = known._replace(share_squares=shares.squares), options.transform
@@ -62,27 +63,12 @@ def choose_blocks(
     energies = bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
     keep = left_out_blocks_triton.choose(energies, ranking.budget)
     counted = left_out_blocks_triton.count(keep, ranking.key)
-    return ChosenBlocks(order, keep, counted, HostAnswer(counted), shares)
-
-
-def leave_out(
-    chosen: ChosenBlocks,
-    known: TileBounds,
-    statistics: TokenStatistics,  # (n,) each
-    tokens: TokenGradients,  # (n,) each
-    targets: Tensor,  # (n,)
-    options: EngineOptions,
-    *,
-    needs_hidden: bool,  # its gradient
-) -> LeftOut:
-    """What takes the place of all other blocks."""
-    from liger_rl.kernels import left_out_blocks_triton
-
-    shares, dtype = chosen.shares, options.compute_dtype
+    numbers = HostAnswer(counted)
     sums = left_out_blocks_triton.left_out_sums(
-        known, statistics, tokens, targets, chosen.order, chosen.keep, options.transform, dtype
+        known, statistics, tokens, targets, order, keep, transform, options.compute_dtype
     )
-    return LeftOut(sums, shares.entries, gemm.matmul(sums, shares.rows) if needs_hidden else None)
+    left_out = LeftOut(sums, shares.entries, gemm.matmul(sums, shares.rows) if needs_hidden else None)
+    return ChosenBlocks(order, keep, counted, numbers, left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
@@ -96,16 +82,6 @@ def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
 forward = partial(two_pass.forward, bounded=True)
 
 
-def shares_for(
-    head: Head, options: EngineOptions, statistics: TokenStatistics, tokens: TokenGradients, targets: Tensor
-) -> TileShares:
-    """What `choose_blocks` asks for, of the tokens that count, (n,) each; the head's weight in the compute dtype."""
-    from liger_rl.kernels.left_out_blocks_triton import draw, tile_shares
-
-    drawn = draw(head.live.index, targets, statistics, tokens)
-    return tile_shares(drawn, head.hidden, head.weight, head.bias, options.transform, options.compute_dtype)
-
-
 def backward(
     head: Head,
     options: EngineOptions,
@@ -113,26 +89,23 @@ def backward(
     known: TileBounds | None,
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
-    chosen: ChosenBlocks | None = None,  # where they have been chosen already
 ) -> Gradients:
     """From the kept blocks; exact if so many are kept that the dense products are no slower. One host sync."""
     if known is None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
-    from liger_rl.kernels import blocks_triton
+    from liger_rl.kernels import blocks_triton, left_out_blocks_triton
 
-    dtype, own_weight = options.compute_dtype, head.weight
+    transform, dtype, own_weight = options.transform, options.compute_dtype, head.weight
     head = head.with_weight_in(dtype)
     weight, bias = head.weight, head.bias
-    targets = head.live.gather(head.targets)
-    if chosen is None:
-        shares = shares_for(head, options, statistics, tokens, targets)
-        chosen = choose_blocks(known, statistics, tokens, targets, shares, options)
-        del shares
-    left_out = leave_out(chosen, known, statistics, tokens, targets, options, needs_hidden=needs[0])
+    live_targets = head.live.gather(head.targets)
+    drawn = left_out_blocks_triton.draw(head.live.index, live_targets, statistics, tokens)
+    shares = left_out_blocks_triton.tile_shares(drawn, head.hidden, weight, bias, transform, dtype)
+    chosen = choose_blocks(known, statistics, tokens, live_targets, shares, options, needs_hidden=needs[0])
     # The tokens with a gradient in the order of their blocks, then the others.
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
-    inputs = blocks_triton.BlockInputs(rows.hidden, weight, bias, rows.targets, tokens, options.transform)
+    inputs = blocks_triton.BlockInputs(rows.hidden, weight, bias, rows.targets, tokens, transform)
     room, most_of_row = options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1])
     begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, room, most_of_row)
     plan = plan_blocks(chosen)
@@ -142,6 +115,6 @@ def backward(
         del rows, inputs, begun
         found = two_pass.gradients(head.gathered(dtype, live), options, tokens.take(slice(plan.wanted)), needs)
         return found.of_all_tokens(live, head)
-    kept = blocks_triton.grad_blocks(begun, inputs, plan, left_out, (needs[1], needs[2]), own_weight.dtype)
-    del rows, inputs, begun, chosen, left_out  # what the gradient of all hidden states need not lie beside
+    kept = blocks_triton.grad_blocks(begun, inputs, plan, chosen.left_out, (needs[1], needs[2]), own_weight.dtype)
+    del rows, inputs, begun, chosen, shares  # what the gradient of all hidden states need not lie beside
     return Gradients(*kept).of_all_tokens(live, head)
