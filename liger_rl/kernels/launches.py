@@ -5,6 +5,9 @@ compares every global constant, at each launch. Steps over few tokens or small h
 one H200 a launch took 43 us in the mean of a step, 16 of them in the driver. Here the compiled kernel is found by what
 NVIDIA's compiler is told of the arguments: their types, which addresses and integers are multiples of 16, and which
 integers are 1 or take 64 bits. The first launch of each, and all launches elsewhere, are Triton's own.
+
+So what Triton asks before it launches (TRITON_DEBUG, instrumentation, hooks before a run, whether global constants have
+changed) counts at the first launch alone. Its hooks around a launch see each.
 """
 
 import inspect
@@ -13,14 +16,12 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
 # Versions of Triton whose compiler is told no more than `kind` says, and whose compiled kernels are launched as here.
 KNOWN_TRITON = ((3, 4), (3, 10))  # from, before
 LOW_BITS = 15  # 0 in multiples of 16
-MOST = 1 << 31  # that 32 bits hold
 
 
 class Launched:
@@ -32,18 +33,22 @@ class Launched:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         parameters = inspect.signature(kernel.fn).parameters
-        constant = [parameter.annotation is tl.constexpr for parameter in parameters.values()]
+        # As Triton tells them; an annotation may be a string.
+        constant = ["constexpr" in str(parameter.annotation) for parameter in parameters.values()]
         if constant != sorted(constant):
             raise TypeError(f"constexprs of {kernel.fn.__name__} must come after all other parameters")
         self.variable = constant.count(False)
         self._defaults = [(name, parameter.default) for name, parameter in parameters.items()]
+        self._compiled = isinstance(kernel, triton.JITFunction)  # and not interpreted
         self._known: dict[tuple[object, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> partial[None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        if not _may_be_known():
+        if len(arguments) < self.variable:
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.variable} arguments by place, got {len(arguments)}")
+        if not (self._compiled and _may_be_known()):
             self.kernel[grid](*arguments, **options)
             return
         variable, constant = arguments[: self.variable], arguments[self.variable :]
@@ -55,7 +60,7 @@ class Launched:
             compiled[whole_grid](*variable, *constants)
             return
         compiled = self.kernel[grid](*arguments, **options)
-        if isinstance(compiled, CompiledKernel):  # nothing is compiled in the interpreter
+        if isinstance(compiled, CompiledKernel):  # and not still being compiled
             others = (options.get(name, default) for name, default in self._defaults[len(arguments) :])
             self._known[key] = compiled, (*constant, *others)
 
@@ -72,12 +77,14 @@ def kind(value: Any) -> object:
         return value.dtype if value.data_ptr() & LOW_BITS == 0 else (value.dtype,)
     if value is None:
         return None
-    own = type(value)
-    if own is int:
-        return "1" if value == 1 else 2 * (value & LOW_BITS == 0) + (-MOST <= value < MOST)
-    if own is float or own is bool:
-        return own
+    if isinstance(value, bool):
+        return bool
+    if isinstance(value, int):
+        bits = 32 if -(1 << 31) <= value < 1 << 31 else 63 if value < 1 << 63 else 64
+        return "1" if value == 1 else bits if value & LOW_BITS else -bits
+    if isinstance(value, float):
+        return float
     if isinstance(value, tuple):
-        return (own, *map(kind, value))
+        return (type(value), *map(kind, value))
     # A descriptor, whose address and strides the tensor memory accelerator asks to be multiples of 16.
-    return (own, value.base.dtype, *value.block_shape, getattr(value, "layout", None))
+    return (type(value), value.base.dtype, *value.block_shape, getattr(value, "layout", None))

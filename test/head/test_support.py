@@ -409,7 +409,7 @@ class Work(TorchDispatchMode):
         self.launching = False
         for name, kernel in list(vars(support_triton).items()):
             if name.endswith("_kernel"):
-                monkeypatch.setattr(support_triton, name, Launched(self, name, kernel))
+                monkeypatch.setattr(support_triton, name, CountedLaunches(self, name, kernel))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.launching:
@@ -421,7 +421,7 @@ class Work(TorchDispatchMode):
         return ops, launches
 
 
-class Launched:
+class CountedLaunches:
     def __init__(self, work: Work, name: str, kernel) -> None:
         self.work, self.name, self.kernel = work, name, kernel
 

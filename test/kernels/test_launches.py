@@ -5,6 +5,7 @@ import itertools
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ import liger_rl  # noqa: E402
 from devices import NEEDS_GPU  # noqa: E402
 from liger_rl.kernels.launches import Launched, kind  # noqa: E402
 from liger_rl.kernels.matrix_triton import Rows  # noqa: E402
+from liger_rl.kernels.transform import LogitSteps, LogitTransform  # noqa: E402
 
 PACKAGE = Path(liger_rl.__file__).parent
 
@@ -29,12 +31,43 @@ def tensors() -> list[torch.Tensor]:
     return [*whole, *(part[first:] for part in whole[:2] for first in (1, 2, 4, 8))]
 
 
-NUMBERS = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 16, 2**40 + 1]
+NUMBERS = [
+    0,
+    1,
+    2,
+    15,
+    16,
+    17,
+    -1,
+    -16,
+    2**31 - 1,
+    2**31,
+    2**31 + 16,
+    -(2**31),
+    -(2**31) - 16,
+    2**40 + 1,
+    2**63,
+    2**63 + 1,
+]
 PAIRS = [Rows(first, stride, 3) for first, stride in itertools.product(tensors()[:6], (1, 8, 16))]
 
 
 def values() -> list[object]:
-    return [None, True, False, 0.0, 1.0, 2.5, *NUMBERS, *tensors(), *PAIRS, (None, 1.5), (2.0, None), ()]
+    return [
+        None,
+        True,
+        False,
+        0.0,
+        1.0,
+        2.5,
+        np.float64(1.0),
+        *NUMBERS,
+        *tensors(),
+        *PAIRS,
+        (None, 1.5),
+        (2.0, None),
+        (),
+    ]
 
 
 @pytest.mark.skipif(not hasattr(jit, "native_specialize_impl"), reason="Triton before 3.5 tells it in another way")
@@ -78,6 +111,8 @@ def test_every_kernel_of_the_package_is_launched_so():
             assert isinstance(kernel, Launched), f"{path.name}: {name}"
             number += 1
     assert number > 35
+    hopper = pytest.importorskip("liger_rl.kernels.hopper_gluon", reason="this Triton's Gluon is not known")
+    assert all(isinstance(kernel, Launched) for kernel in (hopper.fold_kernel, hopper.pair_kernel))
 
 
 def test_constexprs_come_last():
@@ -86,6 +121,24 @@ def test_constexprs_come_last():
 
     with pytest.raises(TypeError, match="constexprs of between must come after all other parameters"):
         Launched(triton.jit(between))
+
+
+def test_an_annotation_may_be_a_string():
+    def kernel(first, second, SIZE: "tl.constexpr"):
+        pass
+
+    assert Launched(triton.jit(kernel)).variable == 2
+
+
+def test_arguments_by_name():
+    with pytest.raises(TypeError, match="_write takes 6 arguments by place, got 1"):
+        _write[(1,)](torch.empty(8), start=None, number=1, free=1, pair=None, factor=1.0, SIZE=8)
+
+
+def test_temperatures_of_numpy():
+    assert kind(LogitSteps.of(LogitTransform(temperature=np.float64(0.7)))) == kind(
+        LogitSteps.of(LogitTransform(temperature=0.7))
+    )
 
 
 @Launched
