@@ -337,9 +337,10 @@ def segment_sums(
     coefficients: Tensor,  # (S,) float32
     indices: Tensor,  # (S,) integers: rows of the table, read where the coefficient is not 0
     table: Tensor,  # (T, K) any float dtype
-    out: Tensor,  # (M, K) any float dtype; of segments by id, zeros or what is added to
+    out: Tensor,  # (M, K) any float dtype; of segments by id, zeros or what is added to, unless `whole`
     *,
     add: bool = False,
+    whole: bool = False,  # of segments by id: 0 is written where one is empty
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 

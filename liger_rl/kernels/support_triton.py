@@ -889,6 +889,7 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
+    whole: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -928,7 +929,7 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
-            EMPTY=not segments.by_id,
+            EMPTY=whole or not segments.by_id,
             SLOTS=launch.slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,

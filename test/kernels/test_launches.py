@@ -31,43 +31,14 @@ def tensors() -> list[torch.Tensor]:
     return [*whole, *(part[first:] for part in whole[:2] for first in (1, 2, 4, 8))]
 
 
-NUMBERS = [
-    0,
-    1,
-    2,
-    15,
-    16,
-    17,
-    -1,
-    -16,
-    2**31 - 1,
-    2**31,
-    2**31 + 16,
-    -(2**31),
-    -(2**31) - 16,
-    2**40 + 1,
-    2**63,
-    2**63 + 1,
-]
+EDGES = [sign * 2**bits + more for sign in (1, -1) for bits in (0, 4, 31, 40) for more in (-1, 0, 1, 16)]
+NUMBERS = [*EDGES, 2**63 - 1, 2**63, 2**63 + 1]
 PAIRS = [Rows(first, stride, 3) for first, stride in itertools.product(tensors()[:6], (1, 8, 16))]
 
 
 def values() -> list[object]:
-    return [
-        None,
-        True,
-        False,
-        0.0,
-        1.0,
-        2.5,
-        np.float64(1.0),
-        *NUMBERS,
-        *tensors(),
-        *PAIRS,
-        (None, 1.5),
-        (2.0, None),
-        (),
-    ]
+    tuples = [*PAIRS, (None, 1.5), (2.0, None), ()]
+    return [None, True, False, 0.0, 1.0, np.float64(1.0), *NUMBERS, *tensors(), *tuples]
 
 
 @pytest.mark.skipif(not hasattr(jit, "native_specialize_impl"), reason="Triton before 3.5 tells it in another way")

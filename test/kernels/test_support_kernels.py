@@ -200,6 +200,9 @@ def test_sums_of_segments(shape, dtype, add):
     by_id = segments._replace(by_id=True)
     support_triton.segment_sums(by_id, coefficients, indices, table, untouched, add=add, launch=launch)
     assert torch.equal(untouched, torch.where((sizes > 0).to(DEVICE)[:, None], outs[1], 1))
+    if not add:
+        support_triton.segment_sums(by_id, coefficients, indices, table, untouched, whole=True, launch=launch)
+        assert torch.equal(untouched, outs[1])
 
 
 def test_sums_of_pieces_fit_their_memory():
