@@ -11,6 +11,7 @@ changed) counts at the first launch alone. Its hooks around a launch see each.
 """
 
 import inspect
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-# Versions of Triton whose compiler is told no more than `kind` says, and whose compiled kernels are launched as here.
+# Versions of Triton whose compiler is told no more than `kinds` says, and whose compiled kernels are launched as here.
 KNOWN_TRITON = ((3, 4), (3, 10))  # from, before
 LOW_BITS = 15  # 0 in multiples of 16
 
@@ -52,7 +53,7 @@ class Launched:
             self.kernel[grid](*arguments, **options)
             return
         variable, constant = arguments[: self.variable], arguments[self.variable :]
-        key = (torch.cuda.current_device(), *map(kind, variable), *constant, *options, *options.values())
+        key = (torch.cuda.current_device(), *kinds(variable), *constant, *options, *options.values())
         found = self._known.get(key)
         if found is not None:
             compiled, constants = found
@@ -71,20 +72,24 @@ def _may_be_known() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None and KNOWN_TRITON[0] <= version < KNOWN_TRITON[1]
 
 
-def kind(value: Any) -> object:
-    """What a kernel is compiled for of one argument: equal for two values only if one compiled kernel takes both."""
-    if isinstance(value, Tensor):
-        return value.dtype if value.data_ptr() & LOW_BITS == 0 else (value.dtype,)
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return bool
-    if isinstance(value, int):
-        bits = 32 if -(1 << 31) <= value < 1 << 31 else 63 if value < 1 << 63 else 64
-        return "1" if value == 1 else bits if value & LOW_BITS else -bits
-    if isinstance(value, float):
-        return float
-    if isinstance(value, tuple):
-        return (type(value), *map(kind, value))
-    # A descriptor, whose address and strides the tensor memory accelerator asks to be multiples of 16.
-    return (type(value), value.base.dtype, *value.block_shape, getattr(value, "layout", None))
+def kinds(arguments: Iterable[Any]) -> list[object]:
+    """What a kernel is compiled for of its arguments: equal for two lists only if one compiled kernel takes both."""
+    found: list[object] = []
+    for value in arguments:
+        if value is None:
+            found.append(None)
+        elif isinstance(value, Tensor):
+            found.append((value.dtype,) if value.data_ptr() & LOW_BITS else value.dtype)
+        elif isinstance(value, bool):
+            found.append(bool)
+        elif isinstance(value, int):
+            bits = 32 if -(1 << 31) <= value < 1 << 31 else 63 if value < 1 << 63 else 64
+            found.append("1" if value == 1 else bits if value & LOW_BITS else -bits)
+        elif isinstance(value, float):
+            found.append(float)
+        elif isinstance(value, tuple):
+            found += (type(value), len(value), *kinds(value))
+        else:
+            # A descriptor, whose address and strides the tensor memory accelerator asks to be multiples of 16.
+            found += (type(value), value.base.dtype, *value.block_shape, getattr(value, "layout", None))
+    return found

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import liger_rl  # noqa: E402
 from devices import NEEDS_GPU  # noqa: E402
-from liger_rl.kernels.launches import Launched, kind  # noqa: E402
+from liger_rl.kernels.launches import Launched, kinds  # noqa: E402
 from liger_rl.kernels.matrix_triton import Rows  # noqa: E402
 from liger_rl.kernels.transform import LogitSteps, LogitTransform  # noqa: E402
 
@@ -48,16 +48,16 @@ def test_values_of_one_kind_are_compiled_for_alike():
     for value in values():
         # Not a constant, and specialised as far as Triton can.
         found = jit.native_specialize_impl(backend, value, False, True, True)
-        assert told.setdefault(kind(value), found) == found, value
+        assert told.setdefault(tuple(kinds([value])), found) == found, value
     assert len(told) > 20
 
 
 def test_descriptors_differ_by_dtype_and_block():
     matrices = [torch.zeros(32, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
     blocks = ([16, 64], [32, 64])
-    kinds = {kind(TensorDescriptor.from_tensor(*pair)) for pair in itertools.product(matrices, blocks)}
-    assert len(kinds) == 4
-    assert kind(TensorDescriptor.from_tensor(matrices[0][:16], blocks[0])) in kinds
+    told = {tuple(kinds([TensorDescriptor.from_tensor(*pair)])) for pair in itertools.product(matrices, blocks)}
+    assert len(told) == 4
+    assert tuple(kinds([TensorDescriptor.from_tensor(matrices[0][:16], blocks[0])])) in told
 
 
 def launched_names(tree: ast.Module) -> set[str]:
@@ -107,9 +107,14 @@ def test_arguments_by_name():
 
 
 def test_temperatures_of_numpy():
-    assert kind(LogitSteps.of(LogitTransform(temperature=np.float64(0.7)))) == kind(
-        LogitSteps.of(LogitTransform(temperature=0.7))
-    )
+    steps = (LogitSteps.of(LogitTransform(temperature=number)) for number in (0.7, np.float64(0.7)))
+    assert kinds([next(steps)]) == kinds([next(steps)])
+
+
+def test_kinds_of_several_arguments_are_not_mixed_up():
+    one = torch.zeros(64)
+    lists = ([(one, one), one], [(one,), one, one], [one, one, one], [one[1:], one], [one, one[1:]], [(one, one, one)])
+    assert len({tuple(kinds(arguments)) for arguments in lists}) == len(lists)
 
 
 @Launched
