@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 
 STEP = 256  # rows or tiles that a program reads at a time
 ITEMS = 16  # rows or tiles whose places in the order a program finds
@@ -54,7 +54,7 @@ class BlockLists(NamedTuple):
         )
         given = (keep, *keep.stride(), ints((rows, tiles)), lists, rows, tiles)
         _count_kernel[(rows + tiles,)](*given, STEP)
-        _list_kernel[(rows + triton.cdiv(rows, ITEMS) + triton.cdiv(tiles, ITEMS),)](*given, first, STEP, ITEMS)
+        _list_kernel[(rows + cdiv(rows, ITEMS) + cdiv(tiles, ITEMS),)](*given, first, STEP, ITEMS)
         return lists
 
 

@@ -16,7 +16,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.epilogue import device_programs, tile_logits
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.matrix_triton import load, matrix, store
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, BlockPlan, LeftOut, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of, tile_gradient
@@ -364,8 +364,8 @@ def _store_sums(
     size = weight.shape[1]
     row_items = 0
     if start.hidden is not None and span.kept:
-        row_items = triton.cdiv(size, HIDDEN_COLUMNS) * triton.cdiv(hidden.shape[0], BLOCK_TOKENS)
-    tile_items = triton.cdiv(size, WEIGHT_COLUMNS) * lists.tile_order.numel() if grad_weight is not None else 0
+        row_items = cdiv(size, HIDDEN_COLUMNS) * cdiv(hidden.shape[0], BLOCK_TOKENS)
+    tile_items = cdiv(size, WEIGHT_COLUMNS) * lists.tile_order.numel() if grad_weight is not None else 0
     if row_items + tile_items == 0:
         return
     family = family_of(hidden.device)

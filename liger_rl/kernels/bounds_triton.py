@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -130,7 +130,7 @@ def merge(parts: Fold, state: Fold) -> None:
     """Write the fold of n tokens from (tiles, n) folds of every tile; `target` has no parts and stays."""
     tiles, n = parts.peak.shape
     with on(state.peak.device):
-        _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+        _merge_kernel[(cdiv(n, MERGE_TOKENS),)](
             parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
         )
 
@@ -233,7 +233,7 @@ def tile_bounds(
     """Write the bounds of n tokens; `out` may be some columns of all."""
     count, n = tiles.peaks.shape
     with on(targets.device):
-        _bounds_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+        _bounds_kernel[(cdiv(n, MERGE_TOKENS),)](
             tiles,
             statistics,
             targets.contiguous(),
@@ -416,7 +416,7 @@ def rank_tokens(
     device = targets.device
     own = torch.empty(n, dtype=torch.float32, device=device)
     key = torch.empty(n, dtype=torch.int32, device=device)
-    energies = torch.empty(triton.cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
+    energies = torch.empty(cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
     given, targets = tokens.contiguous(), targets.contiguous()
     with on(device):
         _weigh_kernel[(energies.numel(),)](
@@ -432,7 +432,7 @@ def rank_tokens(
             TOKENS=BLOCK_TOKENS,
         )
         budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
-        _rank_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
+        _rank_kernel[(cdiv(n, MERGE_TOKENS),)](
             known,
             given,
             own,
@@ -456,10 +456,10 @@ def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets
     `order` (n,) is a permutation of the tokens, BLOCK_TOKENS of which at a time make a row of blocks.
     """
     tiles, n = known.codes.shape
-    rows = triton.cdiv(n, BLOCK_TOKENS)
+    rows = cdiv(n, BLOCK_TOKENS)
     out = torch.empty(rows, tiles, dtype=torch.float32, device=targets.device)
     with on(targets.device):
-        _block_bounds_kernel[(rows, triton.cdiv(tiles, CODE_TILES))](
+        _block_bounds_kernel[(rows, cdiv(tiles, CODE_TILES))](
             known, tokens.contiguous(), own, targets.contiguous(), order, out, tiles, n,
             BLOCK_VOCAB, BLOCK_TOKENS, CODE_TILES,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
@@ -295,7 +295,7 @@ def grad_pair(
     if n:
         block = _block(columns)
         with on(student.logits.device):
-            _grad_pair_kernel[(n, triton.cdiv(columns, block))](
+            _grad_pair_kernel[(n, cdiv(columns, block))](
                 *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
                 columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
@@ -315,4 +315,4 @@ def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(columns))
+    return min(BLOCK, next_power_of_2(columns))

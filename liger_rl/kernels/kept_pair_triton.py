@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.pair_tiles import FORWARD, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -188,7 +188,7 @@ def grad_kept_pair(
     n, columns = out.shape
     if n:
         with on(out.device):
-            _grad_kept_pair_kernel[(n, triton.cdiv(columns, TILES * BLOCK_VOCAB))](
+            _grad_kept_pair_kernel[(n, cdiv(columns, TILES * BLOCK_VOCAB))](
                 kept, kept.strides, out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
                 KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,

@@ -66,6 +66,18 @@ class Launched:
             self._known[key] = compiled, (*constant, *others)
 
 
+# Triton's own two take the host microseconds.
+
+
+def cdiv(total: int, step: int) -> int:
+    return -(-total // step)
+
+
+def next_power_of_2(number: int) -> int:
+    """That of a number >= 1, itself included."""
+    return 1 << (number - 1).bit_length()
+
+
 @cache
 def _may_be_known() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

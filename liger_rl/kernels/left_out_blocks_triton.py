@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_rl.kernels import gemm
 from liger_rl.kernels.bounds_triton import NOT_WANTED, slope_at_target, sum_beside_target
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -271,7 +271,7 @@ def left_out_sums(
     width = padded_tiles(tiles * BLOCK_VOCAB)
     out = torch.empty(n, width, dtype=dtype, device=targets.device)
     with on(targets.device):
-        _left_out_kernel[(triton.cdiv(n, LEFT_OUT_TOKENS), triton.cdiv(width, LEFT_OUT_TILES))](
+        _left_out_kernel[(cdiv(n, LEFT_OUT_TOKENS), cdiv(width, LEFT_OUT_TILES))](
             known,
             statistics,
             tokens.contiguous(),
@@ -358,7 +358,7 @@ def tile_shares(
             SAMPLES=SAMPLES,
             num_warps=SHARING_WARPS,
         )
-        _weigh_rows_kernel[(tiles, triton.cdiv(size, WEIGHED_COLUMNS))](
+        _weigh_rows_kernel[(tiles, cdiv(size, WEIGHED_COLUMNS))](
             weight,
             weight.stride(0),
             entries,
@@ -369,4 +369,4 @@ def tile_shares(
             ENTRIES=WEIGHED_ENTRIES,
             COLUMNS=WEIGHED_COLUMNS,
         )
-    return TileShares(entries, squares[: triton.cdiv(vocab, BLOCK_VOCAB)], rows)
+    return TileShares(entries, squares[: cdiv(vocab, BLOCK_VOCAB)], rows)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -123,7 +123,7 @@ def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransf
     values, peaks = kept.from_column(first)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(logits.device):
-        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
+        _keep_kernel[(n, cdiv(columns, tiles * kept.tile_vocab))](
             logits,
             logits.stride(0),
             None if bias is None else bias.contiguous(),
@@ -157,7 +157,7 @@ def grad_kept(
     values, peaks = kept.from_column(first)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(out.device):
-        _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
+        _grad_kept_kernel[(n, cdiv(columns, tiles * kept.tile_vocab))](
             values,
             values.stride(0),
             peaks,
@@ -181,10 +181,10 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """As `saved_exponentials.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
     with on(values.device):
-        _scale_kernel[(triton.cdiv(values.numel(), SCALE_BLOCK),)](
+        _scale_kernel[(cdiv(values.numel(), SCALE_BLOCK),)](
             values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )
 
 
 def _tiles(columns: int, tile_vocab: int) -> int:
-    return max(1, min(BLOCK, triton.next_power_of_2(columns)) // tile_vocab)
+    return max(1, min(BLOCK, next_power_of_2(columns)) // tile_vocab)

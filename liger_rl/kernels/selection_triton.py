@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 
 BLOCK, WARPS = 4096, 8
 SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
@@ -90,6 +90,6 @@ def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     if n == 0 or size == 0:
         return
     with on(out.device):
-        _scatter_kernel[(n, triton.cdiv(size, SCATTER_BLOCK))](
+        _scatter_kernel[(n, cdiv(size, SCATTER_BLOCK))](
             rows, rows.stride(0), index, out, out.stride(0), size, SCATTER_BLOCK, num_warps=SCATTER_WARPS
         )

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     one_minus_exp,
@@ -75,11 +75,6 @@ FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 TILE_BLOCK = 1024
 LOWEST = torch.finfo(torch.float32).min
-
-
-def _cdiv(total: int, step: int) -> int:
-    """Triton's own takes microseconds of the host."""
-    return -(-total // step)
 
 
 @triton.jit
@@ -267,7 +262,7 @@ def make_slots(
     missing = torch.empty(n, dtype=torch.bool, device=device)
     numbers = torch.zeros(COUNTED, dtype=torch.int64, device=device)
     with on(device):
-        _slots_kernel[(n + _cdiv(pairs, SLOT_PIECE),)](
+        _slots_kernel[(n + cdiv(pairs, SLOT_PIECE),)](
             token_ids.contiguous(),
             offsets.contiguous(),
             targets.contiguous(),
@@ -368,7 +363,7 @@ def dots(
     columns = hidden.shape[1]
     rank = 1 if low_inputs is None else low_inputs.shape[1]
     with on(hidden.device):
-        _dots_kernel[(n + _cdiv(positions, launch.piece),)](
+        _dots_kernel[(n + cdiv(positions, launch.piece),)](
             hidden,
             hidden.stride(0),
             weight,
@@ -450,7 +445,7 @@ def take_of_tile(
     if out.numel() == 0:
         return
     with on(out.device):
-        _take_kernel[(_cdiv(out.numel(), TILE_BLOCK),)](
+        _take_kernel[(cdiv(out.numel(), TILE_BLOCK),)](
             tile,
             tile.stride(0),
             slots.ids,
@@ -491,7 +486,7 @@ def put_in_tile(coefficients: Tensor, slots: Slots, corner: tuple[int, int], out
     if coefficients.numel() == 0:
         return
     with on(out.device):
-        _put_kernel[(_cdiv(coefficients.numel(), TILE_BLOCK),)](
+        _put_kernel[(cdiv(coefficients.numel(), TILE_BLOCK),)](
             coefficients, slots.ids, slots.tokens, out, coefficients.numel(), *corner, *out.shape, BLOCK=TILE_BLOCK
         )
 
@@ -751,13 +746,13 @@ def slot_gradients(
 ) -> tuple[Tensor, Pairs | None]:
     """As `support.slot_gradients`, in one launch."""
     positions, (grad_logps, grad_entropy) = z.numel(), grads
-    out, blocks = torch.empty_like(z), _cdiv(positions, GRAD_BLOCK)
+    out, blocks = torch.empty_like(z), cdiv(positions, GRAD_BLOCK)
     pairs, (ids, order), ordered, tokens, starts = None, by_id or (None, None), None, None, None
     if ids is not None:
         ordered, tokens = torch.empty_like(z), torch.empty_like(slots.tokens)
         starts = torch.empty(slots.rows + 1, dtype=torch.int64, device=z.device)
         pairs = Pairs(Segments(starts, ids, by_id=True), ordered, tokens)
-        blocks = 2 * blocks + _cdiv(slots.rows + 1, GRAD_BLOCK)
+        blocks = 2 * blocks + cdiv(slots.rows + 1, GRAD_BLOCK)
     if blocks == 0:
         return out, pairs
     entropy = None if grad_entropy is None else statistics.entropy
@@ -901,10 +896,10 @@ def segment_sums(
     if segments.number == 0 or columns == 0:
         return
     piece = piece_of(positions, columns, launch)
-    pieces = _cdiv(positions, piece)
+    pieces = cdiv(positions, piece)
     partial = coefficients  # which nothing reads where no segment is cut
     width = _columns(columns, launch)
-    slabs = _cdiv(columns, width)
+    slabs = cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
         if not segments.all_short:
@@ -920,7 +915,7 @@ def segment_sums(
                 COLUMNS=width,
                 num_warps=launch.warps,
             )
-        _sums_kernel[(_cdiv(segments.number, launch.segments), slabs)](
+        _sums_kernel[(cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
             out,
@@ -940,6 +935,6 @@ def segment_sums(
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
     """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
     piece = launch.piece
-    while piece < positions and _cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+    while piece < positions and cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
         piece *= 2
     return piece

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -239,7 +239,7 @@ def fold(
             first,
             LogitSteps.of(transform),
             PART=state is not None,
-            BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+            BLOCK=min(BLOCK, next_power_of_2(columns)),
             num_warps=WARPS,
         )
 
@@ -282,9 +282,9 @@ def grad(
     if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
-    block = min(BLOCK, triton.next_power_of_2(columns))
+    block = min(BLOCK, next_power_of_2(columns))
     with on(logits.device):
-        _grad_kernel[(count, triton.cdiv(columns, block))](
+        _grad_kernel[(count, cdiv(columns, block))](
             logits,
             *strides,
             out,
