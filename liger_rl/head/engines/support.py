@@ -39,8 +39,8 @@ from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Sl
 # ns for each id. Over whole products it takes 50 ms at 2048.
 DENSE_SHARE = 1 / 94
 DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no tile of a gradient
-# To clear the gradient and to write the listed rows takes the device 0.17 ms longer than to write it once (the same
-# shape, a CUDA graph): nothing where it waits for the host, as it does with 61,000 ids, but not with 522,000.
+# To clear the gradient and to write the listed rows takes the device longer than to write it once, but the host less to
+# wait for. A choice between 61,000 ids, where the device waits for the host, and 522,000; see docs/notes/kernels.md.
 CLEARED_IDS = 1 << 17
 
 
