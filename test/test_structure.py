@@ -83,7 +83,7 @@ MOST_NAMED = {
     "chunk_tokens": 13,
     "chunk_vocab": 10,
     "max_extra_bytes": 7,
-    "fixed_shape": 18,
+    "fixed_shape": 17,
     "batch_invariant": 5,
     "topk": 8,
 }

@@ -116,8 +116,7 @@ def _shares(pair: Pair, options: PairOptions, bounds: TileBounds, tokens: PairGr
     weight, vocab, kernels = pair.student.weight, pair.vocab, for_device(drawn.device)
     tiles = -(-vocab // TILE_VOCAB)
     entries = torch.zeros(tiles * TILE_VOCAB, dtype=torch.float32, device=drawn.device)
-    # The logits of the drawn tokens are few, but copies of the weights are not.
-    for first, last in spans(vocab, (16 if _converts(pair, options) else 64) * TILE_VOCAB):
+    for first, last in spans(vocab, 16 * TILE_VOCAB):
         at = slice(first, last)
         own = Tile(gemm.matmul(x, weight[at].to(dtype).T), _part(pair.student.bias, at), options.student.transform)
         other_weight = pair.teacher.weight[at].to(options.teacher.compute_dtype)
@@ -157,7 +156,9 @@ def _groups(counts: list[int], pair: Pair, options: PairOptions) -> list[_Group]
     itemsize = options.student.compute_dtype.itemsize
     size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
     per_row = TILE_VOCAB * (8 + itemsize) + size * itemsize + 4 * pair.student.hidden.shape[1]
-    per_tile = 4 * TILE_VOCAB * size if _converts(pair, options) else 0
+    weights = (pair.student.weight, options.student), (pair.teacher.weight, options.teacher)
+    converts = any(not weight.is_cuda or weight.dtype != part.compute_dtype for weight, part in weights)
+    per_tile = 4 * TILE_VOCAB * size if converts else 0
     workspace = WORKSPACE_BYTES[kind_of(pair.student.hidden.device)]
     last = pair.vocab // TILE_VOCAB  # from here on a tile is not whole
     groups, first = [], 0
@@ -170,12 +171,6 @@ def _groups(counts: list[int], pair: Pair, options: PairOptions) -> list[_Group]
             groups.append(_Group(first, counts[first:end], width))
             first = end
     return groups
-
-
-def _converts(pair: Pair, options: PairOptions) -> bool:
-    """Whether products copy a part of a weight first."""
-    weights = (pair.student.weight, options.student), (pair.teacher.weight, options.teacher)
-    return any(not weight.is_cuda or weight.dtype != part.compute_dtype for weight, part in weights)
 
 
 class _Parts:

@@ -3,8 +3,8 @@
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
 longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
 wrong values do no harm. And the backward clears a dense gradient of the weight first: meanwhile the host does the rest.
-With more ids the sums write the whole of it instead. They do so with fixed_shape, too: nothing here waits for the
-device then, so a CUDA graph can capture it.
+With more ids the sums write the whole of it instead. With fixed_shape nothing here waits for the device, so a CUDA
+graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -39,8 +39,8 @@ from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Sl
 # ns for each id. Over whole products it takes 50 ms at 2048.
 DENSE_SHARE = 1 / 94
 DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no tile of a gradient
-# To clear the gradient and to write the listed rows takes the device longer than to write it once, but the host less to
-# wait for. A choice between 61,000 ids, where the device waits for the host, and 522,000; see docs/notes/kernels.md.
+# Clearing the gradient and then writing the listed rows takes the device longer than writing it once. That is hidden
+# while the device waits for the host, which it does with 61,000 ids and not with 522,000 (docs/notes/kernels.md).
 CLEARED_IDS = 1 << 17
 
 
@@ -220,7 +220,7 @@ def _by_ids(
     dense = _is_dense(head, slots) and not head.sparse_grad
     in_order = not dense and (needs[1] or needs[2] or needs[4])
     grad_weight = grad_bias = grad_low = None
-    cleared = slots.ids.numel() <= CLEARED_IDS and not options.fixed_shape
+    cleared = slots.ids.numel() <= CLEARED_IDS
     if in_order and needs[1] and head.weight_grad is None and not head.sparse_grad:
         # First, because the device takes as long to clear it as the host for what follows, the sort by id included.
         grad_weight = (torch.zeros if cleared else torch.empty)(weight.shape, dtype=weight.dtype, device=weight.device)
