@@ -30,6 +30,7 @@ from liger_rl.kernels import (
     devices,
     epilogue,
     kept_pair_triton,
+    kept_parts_triton,
     launches,
     left_out_blocks_triton,
     pair_epilogue,
@@ -40,6 +41,7 @@ from liger_rl.kernels.divergence import (
     FORWARD,
     MIXTURE,
     REVERSE,
+    TILE_VOCAB,
     Measure,
     MixtureSums,
     PairFold,
@@ -47,6 +49,7 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
+from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
@@ -271,11 +274,29 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
         parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)
         pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
+        if measure.kind != MIXTURE:
+            whole = pair_epilogue.Parts.unwritten(N, V, CPU, measure, entropy=False, targets=False, squares=True)
+            whole.tile_sums(measure, TileSums.unwritten(N, V, CPU, measure))
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         pair_epilogue.grad_pair(student, teacher, measure, tokens)
         out = kept.larger.view(torch.bfloat16)
         kept_pair_triton.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
     kept_pair_triton.mix_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+
+
+def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
+    """With biases where there are entropies elsewhere."""
+    hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
+    bias = ones(V, dtype=torch.bfloat16) if entropy else None
+    head, tiles = HeadRows(hidden, weight, bias, transform), -(-V // TILE_VOCAB)
+    left_out = LeftOutParts(ones(tiles, TILE_VOCAB), ones(tiles, H), ones(tiles))
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        tokens = PairGradients(*(ones(N) for _ in range(4)), None, None, None, None)
+        inputs = PartInputs(head, head, measure, tokens)
+        kept_parts_triton.entry_sizes(inputs.take(torch.arange(64)))
+        sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
+        keep = torch.ones(N, tiles, dtype=torch.bool)
+        kept_parts_triton.add_parts(inputs, keep, [N] * tiles, left_out, sums, 1 << 20)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
@@ -308,7 +329,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, chosen_blocks)  # where the product of our own applies
+WITH_EPILOGUE = (in_the_epilogue, chosen_blocks, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 

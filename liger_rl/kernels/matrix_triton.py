@@ -78,6 +78,13 @@ def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def load_picked(matrix, row, column, COLUMNS: tl.constexpr):
+    """-> (rows, COLUMNS) of rows from anywhere; the matrix is for pointers."""
+    starts = (matrix.start + row.to(tl.int64) * matrix.stride * GROUP)[:, None]
+    return _from_rows(starts, matrix, column, COLUMNS)
+
+
+@triton.jit
 def store(matrix, row, column, values):
     """The part of a tile that the matrix has."""
     if isinstance(matrix, tl.core.tensor_descriptor_base):

@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
-from liger_rl.kernels.divergence import REVERSE, TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
+from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, mix_kept
-from liger_rl.kernels.launches import Launched
+from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.matrix_triton import GROUP, matrix, store
 from liger_rl.kernels.pair_tiles import (
+    REVERSE,
     columns_of,
     fold_pair_tile,
     like,
@@ -27,6 +28,7 @@ from liger_rl.kernels.pair_tiles import (
     teacher_ahead,
     teacher_next,
 )
+from liger_rl.kernels.softmax import LOWEST
 from liger_rl.kernels.tile_epilogues import at_column, column_of, part_of, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
@@ -34,6 +36,7 @@ __all__ = ["Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair",
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
 PARTS = 8
+JOINED_TOKENS = 128  # of a program that joins their tiles' sums
 
 
 class Squares(NamedTuple):
@@ -86,41 +89,77 @@ class Parts(NamedTuple):
 
     def tile_sums(self, measure: Measure, out: TileSums) -> None:
         """Write the sums (n, tiles of TILE_VOCAB) that bounds are made of."""
-        fold, (xx, xy, yy) = self.fold, self.squares
-        assert xx is not None
-        assert xy is not None
-        assert yy is not None
-        of_y = fold.gap if measure.kind == REVERSE else fold.teacher_sum_exp
-        assert of_y is not None
-        peak, teacher_peak = (_joined(part).amax(1) for part in (fold.peak, fold.teacher_peak))
-        lower, teacher_lower = _joined(fold.peak) - peak[:, None], _joined(fold.teacher_peak) - teacher_peak[:, None]
-        kept, teacher_kept = lower.exp(), teacher_lower.exp()
-        x, y, xx, xy, yy = (_joined(part, 0.0) for part in (fold.sum_exp, of_y, xx, xy, yy))
-        if measure.kind != REVERSE:
-            parts = kept * x, teacher_kept * y, kept**2 * xx, kept * teacher_kept * xy, teacher_kept**2 * yy
-        else:
-            # y = x (a - b), and a - b is larger by this around the new peaks, where anything is left around them.
-            shift, square = torch.where(kept > 0, lower - teacher_lower, 0.0), kept**2
-            parts = (
-                kept * x, kept * (y + shift * x), square * xx, square * (xy + shift * xx),
-                square * (yy + shift * (2.0 * xy + shift * xx)),
+        tiles, tokens = self.fold.peak.shape
+        with on(self.fold.peak.device):
+            _tile_sums_kernel[(out.x.shape[1], cdiv(tokens, JOINED_TOKENS))](
+                self.fold, self.squares, out, out.x.stride(0), tiles, tokens,
+                KIND=measure.kind, SEVERAL=TILE_VOCAB // PRODUCT_VOCAB, TOKENS=JOINED_TOKENS,
             )  # fmt: skip
-        for written, found in zip(out, (*(part.sum(1) for part in parts), peak, teacher_peak), strict=True):
-            assert written is not None
-            written.copy_(found.T)
 
 
 NO_SQUARES = Squares(None, None, None)
 
 
-def _joined(part: Tensor, nothing: float | None = None) -> Tensor:
-    """(tiles, n) -> (tiles of TILE_VOCAB, those of PRODUCT_VOCAB in each, n), made up with what adds nothing."""
-    several = TILE_VOCAB // PRODUCT_VOCAB
-    missing = -part.shape[0] % several
-    if missing:
-        value = torch.finfo(torch.float32).min if nothing is None else nothing
-        part = torch.nn.functional.pad(part, (0, 0, 0, missing), value=value)
-    return part.unflatten(0, (-1, several))
+@Launched
+@triton.jit(do_not_specialize=["tiles", "tokens"])
+def _tile_sums_kernel(
+    fold,  # `PairFold` (tiles, tokens)
+    squares,  # `Squares`
+    out,  # `TileSums`, written
+    stride,  # between two tokens of these
+    tiles,
+    tokens,
+    KIND: tl.constexpr,
+    SEVERAL: tl.constexpr,  # tiles that become one
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(0) * SEVERAL
+    peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    teacher_peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    for tile in tl.static_range(SEVERAL):
+        inside = (token < tokens) & (first + tile < tiles)
+        place = (first + tile).to(tl.int64) * tokens + token
+        peak = tl.maximum(peak, tl.load(fold.peak + place, mask=inside, other=LOWEST))
+        teacher_peak = tl.maximum(teacher_peak, tl.load(fold.teacher_peak + place, mask=inside, other=LOWEST))
+    sum_x = tl.zeros((TOKENS,), tl.float32)
+    sum_y = tl.zeros((TOKENS,), tl.float32)
+    sum_xx = tl.zeros((TOKENS,), tl.float32)
+    sum_xy = tl.zeros((TOKENS,), tl.float32)
+    sum_yy = tl.zeros((TOKENS,), tl.float32)
+    for tile in tl.static_range(SEVERAL):
+        inside = (token < tokens) & (first + tile < tiles)
+        place = (first + tile).to(tl.int64) * tokens + token
+        lower = tl.load(fold.peak + place, mask=inside, other=LOWEST) - peak
+        teacher_lower = tl.load(fold.teacher_peak + place, mask=inside, other=LOWEST) - teacher_peak
+        kept = tl.exp(lower)
+        x = kept * tl.load(fold.sum_exp + place, mask=inside, other=0.0)
+        xx = kept * kept * tl.load(squares.xx + place, mask=inside, other=0.0)
+        xy = tl.load(squares.xy + place, mask=inside, other=0.0)
+        yy = tl.load(squares.yy + place, mask=inside, other=0.0)
+        if KIND == REVERSE:
+            y = kept * tl.load(fold.gap + place, mask=inside, other=0.0)
+            # y = x (a - b), and a - b is larger by this around the new peaks, where anything is left around them.
+            shift = tl.where(kept > 0.0, lower - teacher_lower, 0.0)
+            sum_yy += kept * kept * yy + shift * (2.0 * kept * kept * xy + shift * xx)
+            sum_xy += kept * kept * xy + shift * xx
+            sum_y += y + shift * x
+        else:
+            teacher_kept = tl.exp(teacher_lower)
+            sum_y += teacher_kept * tl.load(fold.teacher_sum_exp + place, mask=inside, other=0.0)
+            sum_xy += kept * teacher_kept * xy
+            sum_yy += teacher_kept * teacher_kept * yy
+        sum_x += x
+        sum_xx += xx
+    place = token.to(tl.int64) * stride + tl.program_id(0)
+    live = token < tokens
+    tl.store(out.x + place, sum_x, mask=live)
+    tl.store(out.y + place, sum_y, mask=live)
+    tl.store(out.xx + place, sum_xx, mask=live)
+    tl.store(out.xy + place, sum_xy, mask=live)
+    tl.store(out.yy + place, sum_yy, mask=live)
+    tl.store(out.peak + place, peak, mask=live)
+    tl.store(out.teacher_peak + place, teacher_peak, mask=live)
 
 
 @Launched

@@ -74,7 +74,8 @@ class PairOptions(NamedTuple):
 PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-def _sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side, Side]:
+def sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side, Side]:
+    """Both heads' rows of some tokens."""
     student = pair.student.gathered(options.student.compute_dtype, live)
     teacher = pair.teacher.gathered(options.teacher.compute_dtype, live)
     return Side(student, options.student), Side(teacher, options.teacher)
@@ -86,7 +87,7 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     There are none where a chunk is named, under the student's softcap, beside a low-rank term and of a sharded
     vocabulary.
     """
-    student, teacher = _sides(pair, options, pair.student.live)
+    student, teacher = sides(pair, options, pair.student.live)
     measure, targets = options.measure, student.rows.targets
     n, device = student.factor.shape[0], student.factor.device
     kernels = for_device(device)
@@ -213,7 +214,7 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
 
 def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
     """Gradients of the tokens in `live`, whose numbers `tokens` are. Padding entries of the vocabulary get 0."""
-    student, teacher = _sides(pair, options, live)
+    student, teacher = sides(pair, options, live)
     rows, dtype = student.rows, options.student.compute_dtype
     kernels, n = for_device(rows.weight.device), tokens.lse.numel()
     products = None
@@ -249,7 +250,7 @@ def one_pass(
 
     The student's head has no low-rank term.
     """
-    student, teacher = _sides(pair, options, pair.student.live)
+    student, teacher = sides(pair, options, pair.student.live)
     measure, live, n = options.measure, pair.student.live, student.factor.shape[0]
     weight, vocab = student.rows.weight, pair.vocab
     chunks = even_spans(n, one_pass_tokens(pair, options))

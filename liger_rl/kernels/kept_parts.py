@@ -1,0 +1,108 @@
+"""Gradients of two heads from chosen parts alone, in PyTorch: the path of CPU, and the specification of
+`kept_parts_triton`.
+
+A part is one token's dL/dlogits in one tile of the vocabulary. Tokens choose by themselves, so the kept tokens of a
+tile lie anywhere, and their rows are gathered.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels import for_device, gemm
+from liger_rl.kernels.divergence import Measure, PairGradients, Tile
+from liger_rl.kernels.transform import LogitTransform
+
+COLUMNS = 1 << 14  # of the vocabulary at a time, where all of it is looked at
+
+
+class HeadRows(NamedTuple):
+    """What logits of one head are made of."""
+
+    hidden: Tensor  # (n, H) in the dtype of the products
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    transform: LogitTransform
+
+    def tile(self, rows: Tensor, at: slice) -> Tile:
+        """Logits of some tokens in some columns."""
+        logits = gemm.matmul(rows, self.weight[at].to(rows.dtype).T)
+        return Tile(logits, None if self.bias is None else self.bias[at], self.transform)
+
+
+class PartInputs(NamedTuple):
+    """What parts of a gradient are computed from."""
+
+    student: HeadRows
+    teacher: HeadRows
+    measure: Measure
+    tokens: PairGradients  # (n,) each; log-probabilities and entropies have no gradient
+
+    def take(self, picked: Tensor) -> "PartInputs":
+        """Of some of the tokens."""
+        student, teacher = (head._replace(hidden=head.hidden[picked]) for head in (self.student, self.teacher))
+        return self._replace(student=student, teacher=teacher, tokens=self.tokens.take(picked))
+
+    def gradient(self, at: slice) -> Tensor:
+        """dL/dlogits (n, v) float32 of all tokens in some columns."""
+        own, other = (head.tile(head.hidden, at) for head in (self.student, self.teacher))
+        targets = torch.zeros(own.logits.shape[0], dtype=torch.long, device=own.logits.device)  # which nothing reads
+        kernels = for_device(own.logits.device)
+        kernels.grad_pair(own, other, targets, at.start, self.measure, self.tokens, own.logits)
+        return own.logits
+
+
+class LeftOutParts(NamedTuple):
+    """What stands for the other parts in the sums of a tile's own: its entries share what is left out of it."""
+
+    shares: Tensor  # (tiles, entries of a tile) float32, 0 past the last entry
+    hidden: Tensor | None  # (tiles, H) float32, hidden states added up by what is left out; where weight needs it
+    total: Tensor | None  # (tiles,) float32, what is left out added up; where bias needs it
+
+
+class PartSums(NamedTuple):
+    """Where gradients go; None where they are not asked for."""
+
+    hidden: Tensor | None  # (n, H) float32, added to
+    weight: Tensor | None  # (V, H), written, as the next one
+    bias: Tensor | None  # (V,)
+
+
+def entry_sizes(inputs: PartInputs) -> Tensor:
+    """(V,) float32 sums of |dL/dlogits| over a few tokens. What is not finite is 0 there."""
+    vocab = inputs.student.weight.shape[0]
+    sizes = [inputs.gradient(at).abs_() for at in _columns(vocab, COLUMNS)]
+    # One token's NaN must not reach the gradients of others.
+    return torch.cat([torch.where(size < torch.inf, size, 0.0).sum(0) for size in sizes])
+
+
+def add_parts(
+    inputs: PartInputs,
+    keep: Tensor,  # (n, tiles) bool
+    counts: list[int],  # of the tokens that keep each tile
+    left_out: LeftOutParts,
+    sums: PartSums,
+    workspace: int,  # bytes of parts at a time, at least those of a tile; kernels take it
+) -> None:
+    """Add the products of the kept parts up, tile by tile and token by token. No number here waits for the device."""
+    student = inputs.student
+    # Kept tokens first, in their order.
+    order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    tiles = _columns(student.weight.shape[0], left_out.shares.shape[1])
+    for tile, (at, count) in enumerate(zip(tiles, counts, strict=True)):
+        picked, shares = order[tile, :count], left_out.shares[tile, : at.stop - at.start]
+        chosen = inputs.take(picked)
+        hidden, weight = chosen.student.hidden, student.weight[at]
+        grad = chosen.gradient(at).to(hidden.dtype)
+        if sums.hidden is not None:
+            sums.hidden.index_add_(0, picked, gemm.matmul(grad, weight.to(hidden.dtype)))  # each token once
+        if sums.weight is not None and left_out.hidden is not None:
+            sums.weight[at] = torch.addr(gemm.matmul(grad.T, hidden), shares, left_out.hidden[tile])
+        if sums.bias is not None and left_out.total is not None:
+            sums.bias[at] = grad.sum(0, dtype=torch.float32) + shares * left_out.total[tile]
+
+
+def _columns(vocab: int, step: int) -> Iterator[slice]:
+    return (slice(first, min(first + step, vocab)) for first in range(0, vocab, step))

@@ -1,0 +1,372 @@
+"""Gradients of two heads from chosen parts alone, as Triton products whose rows are gathered.
+
+Both heads' logits of a tile's kept tokens are made again, and become dL/dlogits in registers. These are stored one part
+after another, tile by tile. The weight's gradient sums, for each tile, their products with the gathered hidden states.
+The hidden states' is made in two steps: a row of each part, and for each token the sum of its rows. Every sum has one
+program and a fixed order: no atomics, the same bits on every run.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels import devices
+from liger_rl.kernels.block_lists import BlockLists
+from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
+from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
+from liger_rl.kernels.matrix_triton import load, load_picked, matrix, store
+from liger_rl.kernels.pair_tiles import divergence_gradient
+from liger_rl.kernels.softmax import flushed_exp, times_derivative, transformed
+from liger_rl.kernels.transform import LogitSteps
+
+# Tokens and entries of a program's parts, of which there are two products in registers; columns of H in one sum.
+PART_TOKENS, PART_ENTRIES = 128, 128
+HIDDEN_COLUMNS, WEIGHT_COLUMNS, ADDED_COLUMNS = 256, 256, 1024
+WARPS = 8
+
+
+def applies(inputs: PartInputs) -> bool:
+    """Whether these kernels run: where the products of our own do, but for any number of tokens."""
+    return all(
+        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], head.hidden.dtype, head.weight)
+        and devices.aligned(head.hidden)
+        for head in (inputs.student, inputs.teacher)
+    )
+
+
+@triton.jit
+def _logits(
+    hidden, weight, bias, size, steps, row, first, vocab,
+    ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> transformed logits (rows, ENTRIES) of gathered rows, and tanh^2; past the last entry they are noise."""
+    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
+    for step in range(tl.cdiv(size, STEP)):
+        left = load_picked(hidden, row, step * STEP, STEP)
+        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    if bias is not None:
+        column = first + tl.arange(0, ENTRIES)
+        total += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    return transformed(total, steps)
+
+
+@triton.jit
+def _gradient(
+    hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
+    tokens, row, inside, first, vocab, beta,
+    KIND: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> dL/dlogits (rows, ENTRIES) float32 of gathered rows; 0 of those not inside and past the last entry."""
+    z, square = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
+    t, _square = _logits(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps, row, first, vocab, ENTRIES, STEP
+    )
+    log_p = z - tl.load(tokens.lse + row)[:, None]
+    log_q = t - tl.load(tokens.teacher_lse + row)[:, None]
+    value = 0.0
+    if tokens.value is not None:
+        value = tl.load(tokens.value + row)[:, None]
+    grad = divergence_gradient(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), value, beta, KIND)
+    grad = times_derivative(grad * tl.load(tokens.grad + row)[:, None], square, steps)
+    column = first + tl.arange(0, ENTRIES)
+    return tl.where(inside[:, None] & (column < vocab)[None, :], grad, 0.0)
+
+
+@Launched
+@triton.jit
+def _sizes_kernel(
+    out,  # (vocab,) float32
+    hidden,  # a `matrix` (tokens, H)
+    weight,  # a `matrix` (vocab, H)
+    bias,
+    size,  # H
+    steps,
+    teacher_hidden,
+    teacher_weight,
+    teacher_bias,
+    teacher_size,
+    teacher_steps,
+    tokens,  # `PairGradients`, (number,) each
+    number,
+    vocab,
+    beta,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    first = tl.program_id(0) * ENTRIES
+    place = tl.arange(0, ROWS)
+    grad = _gradient(
+        hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
+        tokens, tl.minimum(place, number - 1), place < number, first, vocab, beta, KIND, ENTRIES, STEP,
+    )  # fmt: skip
+    sizes = tl.abs(grad)
+    column = first + tl.arange(0, ENTRIES)
+    tl.store(out + column, tl.sum(tl.where(sizes < float("inf"), sizes, 0.0), 0), mask=column < vocab)
+
+
+@triton.jit
+def _parts_at(chunk, lists, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """-> the tile of so many of its parts side by side, their positions, and which of them there are."""
+    tile = tl.arange(0, TILES)
+    chunks = tl.cdiv(tl.load(lists.tile_count + tile, mask=tile < tiles, other=0), ROWS)
+    here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    before = tl.sum(tl.where(tile < here, chunks, 0), 0)
+    end = tl.load(lists.tile_end + here)
+    position = end - tl.load(lists.tile_count + here) + (chunk - before) * ROWS + tl.arange(0, ROWS)
+    return here, position, position < end
+
+
+@Launched
+@triton.jit(do_not_specialize=["tiles", "first_tile"])
+def _parts_kernel(
+    out,  # (room, TILE_VOCAB)
+    lists,  # `BlockLists` of rows of one token
+    tiles,
+    first_tile,
+    hidden,  # as in `_sizes_kernel`
+    weight,
+    bias,
+    size,
+    steps,
+    teacher_hidden,
+    teacher_weight,
+    teacher_bias,
+    teacher_size,
+    teacher_steps,
+    tokens,
+    vocab,
+    beta,
+    KIND: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STEP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # Neighbours share their rows.
+    slices: tl.constexpr = TILE_VOCAB // ENTRIES
+    chunk, entry = tl.program_id(0) // slices, tl.program_id(0) % slices * ENTRIES
+    tile, position, inside = _parts_at(chunk, lists, tiles, ROWS, TILES)
+    row = tl.load(lists.row + position, mask=inside, other=0)
+    grad = _gradient(
+        hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
+        tokens, row, inside, (first_tile + tile) * TILE_VOCAB + entry, vocab, beta, KIND, ENTRIES, STEP,
+    )  # fmt: skip
+    place = out + position.to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+    tl.store(place, grad.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@Launched
+@triton.jit(do_not_specialize=["tiles", "first_tile"])
+def _rows_kernel(
+    parts,  # (room, TILE_VOCAB)
+    weight,  # a `matrix` (vocab, H)
+    out,  # (room, H) float32
+    lists,
+    tiles,
+    first_tile,
+    size,
+    TILE_VOCAB: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Each part's product with the weight."""
+    slabs = tl.cdiv(size, COLUMNS)
+    chunk, column = tl.program_id(0) // slabs, tl.program_id(0) % slabs * COLUMNS
+    tile, position, inside = _parts_at(chunk, lists, tiles, ROWS, TILES)
+    first = (first_tile + tile) * TILE_VOCAB
+    starts = parts + position.to(tl.int64)[:, None] * TILE_VOCAB
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for entry in range(0, TILE_VOCAB, STEP):
+        grad = tl.load(starts + entry + tl.arange(0, STEP)[None, :], mask=inside[:, None], other=0.0)
+        total = tl.dot(grad, load(weight, first + entry, column, STEP, COLUMNS), total)
+    columns = column + tl.arange(0, COLUMNS)
+    place = out + position.to(tl.int64)[:, None] * size + columns[None, :]
+    tl.store(place, total, mask=inside[:, None] & (columns < size)[None, :])
+
+
+@Launched
+@triton.jit
+def _add_rows_kernel(rows, out, lists, size, COLUMNS: tl.constexpr):
+    """Onto each token the rows of its parts, in the order of their tiles."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    end = tl.load(lists.row_end + token)
+    first = end - tl.load(lists.row_count + token)
+    if first < end:
+        place = out + token.to(tl.int64) * size + column
+        total = tl.load(place, mask=inside, other=0.0)
+        for at in range(first, end):
+            position = tl.load(lists.by_row + at).to(tl.int64)
+            total += tl.load(rows + position * size + column, mask=inside, other=0.0)
+        tl.store(place, total, mask=inside)
+
+
+@Launched
+@triton.jit(do_not_specialize=["first_tile"])
+def _weight_kernel(
+    parts,  # (room, TILE_VOCAB)
+    hidden,  # a `matrix` (tokens, H)
+    out,  # a `matrix` (vocab, H)
+    lists,
+    first_tile,
+    shares,  # (tiles, TILE_VOCAB) float32
+    left_out,  # (tiles, H) float32
+    size,
+    TILE_VOCAB: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Each tile's products of its parts and their hidden states, onto the shares of what is left out."""
+    slices: tl.constexpr = TILE_VOCAB // ENTRIES
+    slabs = tl.cdiv(size, COLUMNS)
+    item = tl.program_id(0)
+    tile = tl.load(lists.tile_order + item // (slabs * slices))  # the longest first
+    entry, column = item // slabs % slices * ENTRIES, item % slabs * COLUMNS
+    end = tl.load(lists.tile_end + tile)
+    first = end - tl.load(lists.tile_count + tile)
+    total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
+    # Rows are known a step ahead of what they address, which can then be fetched as early as the parts.
+    row = tl.load(lists.row + tl.minimum(first + tl.arange(0, STEP), end - 1), mask=first < end, other=0)
+    for start in tl.range(first, end, STEP):
+        position = start + tl.arange(0, STEP)
+        place = parts + position.to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+        grad = tl.load(place, mask=(position < end)[:, None], other=0.0)
+        total = tl.dot(grad.T, load_picked(hidden, row, column, COLUMNS), total)
+        row = tl.load(lists.row + tl.minimum(position + STEP, end - 1))
+    tile += first_tile
+    columns = column + tl.arange(0, COLUMNS)
+    share = tl.load(shares + tile * TILE_VOCAB + entry + tl.arange(0, ENTRIES))
+    rest = tl.load(left_out + tile.to(tl.int64) * size + columns, mask=columns < size, other=0.0)
+    store(out, tile * TILE_VOCAB + entry, column, total + share[:, None] * rest[None, :])
+
+
+@Launched
+@triton.jit(do_not_specialize=["first_tile"])
+def _bias_kernel(
+    parts,  # (room, TILE_VOCAB)
+    out,  # (vocab,)
+    lists,
+    first_tile,
+    shares,  # (tiles, TILE_VOCAB) float32
+    left_out,  # (tiles,) float32
+    vocab,
+    TILE_VOCAB: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    end = tl.load(lists.tile_end + tile)
+    total = tl.zeros((ENTRIES,), tl.float32)
+    for start in range(end - tl.load(lists.tile_count + tile), end, STEP):
+        position = start + tl.arange(0, STEP)
+        place = parts + position.to(tl.int64)[:, None] * TILE_VOCAB + entry[None, :]
+        total += tl.sum(tl.load(place, mask=(position < end)[:, None], other=0.0).to(tl.float32), 0)
+    tile += first_tile
+    total += tl.load(shares + tile * TILE_VOCAB + entry) * tl.load(left_out + tile)
+    column = tile * TILE_VOCAB + entry
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < vocab)
+
+
+def _given(head: HeadRows, entries: int, step: int, *, tma: bool) -> tuple[Any, ...]:
+    """A head as kernels take it."""
+    return (
+        matrix(head.hidden, 1, step, tma=False),
+        matrix(head.weight, entries, step, tma=tma),
+        None if head.bias is None else head.bias.contiguous(),
+        head.hidden.shape[1],
+        LogitSteps.of(head.transform),
+    )
+
+
+def entry_sizes(inputs: PartInputs) -> Tensor:
+    """As `kept_parts.entry_sizes`, in one launch."""
+    (number, _), device = inputs.student.hidden.shape, inputs.student.hidden.device
+    vocab, family = inputs.student.weight.shape[0], family_of(device)
+    out = torch.empty(vocab, dtype=torch.float32, device=device)
+    heads = (_given(head, PART_ENTRIES, family.step, tma=family.tma) for head in (inputs.student, inputs.teacher))
+    with on(device):
+        _sizes_kernel[(cdiv(vocab, PART_ENTRIES),)](
+            out, *next(heads), *next(heads), inputs.tokens.contiguous(), number, vocab, inputs.measure.beta,
+            KIND=inputs.measure.kind, ROWS=max(next_power_of_2(number), 16), ENTRIES=PART_ENTRIES, STEP=family.step,
+            num_stages=family.storing_stages, num_warps=WARPS // 2,
+        )  # fmt: skip
+    return out
+
+
+class _Span(NamedTuple):
+    """Tiles `first` to `last`, and what they keep."""
+
+    first: int
+    last: int
+    kept: int  # parts
+    chunks: int  # of so many of a tile's parts
+
+
+def _spans(counts: list[int], room: int) -> list[_Span]:
+    """Runs of tiles with at most so many parts, at least one tile each."""
+    spans, first, kept = [], 0, 0
+    for tile, count in enumerate([*counts, room + 1]):
+        if tile > first and kept + count > room:
+            spans.append(_Span(first, tile, kept, sum(cdiv(c, PART_TOKENS) for c in counts[first:tile])))
+            first, kept = tile, 0
+        kept += count
+    return spans
+
+
+def add_parts(
+    inputs: PartInputs, keep: Tensor, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int
+) -> None:
+    """As `kept_parts.add_parts`, in five launches for each run of tiles whose parts fit the workspace."""
+    student, width, family = inputs.student, left_out.shares.shape[1], family_of(keep.device)
+    hidden, (vocab, size) = student.hidden, student.weight.shape
+    step, tokens = family.step, inputs.tokens.contiguous()
+    per_part = width * hidden.element_size() + (0 if sums.hidden is None else 4 * size)
+    spans = _spans(counts, workspace // per_part)
+    most = max(span.kept for span in spans)
+    parts = torch.empty(most, width, dtype=hidden.dtype, device=hidden.device)
+    rows = None if sums.hidden is None else torch.empty(most, size, dtype=torch.float32, device=hidden.device)
+    entries = min(PART_ENTRIES, width)
+    given = [*_given(student, entries, step, tma=family.tma), *_given(inputs.teacher, entries, step, tma=family.tma)]
+    common: dict[str, Any] = {"num_stages": family.storing_stages, "num_warps": WARPS}
+    with on(hidden.device):
+        for first, last, kept, chunks in spans:
+            tiles = last - first
+            lists = BlockLists.of(keep[:, first:last], 0, kept)
+            places = {"ROWS": PART_TOKENS, "STEP": step, "TILES": next_power_of_2(len(counts)), **common}
+            if kept:
+                _parts_kernel[(chunks * (width // entries),)](
+                    parts, lists, tiles, first, *given, tokens, vocab, inputs.measure.beta,
+                    KIND=inputs.measure.kind, TILE_VOCAB=width, ENTRIES=entries, **places,
+                )  # fmt: skip
+            if kept and rows is not None and sums.hidden is not None:
+                _rows_kernel[(chunks * cdiv(size, HIDDEN_COLUMNS),)](
+                    parts, matrix(student.weight, step, HIDDEN_COLUMNS, tma=family.tma), rows, lists, tiles, first,
+                    size, TILE_VOCAB=width, COLUMNS=HIDDEN_COLUMNS, **places,
+                )  # fmt: skip
+                _add_rows_kernel[(keep.shape[0], cdiv(size, ADDED_COLUMNS))](
+                    rows, sums.hidden, lists, size, COLUMNS=ADDED_COLUMNS
+                )
+            if sums.weight is not None:
+                _weight_kernel[(tiles * (width // entries) * cdiv(size, WEIGHT_COLUMNS),)](
+                    parts, matrix(hidden, 1, WEIGHT_COLUMNS, tma=False),
+                    matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, first, left_out.shares,
+                    left_out.hidden, size, TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
+                    **common,
+                )  # fmt: skip
+            if sums.bias is not None:
+                _bias_kernel[(tiles, width // entries)](
+                    parts, sums.bias, lists, first, left_out.shares, left_out.total, vocab,
+                    TILE_VOCAB=width, ENTRIES=entries, STEP=step,
+                )  # fmt: skip
