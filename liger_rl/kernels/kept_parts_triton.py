@@ -25,11 +25,12 @@ from liger_rl.kernels.transform import LogitSteps
 
 # Tokens and entries of a program's parts, of which there are two products in registers; columns of H in one sum.
 PART_TOKENS, PART_ENTRIES = 128, 128
-# One H200, H = 2048, 9.6% kept, and TFLOPS: both heads 428 with four stages and 383 with three, 413 in steps of 128; the
-# teacher's logits first and read by the student's product of 256 entries, 436 with 4 bytes more an entry. The weight's
-# sums 447 with 128 columns and four warps, 351 with 256 and eight. Parts read by TMA were no faster.
+# One H200, H = 2048, 9.6% kept, in TFLOPS: both heads 428 with four stages, 383 with three, 413 in steps of 128. With the
+# teacher's logits in memory, read by the student's product of 256 entries, 436. The weight's sums 447 with 128 columns
+# and four warps, 351 with 256 and eight. Parts read by TMA were no faster.
 HIDDEN_COLUMNS, WEIGHT_COLUMNS, ADDED_COLUMNS = 256, 128, 1024
-WARPS, WEIGHT_WARPS = 8, 4
+WARPS = 8
+WEIGHT_WARPS = 4  # on GPUs whose sums of so many warps spill no registers: those with TMA
 
 
 def applies(inputs: PartInputs) -> bool:
@@ -365,7 +366,7 @@ def add_parts(
                     parts, matrix(hidden, 1, WEIGHT_COLUMNS, tma=False),
                     matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, first, left_out.shares,
                     left_out.hidden, size, TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
-                    num_stages=family.storing_stages, num_warps=WEIGHT_WARPS,
+                    num_stages=family.storing_stages, num_warps=WEIGHT_WARPS if family.tma else WARPS,
                 )  # fmt: skip
             if sums.bias is not None:
                 _bias_kernel[(tiles, width // entries)](
