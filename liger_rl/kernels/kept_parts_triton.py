@@ -25,9 +25,9 @@ from liger_rl.kernels.transform import LogitSteps
 
 # Tokens and entries of a program's parts, of which there are two products in registers; columns of H in one sum.
 PART_TOKENS, PART_ENTRIES = 128, 128
-# One H200, H = 2048, 9.6% kept, in TFLOPS: both heads 428 with four stages, 383 with three, 413 in steps of 128. With the
-# teacher's logits in memory, read by the student's product of 256 entries, 436. The weight's sums 447 with 128 columns
-# and four warps, 351 with 256 and eight. Parts read by TMA were no faster.
+# One H200, H = 2048, 9.6% kept, in TFLOPS: both heads 428 with four stages, 383 with three, 413 in steps of 128. With
+# the teacher's logits in memory, read by the student's product of 256 entries, 436. The weight's sums 447 with 128
+# columns and four warps, 351 with 256 and eight. Parts read by TMA were no faster.
 HIDDEN_COLUMNS, WEIGHT_COLUMNS, ADDED_COLUMNS = 256, 128, 1024
 WARPS = 8
 WEIGHT_WARPS = 4  # on GPUs whose sums of so many warps spill no registers: those with TMA
