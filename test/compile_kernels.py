@@ -241,9 +241,9 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
     support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
-    for segments, add, whole in ((slots.by_token, False, False), (by_id, entropy, False), (by_id, False, True)):
+    for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
-        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add, whole=whole)
+        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
 
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:

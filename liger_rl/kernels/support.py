@@ -82,7 +82,7 @@ class Segments(NamedTuple):
 
     starts: Tensor  # (M + 1,) int64
     of_position: Tensor  # (S,) integers: the segment of each position; M or more belongs to none
-    by_id: bool = False  # those of ids, in place of tokens'; most are empty, and nothing is written for these
+    by_id: bool = False  # those of ids, in place of tokens'; most are empty
     all_short: bool = False  # none is longer than LONG_ROW; of tokens' segments alone
 
     @property
@@ -337,12 +337,13 @@ def segment_sums(
     coefficients: Tensor,  # (S,) float32
     indices: Tensor,  # (S,) integers: rows of the table, read where the coefficient is not 0
     table: Tensor,  # (T, K) any float dtype
-    out: Tensor,  # (M, K) any float dtype; of segments by id, zeros or what is added to, unless `whole`
+    out: Tensor,  # (M, K) any float dtype
     *,
     add: bool = False,
-    whole: bool = False,  # of segments by id: 0 is written where one is empty
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
+
+    Without `add` 0 is written where a segment is empty; with it nothing is touched there.
 
     PyTorch adds in the order of positions on CPU. On CUDA, where this runs without Triton alone, its order is free.
     """

@@ -843,7 +843,6 @@ def _sums_kernel(
     columns,
     piece,
     ADD: tl.constexpr,
-    EMPTY: tl.constexpr,  # segments without positions are written, too
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -856,7 +855,7 @@ def _sums_kernel(
     end = tl.load(starts + segment + 1)
     while segment < stop:
         following = tl.load(starts + tl.minimum(segment + 2, count))  # which is there once it is needed
-        if (end > begin) | EMPTY:
+        if (end > begin) | (not ADD):
             last = tl.minimum(end, begin + piece)
             total = _weighted_rows(
                 coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS
@@ -884,7 +883,6 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
-    whole: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
@@ -924,7 +922,6 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
-            EMPTY=whole or not segments.by_id,
             SLOTS=launch.slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,

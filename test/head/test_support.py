@@ -513,13 +513,6 @@ def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
     assert [made_by(support=never_empty, fixed_shape=True) for _ in range(2)] == [1, 1]
 
 
-def test_a_gradient_that_is_not_cleared_first(place, monkeypatch):
-    case = case_of([[1, 5, 7], [], [2], [5, 7, 9, 11]], place)
-    cleared = solve(case)
-    monkeypatch.setattr(engine, "CLEARED_IDS", 0)
-    same(solve(case), cleared)
-
-
 def test_fixed_shape_changes_no_number(place):
     case = case_of(
         rows_of([2, 9, 1, 4]), place, bias=True, mask=torch.tensor([1, 1, 1, 0]), rules={"may_be_empty": False}

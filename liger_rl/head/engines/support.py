@@ -2,9 +2,7 @@
 
 It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
 longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
-wrong values do no harm. And the backward clears a dense gradient of the weight first: meanwhile the host does the rest.
-With more ids the sums write the whole of it instead. With fixed_shape nothing here waits for the device, so a CUDA
-graph can capture it.
+wrong values do no harm. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
 
 Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
 listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
@@ -39,9 +37,6 @@ from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Sl
 # ns for each id. Over whole products it takes 50 ms at 2048.
 DENSE_SHARE = 1 / 94
 DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no tile of a gradient
-# Clearing the gradient and then writing the listed rows takes the device longer than writing it once. That is hidden
-# while the device waits for the host, which it does with 61,000 ids and not with 522,000 (docs/notes/kernels.md).
-CLEARED_IDS = 1 << 17
 
 
 class Saved(NamedTuple):
@@ -220,10 +215,6 @@ def _by_ids(
     dense = _is_dense(head, slots) and not head.sparse_grad
     in_order = not dense and (needs[1] or needs[2] or needs[4])
     grad_weight = grad_bias = grad_low = None
-    cleared = slots.ids.numel() <= CLEARED_IDS
-    if in_order and needs[1] and head.weight_grad is None and not head.sparse_grad:
-        # First, because the device takes as long to clear it as the host for what follows, the sort by id included.
-        grad_weight = (torch.zeros if cleared else torch.empty)(weight.shape, dtype=weight.dtype, device=weight.device)
     coefficients, pairs = kernels.slot_gradients(
         saved.logits,
         slots,
@@ -254,14 +245,15 @@ def _by_ids(
             kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
         elif needs[1] and head.sparse_grad:
             grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
-        elif grad_weight is not None:
-            kernels.segment_sums(*pairs, hidden, grad_weight, whole=not cleared)
+        elif needs[1]:
+            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            kernels.segment_sums(*pairs, hidden, grad_weight)
         if bias is not None and needs[2]:
-            grad_bias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+            grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
             kernels.segment_sums(*pairs, ones, grad_bias[:, None])
         if low_inputs is not None and low_weight is not None and needs[4]:
-            grad_low = torch.zeros(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
+            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
             kernels.segment_sums(*pairs, low_inputs, grad_low)
     if pending is not None:
         pending.wait()
