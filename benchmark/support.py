@@ -6,6 +6,7 @@ and uniform ones of growing mean. Ways:
 liger_rl                 `linear_logprobs(..., support=)`, called from Python with a Support that no call has seen
 liger_rl, seen           the same with a Support that an earlier call has seen, as after old log-probabilities
 ..., in place            the weight's gradient added to a float32 tensor
+..., one thread          under `torch.autograd.set_multithreading_enabled(False)`: no other thread takes the backward
 liger_rl, CUDA graph     with fixed_shape, replayed: the time without the host
 whole vocabulary         `linear_logprobs` without a support, which is another distribution
 TRL                      its chunked operator of log-probabilities, over the whole vocabulary, too
@@ -127,6 +128,7 @@ class Way(NamedTuple):
     whole: bool = False  # over the whole vocabulary
     in_place: bool = False
     graph: bool = False  # on CUDA alone
+    one_thread: bool = False
 
 
 WAYS = {
@@ -134,6 +136,8 @@ WAYS = {
     "liger_rl, in place": Way(_ours, in_place=True),
     "liger_rl, seen": Way(partial(_ours, seen=True)),
     "liger_rl, seen, in place": Way(partial(_ours, seen=True), in_place=True),
+    "liger_rl, one thread": Way(_ours, one_thread=True),
+    "liger_rl, one thread, in place": Way(_ours, in_place=True, one_thread=True),
     "liger_rl, CUDA graph": Way(partial(_ours, fixed_shape=True), graph=True),
     "liger_rl, CUDA graph, in place": Way(partial(_ours, fixed_shape=True), in_place=True, graph=True),
     "whole vocabulary": Way(_whole, whole=True),
@@ -219,7 +223,8 @@ def measure(way: Way, given: Problem, truth: Truth, device: str) -> dict[str, An
     numbers["peak_extra_mib"] = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
     del held
     for kind, run in (("forward", forward), ("step", step)):
-        numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if way.graph else run, device).median_ms
+        with torch.autograd.set_multithreading_enabled(not way.one_thread):
+            numbers[f"{kind}_ms"] = measure_ms(_replayed(run) if way.graph else run, device).median_ms
     return {"status": "ok", "reason": None, **numbers}
 
 

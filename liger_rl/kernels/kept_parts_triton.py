@@ -115,10 +115,11 @@ def _sizes_kernel(
 
 
 @triton.jit
-def _parts_at(chunk, lists, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+def _parts_at(chunk, lists, first_tile, last_tile, ROWS: tl.constexpr, TILES: tl.constexpr):
     """-> the tile of so many of its parts side by side, their positions, and which of them there are."""
     tile = tl.arange(0, TILES)
-    chunks = tl.cdiv(tl.load(lists.tile_count + tile, mask=tile < tiles, other=0), ROWS)
+    here = (tile >= first_tile) & (tile < last_tile)
+    chunks = tl.cdiv(tl.load(lists.tile_count + tile, mask=here, other=0), ROWS)
     here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
     before = tl.sum(tl.where(tile < here, chunks, 0), 0)
     end = tl.load(lists.tile_end + here)
@@ -127,12 +128,13 @@ def _parts_at(chunk, lists, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @Launched
-@triton.jit(do_not_specialize=["tiles", "first_tile"])
+@triton.jit(do_not_specialize=["base", "first_tile", "last_tile"])
 def _parts_kernel(
     out,  # (room, TILE_VOCAB)
     lists,  # `BlockLists` of rows of one token
-    tiles,
+    base,  # the position that the first of the room is for
     first_tile,
+    last_tile,
     hidden,  # as in `_sizes_kernel`
     weight,
     bias,
@@ -156,25 +158,26 @@ def _parts_kernel(
     # Neighbours share their rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     chunk, entry = tl.program_id(0) // slices, tl.program_id(0) % slices * ENTRIES
-    tile, position, inside = _parts_at(chunk, lists, tiles, ROWS, TILES)
+    tile, position, inside = _parts_at(chunk, lists, first_tile, last_tile, ROWS, TILES)
     row = tl.load(lists.row + position, mask=inside, other=0)
     grad = _gradient(
         hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
-        tokens, row, inside, (first_tile + tile) * TILE_VOCAB + entry, vocab, beta, KIND, ENTRIES, STEP,
+        tokens, row, inside, tile * TILE_VOCAB + entry, vocab, beta, KIND, ENTRIES, STEP,
     )  # fmt: skip
-    place = out + position.to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+    place = out + (position - base).to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
     tl.store(place, grad.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @Launched
-@triton.jit(do_not_specialize=["tiles", "first_tile"])
+@triton.jit(do_not_specialize=["base", "first_tile", "last_tile"])
 def _rows_kernel(
     parts,  # (room, TILE_VOCAB)
     weight,  # a `matrix` (vocab, H)
     out,  # (room, H) float32
     lists,
-    tiles,
+    base,
     first_tile,
+    last_tile,
     size,
     TILE_VOCAB: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,22 +188,21 @@ def _rows_kernel(
     """Each part's product with the weight."""
     slabs = tl.cdiv(size, COLUMNS)
     chunk, column = tl.program_id(0) // slabs, tl.program_id(0) % slabs * COLUMNS
-    tile, position, inside = _parts_at(chunk, lists, tiles, ROWS, TILES)
-    first = (first_tile + tile) * TILE_VOCAB
-    starts = parts + position.to(tl.int64)[:, None] * TILE_VOCAB
+    tile, position, inside = _parts_at(chunk, lists, first_tile, last_tile, ROWS, TILES)
+    first, place = tile * TILE_VOCAB, (position - base).to(tl.int64)[:, None]
+    starts = parts + place * TILE_VOCAB
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for entry in range(0, TILE_VOCAB, STEP):
         grad = tl.load(starts + entry + tl.arange(0, STEP)[None, :], mask=inside[:, None], other=0.0)
         total = tl.dot(grad, load(weight, first + entry, column, STEP, COLUMNS), total)
     columns = column + tl.arange(0, COLUMNS)
-    place = out + position.to(tl.int64)[:, None] * size + columns[None, :]
-    tl.store(place, total, mask=inside[:, None] & (columns < size)[None, :])
+    tl.store(out + place * size + columns[None, :], total, mask=inside[:, None] & (columns < size)[None, :])
 
 
 @Launched
-@triton.jit
-def _add_rows_kernel(rows, out, lists, size, COLUMNS: tl.constexpr):
-    """Onto each token the rows of its parts, in the order of their tiles."""
+@triton.jit(do_not_specialize=["base", "kept"])
+def _add_rows_kernel(rows, out, lists, base, kept, size, COLUMNS: tl.constexpr):
+    """Onto each token the rows of its parts that are in the room, in the order of their tiles."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
@@ -210,18 +212,20 @@ def _add_rows_kernel(rows, out, lists, size, COLUMNS: tl.constexpr):
         place = out + token.to(tl.int64) * size + column
         total = tl.load(place, mask=inside, other=0.0)
         for at in range(first, end):
-            position = tl.load(lists.by_row + at).to(tl.int64)
-            total += tl.load(rows + position * size + column, mask=inside, other=0.0)
+            position = tl.load(lists.by_row + at) - base
+            here = inside & (position >= 0) & (position < kept)
+            total += tl.load(rows + position.to(tl.int64) * size + column, mask=here, other=0.0)
         tl.store(place, total, mask=inside)
 
 
 @Launched
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["base", "first_tile"])
 def _weight_kernel(
     parts,  # (room, TILE_VOCAB)
     hidden,  # a `matrix` (tokens, H)
     out,  # a `matrix` (vocab, H)
     lists,
+    base,
     first_tile,
     shares,  # (tiles, TILE_VOCAB) float32
     left_out,  # (tiles, H) float32
@@ -235,7 +239,7 @@ def _weight_kernel(
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     slabs = tl.cdiv(size, COLUMNS)
     item = tl.program_id(0)
-    tile = tl.load(lists.tile_order + item // (slabs * slices))  # the longest first
+    tile = first_tile + item // (slabs * slices)
     entry, column = item // slabs % slices * ENTRIES, item % slabs * COLUMNS
     end = tl.load(lists.tile_end + tile)
     first = end - tl.load(lists.tile_count + tile)
@@ -244,11 +248,10 @@ def _weight_kernel(
     row = tl.load(lists.row + tl.minimum(first + tl.arange(0, STEP), end - 1), mask=first < end, other=0)
     for start in tl.range(first, end, STEP):
         position = start + tl.arange(0, STEP)
-        place = parts + position.to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+        place = parts + (position - base).to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
         grad = tl.load(place, mask=(position < end)[:, None], other=0.0)
         total = tl.dot(grad.T, load_picked(hidden, row, column, COLUMNS), total)
         row = tl.load(lists.row + tl.minimum(position + STEP, end - 1))
-    tile += first_tile
     columns = column + tl.arange(0, COLUMNS)
     share = tl.load(shares + tile * TILE_VOCAB + entry + tl.arange(0, ENTRIES))
     rest = tl.load(left_out + tile.to(tl.int64) * size + columns, mask=columns < size, other=0.0)
@@ -256,11 +259,12 @@ def _weight_kernel(
 
 
 @Launched
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["base", "first_tile"])
 def _bias_kernel(
     parts,  # (room, TILE_VOCAB)
     out,  # (vocab,)
     lists,
+    base,
     first_tile,
     shares,  # (tiles, TILE_VOCAB) float32
     left_out,  # (tiles,) float32
@@ -269,15 +273,14 @@ def _bias_kernel(
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     end = tl.load(lists.tile_end + tile)
     total = tl.zeros((ENTRIES,), tl.float32)
     for start in range(end - tl.load(lists.tile_count + tile), end, STEP):
         position = start + tl.arange(0, STEP)
-        place = parts + position.to(tl.int64)[:, None] * TILE_VOCAB + entry[None, :]
+        place = parts + (position - base).to(tl.int64)[:, None] * TILE_VOCAB + entry[None, :]
         total += tl.sum(tl.load(place, mask=(position < end)[:, None], other=0.0).to(tl.float32), 0)
-    tile += first_tile
     total += tl.load(shares + tile * TILE_VOCAB + entry) * tl.load(left_out + tile)
     column = tile * TILE_VOCAB + entry
     tl.store(out + column, total.to(out.dtype.element_ty), mask=column < vocab)
@@ -332,7 +335,7 @@ def _spans(counts: list[int], room: int) -> list[_Span]:
 def add_parts(
     inputs: PartInputs, keep: Tensor, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int
 ) -> None:
-    """As `kept_parts.add_parts`, in five launches for each run of tiles whose parts fit the workspace."""
+    """As `kept_parts.add_parts`, in four launches for each run of tiles whose parts fit the workspace."""
     student, width, family = inputs.student, left_out.shares.shape[1], family_of(keep.device)
     hidden, (vocab, size) = student.hidden, student.weight.shape
     step, tokens = family.step, inputs.tokens.contiguous()
@@ -344,32 +347,32 @@ def add_parts(
     entries = min(PART_ENTRIES, width)
     given = [*_given(student, entries, step, tma=family.tma), *_given(inputs.teacher, entries, step, tma=family.tma)]
     with on(hidden.device):
+        lists, base = BlockLists.of(keep, 0, sum(counts)), 0
         for first, last, kept, chunks in spans:
-            tiles = last - first
-            lists = BlockLists.of(keep[:, first:last], 0, kept)
             places = {"ROWS": PART_TOKENS, "STEP": step, "TILES": next_power_of_2(len(counts)), "num_warps": WARPS}
             if kept:
                 _parts_kernel[(chunks * (width // entries),)](
-                    parts, lists, tiles, first, *given, tokens, vocab, inputs.measure.beta,
+                    parts, lists, base, first, last, *given, tokens, vocab, inputs.measure.beta,
                     KIND=inputs.measure.kind, TILE_VOCAB=width, ENTRIES=entries, num_stages=family.stages, **places,
                 )  # fmt: skip
             if kept and rows is not None and sums.hidden is not None:
                 _rows_kernel[(chunks * cdiv(size, HIDDEN_COLUMNS),)](
-                    parts, matrix(student.weight, step, HIDDEN_COLUMNS, tma=family.tma), rows, lists, tiles, first,
+                    parts, matrix(student.weight, step, HIDDEN_COLUMNS, tma=family.tma), rows, lists, base, first, last,
                     size, TILE_VOCAB=width, COLUMNS=HIDDEN_COLUMNS, num_stages=family.storing_stages, **places,
                 )  # fmt: skip
                 _add_rows_kernel[(keep.shape[0], cdiv(size, ADDED_COLUMNS))](
-                    rows, sums.hidden, lists, size, COLUMNS=ADDED_COLUMNS
+                    rows, sums.hidden, lists, base, kept, size, COLUMNS=ADDED_COLUMNS
                 )
             if sums.weight is not None:
-                _weight_kernel[(tiles * (width // entries) * cdiv(size, WEIGHT_COLUMNS),)](
+                _weight_kernel[((last - first) * (width // entries) * cdiv(size, WEIGHT_COLUMNS),)](
                     parts, matrix(hidden, 1, WEIGHT_COLUMNS, tma=False),
-                    matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, first, left_out.shares,
-                    left_out.hidden, size, TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
+                    matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, base, first,
+                    left_out.shares, left_out.hidden, size, TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
                     num_stages=family.storing_stages, num_warps=WEIGHT_WARPS if family.tma else WARPS,
                 )  # fmt: skip
             if sums.bias is not None:
-                _bias_kernel[(tiles, width // entries)](
-                    parts, sums.bias, lists, first, left_out.shares, left_out.total, vocab,
+                _bias_kernel[(last - first, width // entries)](
+                    parts, sums.bias, lists, base, first, left_out.shares, left_out.total, vocab,
                     TILE_VOCAB=width, ENTRIES=entries, STEP=step,
                 )  # fmt: skip
+            base += kept
