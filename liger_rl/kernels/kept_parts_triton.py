@@ -367,7 +367,8 @@ def add_parts(
                 _weight_kernel[((last - first) * (width // entries) * cdiv(size, WEIGHT_COLUMNS),)](
                     parts, matrix(hidden, 1, WEIGHT_COLUMNS, tma=False),
                     matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, base, first,
-                    left_out.shares, left_out.hidden, size, TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
+                    left_out.shares, left_out.hidden, size,
+                    TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
                     num_stages=family.storing_stages, num_warps=WEIGHT_WARPS if family.tma else WARPS,
                 )  # fmt: skip
             if sums.bias is not None:
