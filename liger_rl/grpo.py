@@ -78,7 +78,8 @@ class FusedLinearGRPOLoss(nn.Module):
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
             kl_estimator="exact" and beta > 0 the call needs a `reference`. One pass then takes `token_local` parts
             and a chunk of up to 1 GiB on CUDA, and "auto" takes it where no float32 sum of a 16-bit weight's gradient
-            is needed. Not with grad_tolerance, batch_invariant or max_extra_bytes.
+            is needed. Not with batch_invariant or max_extra_bytes. The gradient is exact where an entropy has one, too,
+            and with a softcap, low_rank, a named chunk or a sharded head.
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.

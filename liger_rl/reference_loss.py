@@ -142,6 +142,7 @@ def _call(reference: ReferenceHead | None, own: dict[str, Any], options: HeadOpt
         measure=measure_of("reverse_kl", BETA),
         vocab=reference.vocab,
         options=options,
+        auto_tolerance=True,
         teacher_name="reference.",
         targets_name="selected_token_ids",
     )

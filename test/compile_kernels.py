@@ -285,14 +285,14 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
 
 
 def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
-    """With biases where there are entropies elsewhere."""
+    """With biases and gradients of log-probabilities where there are entropies elsewhere."""
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     head, tiles = HeadRows(hidden, weight, bias, transform), -(-V // TILE_VOCAB)
     left_out = LeftOutParts(ones(tiles, TILE_VOCAB), ones(tiles, H), ones(tiles))
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        tokens = PairGradients(*(ones(N) for _ in range(4)), None, None, None, None)
-        inputs = PartInputs(head, head, measure, tokens)
+        tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
+        inputs = PartInputs(head, head, measure, torch.zeros(N, dtype=torch.long), tokens)
         kept_parts_triton.entry_sizes(inputs.take(torch.arange(64)))
         sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
         keep = torch.ones(N, tiles, dtype=torch.bool)

@@ -25,14 +25,14 @@ from liger_rl.head.engines import divergence_parts
 from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
+from liger_rl.head.engines.pair_products import PairProducts
 from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank, check_low_rank, low_rank_factors
 from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
 from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics
-from liger_rl.kernels.divergence_tiles import TileBounds
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.once import differentiable_once
 
@@ -144,6 +144,8 @@ class DivergenceCall:
     options: HeadOptions
     # The teacher's tensors may require a gradient, and get none all the same.
     teacher_may_require_grad: bool = False
+    # Whether a tolerance of "auto" is more than 0 where products have the epilogue.
+    auto_tolerance: bool = False
     # The caller's names, for messages.
     teacher_name: str = "teacher_"
     targets_name: str = "targets"
@@ -263,9 +265,11 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
             entries, teacher_entries = shard.vocab, other_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        own = resolved(call.options, dtype, grad_tolerance=call.options.named_tolerance)
+        pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
+        if not (call.auto_tolerance and PairProducts.apply(pair.student, own)):
+            own = replace(own, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield call, _pair(call, vocab, shard), PairOptions(own, other, call.measure, call.targets is not None)
+        yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)
 
 
 def divergence_of(given: DivergenceCall) -> Divergence:
@@ -394,12 +398,12 @@ class LinearDivergence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
             bounded = options.student.grad_tolerance > 0
-            divergence, statistics, value, bounds = engine.forward(pair, options, bounded=bounded)
+            divergence, statistics, value, tile_sums = engine.forward(pair, options, bounded=bounded)
         teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
         ctx.save_for_backward(
             hidden, weight, bias, low_inputs, low_weight, pair.student.targets,
             teacher.hidden, teacher.weight, teacher.bias,
-            *known, statistics.logps, statistics.entropy, *(bounds or ()),
+            *known, statistics.logps, statistics.entropy, *(tile_sums or ()),
         )  # fmt: skip
         ctx.live, ctx.vocab, ctx.options, ctx.shard = pair.student.live, pair.vocab, options, pair.student.shard
         if statistics.teacher_logps is not None:
@@ -419,10 +423,8 @@ class LinearDivergence(torch.autograd.Function):
             weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
-                tokens, bounds = _token_gradients(saved[9:14], grads), saved[14:]
-                found = divergence_parts.backward(
-                    pair, ctx.options, TileBounds._make(bounds) if bounds else None, tokens, ctx.needs_input_grad[:5]
-                )
+                tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
+                found = divergence_parts.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
         return *found, None, None
 
 

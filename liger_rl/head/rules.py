@@ -62,8 +62,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "topk": "no list is kept of two heads; ask linear_logprobs for it",
         "precision": SPLIT,
     },
-    'with kl_estimator="exact"': TWO_HEADS
-    | {"grad_tolerance": "its bounds know no gradient of log-probabilities, which a loss has"},
+    'with kl_estimator="exact"': TWO_HEADS,
 }
 
 

@@ -1,33 +1,35 @@
 """Which parts of a divergence's gradient are computed: the certificate of a tolerance, in PyTorch on every device.
 
 A part is one token's TILE_VOCAB vocabulary entries of dL/dlogits. With the x and y of `divergence.TileSums`, w = dL/d
-divergence of the token, and two factors a and b of the token and tile, every measure has
+divergence and g = dL/dlogp of the token, and three factors a, b and s of the token and tile, every measure has
 
-    dL/dz_v = w (b y_v - a x_v)
+    dL/dz_v = w (b y_v - a x_v) - g s x_v + g 1[v = target]
 
     forward   p_v - q_v                      a = -exp(peak - lse)           b = -exp(teacher_peak - teacher_lse)
-    reverse   p_v (log p_v - log q_v - K)    a = s (K - h)                  b = s = exp(peak - lse)
+    reverse   p_v (log p_v - log q_v - K)    a = s (K - h)                  b = s
     mixture   (1 - beta) p_v (log p_v - log m_v - S)    a = (1 - beta) S    b = 1 - beta
 
-with K the reverse divergence, S that of the student from the mixture, and h = (peak - lse) - (teacher_peak -
-teacher_lse), what a log-ratio around the peaks is short of. So the forward's five sums give a part's own sum of
-squares. Bounds such as |p - q| <= p + q would know less: they are large wherever the heads agree on what is likely.
+with s = exp(peak - lse), and 1 of a mixture, K the reverse divergence, S that of the student from the mixture, and h =
+(peak - lse) - (teacher_peak - teacher_lse), what a log-ratio around the peaks is short of. So the forward's five sums
+give a part's own sum of squares, but for the target. Bounds such as |p - q| <= p + q would know less: they are large
+wherever the heads agree on what is likely. With A = w a + g s and B = w b,
 
-    sum_v (b y_v - a x_v)^2 = b^2 yy - 2 a b xy + a^2 xx,    sum_v (b y_v - a x_v) = b y - a x
+    sum_v (B y_v - A x_v)^2 = B^2 yy - 2 A B xy + A^2 xx,    sum_v (B y_v - A x_v) = B y - A x
 
-What float32 may have lost is added to the first, so that heads whose difference is rounding keep everything.
+What float32 may have lost is added to the first, so that heads whose difference is rounding keep everything. The part
+with a target is always kept where g is not 0. Its norm is at least the difference of |g| and what is known of the rest.
 
 A part that is left out is replaced by its sum times shares u >= 0 of the tile's entries, which add up to 1 and are
-those of some tokens' |dL/dlogits|. It keeps what the products need most: dL/dlogits adds up to zero over the
-vocabulary, and the rows of a trained weight have much in common, so a sum that is off is a large error of dL/dhidden.
-With G the part,
+those of some tokens' |dL/dlogits|, their targets aside. It keeps what the products need most: dL/dlogits adds up to
+zero over the vocabulary, and the rows of a trained weight have much in common, so a sum that is off is a large error of
+dL/dhidden. With G the part,
 
     |G - sum(G) u| <= |G| + |sum(G)| |u|
 
 The parts with the smallest such bounds are left out while the squares of the bounds add up to at most tolerance^2 times
 a lower bound of |dL/dlogits|^2. So the error of dL/dlogits is within `tolerance` of it in the Frobenius norm. The
 constant part of dz/dx is on both sides. A softcap's is not: under one the gradient is exact, and so it is where
-log-probabilities or entropies have a gradient too.
+entropies have a gradient too.
 """
 
 from typing import NamedTuple
@@ -36,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, Measure, TileSums
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, Measure, PairGradients, TileSums
 
 # What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
 # nat of the normalisers.
@@ -49,53 +51,66 @@ SAMPLES = 64  # tokens whose gradients say how entries share what is left out
 
 
 class TileBounds(NamedTuple):
-    """The gradient of each token in each tile, for dL/d divergence = 1."""
+    """The gradient of each token in each tile, in units of the largest of its factors; of the target but for 1."""
 
     most: Tensor  # (n, tiles) float32, upper bounds of its norm
     total: Tensor  # (n, tiles) float32, its sum
     least: Tensor  # (n,) float32, lower bound of its sum of squares over all tiles
+    unit: Tensor  # () float32
 
     @classmethod
-    def of(cls, sums: TileSums, measure: Measure, lse: Tensor, teacher_lse: Tensor, value: Tensor) -> "TileBounds":
-        """`value` (n,) is what `PairGradients` has."""
-        a, b, s = _factors(sums, measure, lse, teacher_lse, value)
-        of_x, of_y = a.square() * sums.xx, b.square() * sums.yy
-        energy, rough = of_x + of_y - 2.0 * a * b * sums.xy, SLACK_OF_SUM * (of_x + of_y)
-        known = SLACK + SLACK_OF_LSE * (lse.abs() + teacher_lse.abs())
-        amplitude = known[:, None] * (of_x.sqrt() + s.abs() * sums.xx.sqrt() + of_y.sqrt())
+    def of(cls, sums: TileSums, measure: Measure, tokens: PairGradients, own: Tensor | None = None) -> "TileBounds":
+        """`own` (n,) is the tile of each target, which no other is; given where log-probabilities have a gradient."""
+        grad_logps = torch.zeros_like(tokens.grad) if tokens.grad_logps is None else tokens.grad_logps
+        unit = torch.maximum(tokens.grad.abs(), grad_logps.abs()).amax()
+        w, g = (tokens.grad / unit)[:, None], (grad_logps / unit)[:, None]
+        a, b, s = _factors(sums, measure, tokens)
+        of_s, of_b = g * s, w * b
+        of_a = w * a + of_s
+        largest = (w * a).abs() + of_s.abs()
+        of_x, of_y = largest.square() * sums.xx, of_b.square() * sums.yy
+        energy, rough = of_a.square() * sums.xx + of_y - 2.0 * of_a * of_b * sums.xy, SLACK_OF_SUM * (of_x + of_y)
+        known = SLACK + SLACK_OF_LSE * (tokens.lse.abs() + tokens.teacher_lse.abs())
+        amplitude = known[:, None] * (of_x.sqrt() + (w * s).abs() * sums.xx.sqrt() + of_y.sqrt())
         most = (energy.clamp(min=0.0) + rough).sqrt() + amplitude
         least = ((energy - rough).clamp(min=0.0).sqrt() - amplitude).clamp(min=0.0)
-        return cls(most, b * sums.y - a * sums.x, least.square().sum(1))
+        if own is not None:
+            place = own[:, None]
+            apart = torch.maximum(g.abs() - most.gather(1, place), least.gather(1, place) - g.abs()).clamp(min=0.0)
+            least = torch.where(g != 0, least.scatter(1, place, apart), least)
+        return cls(most, of_b * sums.y - of_a * sums.x, least.square().sum(1), unit)
 
 
-def _factors(
-    sums: TileSums, measure: Measure, lse: Tensor, teacher_lse: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> a, b and what x is short of p, (n, tiles) or less each."""
+def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[Tensor, Tensor, Tensor]:
+    """-> a, b and s, (n, tiles) or less each."""
     if measure.kind == MIXTURE:
-        share = torch.full_like(value, 1.0 - measure.beta)[:, None]
-        return share * value[:, None], share, share
+        assert tokens.value is not None
+        share = torch.full_like(tokens.value, 1.0 - measure.beta)[:, None]
+        return share * tokens.value[:, None], share, torch.ones_like(share)
     assert sums.peak is not None
     assert sums.teacher_peak is not None
-    log_s, log_t = sums.peak - lse[:, None], sums.teacher_peak - teacher_lse[:, None]
+    log_s, log_t = sums.peak - tokens.lse[:, None], sums.teacher_peak - tokens.teacher_lse[:, None]
     s = log_s.exp()
     if measure.kind == FORWARD:
         return -s, -log_t.exp(), s
-    return s * (value[:, None] - (log_s - log_t)), s, s
+    assert tokens.value is not None
+    return s * (tokens.value[:, None] - (log_s - log_t)), s, s
 
 
-def choose(bounds: TileBounds, grad: Tensor, squares: Tensor, tolerance: float) -> Tensor:
-    """(n, tiles) bool, which parts of tokens with `grad` (n,) are computed. The others are small together.
+def choose(bounds: TileBounds, wanted: Tensor, squares: Tensor, tolerance: float, own: Tensor | None = None) -> Tensor:
+    """(n, tiles) bool, which parts of `wanted` (n,) tokens are computed. The others are small together.
 
-    `squares` (tiles,) are the sums of squares of the shares. Everything is kept where the bounds are not finite.
+    `squares` (tiles,) are the sums of squares of the shares; (n, tiles) parts that are `own` are kept. Everything is
+    where the bounds are not finite.
     """
-    wanted = (grad != 0)[:, None]
-    size = (grad.abs() / grad.abs().amax()).double()[:, None] if grad.numel() else grad.double()[:, None]
+    wanted = wanted[:, None]
     error = bounds.most.double() + bounds.total.double().abs() * squares.double().sqrt() * SLACK_OF_SHARES
-    norm = torch.where(wanted, size.square() * bounds.least[:, None], 0.0).sum()
+    norm = torch.where(wanted[:, 0], bounds.least, 0.0).double().sum()
     # No comparison holds for NaN.
-    units = ((error * size).square() * (UNITS / (norm * tolerance**2))).ceil()
+    units = (error.square() * (UNITS / (norm * tolerance**2))).ceil()
     units = torch.where(units <= UNITS, units, UNITS + 1.0).long()
+    if own is not None:
+        units = torch.where(own, UNITS + 1, units)
     units = torch.where(wanted, units, 0)
     ascending = units.flatten().sort().values
     dropped = (ascending.cumsum(0) <= UNITS).sum()
@@ -103,15 +118,15 @@ def choose(bounds: TileBounds, grad: Tensor, squares: Tensor, tolerance: float) 
     return (units >= smallest) & wanted
 
 
-def draw(bounds: TileBounds, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (SAMPLES,) of n tokens, each as often as its size says, and what the size makes each count.
+def draw(bounds: TileBounds, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (SAMPLES,) of n tokens, each as often as its size says, and by what its gradient becomes as large as others'.
 
-    A token's size is what the sums of its tiles add up to without their signs, times that of `grad` (n,).
+    A token's size is what the sums of its tiles add up to without their signs.
     """
-    size = grad.abs().double() * bounds.total.double().abs().sum(1)
-    size = torch.where((grad != 0) & (size < torch.inf), size, 0.0)
+    size = bounds.total.double().abs().sum(1)
+    size = torch.where(wanted & (size < torch.inf), size, 0.0)
     # In integers, see UNITS.
     until = (size * (UNITS / size.sum())).nan_to_num(0.0, 0.0).long().cumsum(0)
-    step = (torch.arange(SAMPLES, device=grad.device) + 0.5) / SAMPLES * until[-1]
-    drawn = torch.searchsorted(until, step.long(), right=True).clamp_(max=grad.numel() - 1)
-    return drawn, torch.where(size > 0, grad / size, 0.0)[drawn].float()
+    step = (torch.arange(SAMPLES, device=wanted.device) + 0.5) / SAMPLES * until[-1]
+    drawn = torch.searchsorted(until, step.long(), right=True).clamp_(max=wanted.numel() - 1)
+    return drawn, torch.where(size > 0, 1.0 / (size * bounds.unit), 0.0)[drawn].float()

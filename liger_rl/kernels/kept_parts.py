@@ -38,19 +38,20 @@ class PartInputs(NamedTuple):
     student: HeadRows
     teacher: HeadRows
     measure: Measure
-    tokens: PairGradients  # (n,) each; log-probabilities and entropies have no gradient
+    targets: Tensor  # (n,) ids, read where log-probabilities have a gradient; a negative one is in no tile
+    tokens: PairGradients  # (n,) each; entropies have no gradient
 
     def take(self, picked: Tensor) -> "PartInputs":
         """Of some of the tokens."""
         student, teacher = (head._replace(hidden=head.hidden[picked]) for head in (self.student, self.teacher))
-        return self._replace(student=student, teacher=teacher, tokens=self.tokens.take(picked))
+        targets, tokens = self.targets[picked], self.tokens.take(picked)
+        return self._replace(student=student, teacher=teacher, targets=targets, tokens=tokens)
 
     def gradient(self, at: slice) -> Tensor:
         """dL/dlogits (n, v) float32 of all tokens in some columns."""
         own, other = (head.tile(head.hidden, at) for head in (self.student, self.teacher))
-        targets = torch.zeros(own.logits.shape[0], dtype=torch.long, device=own.logits.device)  # which nothing reads
         kernels = for_device(own.logits.device)
-        kernels.grad_pair(own, other, targets, at.start, self.measure, self.tokens, own.logits)
+        kernels.grad_pair(own, other, self.targets, at.start, self.measure, self.tokens, own.logits)
         return own.logits
 
 

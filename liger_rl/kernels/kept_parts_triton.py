@@ -19,7 +19,7 @@ from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix, store
-from liger_rl.kernels.pair_tiles import divergence_gradient
+from liger_rl.kernels.pair_tiles import divergence_gradient, with_other_gradients
 from liger_rl.kernels.softmax import flushed_exp, times_derivative, transformed
 from liger_rl.kernels.transform import LogitSteps
 
@@ -61,7 +61,7 @@ def _logits(
 @triton.jit
 def _gradient(
     hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
-    tokens, row, inside, first, vocab, beta,
+    targets, tokens, row, inside, first, vocab, beta,
     KIND: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """-> dL/dlogits (rows, ENTRIES) float32 of gathered rows; 0 of those not inside and past the last entry."""
@@ -71,12 +71,15 @@ def _gradient(
     )
     log_p = z - tl.load(tokens.lse + row)[:, None]
     log_q = t - tl.load(tokens.teacher_lse + row)[:, None]
+    p = flushed_exp(log_p)
     value = 0.0
     if tokens.value is not None:
         value = tl.load(tokens.value + row)[:, None]
-    grad = divergence_gradient(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), value, beta, KIND)
-    grad = times_derivative(grad * tl.load(tokens.grad + row)[:, None], square, steps)
+    grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
+    grad *= tl.load(tokens.grad + row)[:, None]
     column = first + tl.arange(0, ENTRIES)
+    grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
+    grad = times_derivative(grad, square, steps)
     return tl.where(inside[:, None] & (column < vocab)[None, :], grad, 0.0)
 
 
@@ -94,6 +97,7 @@ def _sizes_kernel(
     teacher_bias,
     teacher_size,
     teacher_steps,
+    targets,
     tokens,  # `PairGradients`, (number,) each
     number,
     vocab,
@@ -107,7 +111,7 @@ def _sizes_kernel(
     place = tl.arange(0, ROWS)
     grad = _gradient(
         hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
-        tokens, tl.minimum(place, number - 1), place < number, first, vocab, beta, KIND, ENTRIES, STEP,
+        targets, tokens, tl.minimum(place, number - 1), place < number, first, vocab, beta, KIND, ENTRIES, STEP,
     )  # fmt: skip
     sizes = tl.abs(grad)
     column = first + tl.arange(0, ENTRIES)
@@ -145,6 +149,7 @@ def _parts_kernel(
     teacher_bias,
     teacher_size,
     teacher_steps,
+    targets,
     tokens,
     vocab,
     beta,
@@ -162,7 +167,7 @@ def _parts_kernel(
     row = tl.load(lists.row + position, mask=inside, other=0)
     grad = _gradient(
         hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
-        tokens, row, inside, tile * TILE_VOCAB + entry, vocab, beta, KIND, ENTRIES, STEP,
+        targets, tokens, row, inside, tile * TILE_VOCAB + entry, vocab, beta, KIND, ENTRIES, STEP,
     )  # fmt: skip
     place = out + (position - base).to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
     tl.store(place, grad.to(out.dtype.element_ty), mask=inside[:, None])
@@ -305,7 +310,8 @@ def entry_sizes(inputs: PartInputs) -> Tensor:
     heads = (_given(head, PART_ENTRIES, family.step, tma=family.tma) for head in (inputs.student, inputs.teacher))
     with on(device):
         _sizes_kernel[(cdiv(vocab, PART_ENTRIES),)](
-            out, *next(heads), *next(heads), inputs.tokens.contiguous(), number, vocab, inputs.measure.beta,
+            out, *next(heads), *next(heads), inputs.targets.contiguous(), inputs.tokens.contiguous(), number, vocab,
+            inputs.measure.beta,
             KIND=inputs.measure.kind, ROWS=max(next_power_of_2(number), 16), ENTRIES=PART_ENTRIES, STEP=family.step,
             num_stages=family.storing_stages, num_warps=WARPS // 2,
         )  # fmt: skip
@@ -338,7 +344,7 @@ def add_parts(
     """As `kept_parts.add_parts`, in four launches for each run of tiles whose parts fit the workspace."""
     student, width, family = inputs.student, left_out.shares.shape[1], family_of(keep.device)
     hidden, (vocab, size) = student.hidden, student.weight.shape
-    step, tokens = family.step, inputs.tokens.contiguous()
+    step, targets, tokens = family.step, inputs.targets.contiguous(), inputs.tokens.contiguous()
     per_part = width * hidden.element_size() + (0 if sums.hidden is None else 4 * size)
     spans = _spans(counts, workspace // per_part)
     most = max(span.kept for span in spans)
@@ -352,7 +358,7 @@ def add_parts(
             places = {"ROWS": PART_TOKENS, "STEP": step, "TILES": next_power_of_2(len(counts)), "num_warps": WARPS}
             if kept:
                 _parts_kernel[(chunks * (width // entries),)](
-                    parts, lists, base, first, last, *given, tokens, vocab, inputs.measure.beta,
+                    parts, lists, base, first, last, *given, targets, tokens, vocab, inputs.measure.beta,
                     KIND=inputs.measure.kind, TILE_VOCAB=width, ENTRIES=entries, num_stages=family.stages, **places,
                 )  # fmt: skip
             if kept and rows is not None and sums.hidden is not None:

@@ -41,10 +41,12 @@ class Pair(NamedTuple):
     teacher_weight: Tensor
     grad: Tensor  # dL/d divergence
 
-    def gradients(self, **options) -> tuple[Tensor, ...]:
+    def gradients(self, of_logps: Tensor | None = None, **options) -> tuple[Tensor, ...]:
+        """With `of_logps` (N,) targets have log-probabilities with that gradient."""
         leaves = [part.detach().requires_grad_() for part in self[:3]]
-        found = linear_divergence(*leaves[:2], *self[3:5], bias=leaves[2], **options).divergence
-        return torch.autograd.grad((found * self.grad).sum(), leaves)
+        found = linear_divergence(*leaves[:2], *self[3:5], bias=leaves[2], **options)
+        loss = (found.divergence * self.grad).sum()
+        return torch.autograd.grad(loss if of_logps is None else loss + (found.logps * of_logps).sum(), leaves)
 
 
 def pair(device="cpu", dtype=torch.float32, tokens=TOKENS, sizes=(48, 64)) -> Pair:
@@ -167,6 +169,28 @@ def test_the_certificate(kind, make, kept):
     assert kept.share() < 0.5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", PAIRS)
+@pytest.mark.parametrize("weight", [0.0, 1e-3, 1.0])
+def test_the_certificate_with_log_probabilities(kind, make, weight, kept):
+    """As the gradient of a policy with a penalty: that of the target's log-probability is larger, or alone."""
+    z, t = make(2.0 * torch.randn(TOKENS, VOCAB))
+    eye = torch.eye(TOKENS)
+    targets = torch.where(torch.rand(TOKENS) < 0.5, z.argmax(-1), torch.randint(VOCAB, (TOKENS,)))
+    grad, of_logps = weight * torch.randn(TOKENS), torch.randn(TOKENS) * torch.logspace(0, -3, TOKENS)
+    of_logps[::7] = 0.0
+    given = Pair(eye, z.T, torch.zeros(VOCAB), eye, t.T, grad)
+    p = z.double().softmax(-1)
+    own = torch.nn.functional.one_hot(targets, VOCAB) - p
+    exact = in_float64(z, t, grad, **KINDS[kind]) + of_logps[:, None] * own
+    rounding = distance(given.gradients(of_logps, targets=targets, **KINDS[kind])[1].T, exact)
+    for tolerance in (1e-3, 3e-2, 0.4):
+        found = given.gradients(of_logps, targets=targets, **KINDS[kind], grad_tolerance=tolerance)[1].T
+        assert distance(found, exact) <= tolerance + 2 * rounding
+    assert len(kept) == 3
+    assert kept.share() < 0.5
+
+
 def test_a_temperature_and_padding(kept):
     z, t = near(2.0 * torch.randn(TOKENS, VOCAB))
     eye, grad, vocab = torch.eye(TOKENS), torch.randn(TOKENS), VOCAB - 150
@@ -184,15 +208,18 @@ def test_a_temperature_and_padding(kept):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_close_and_the_same_again(kind, dtype, kept, device):
+@pytest.mark.parametrize("with_logps", [False, True])
+def test_gradients_are_close_and_the_same_again(kind, dtype, with_logps, kept, device):
     """The tolerance is of dL/dlogits; the products with weight and hidden enlarge an error by no more than here."""
-    given = pair(device, dtype)
-    exact, eps = given.gradients(**KINDS[kind]), torch.finfo(dtype).eps
+    given, of_logps, targets = pair(device, dtype), None, None
+    if with_logps:
+        of_logps, targets = 0.3 * given.grad.flip(0), torch.arange(TOKENS, device=device) * 29
+    exact, eps = given.gradients(of_logps, targets=targets, **KINDS[kind]), torch.finfo(dtype).eps
     for tolerance in (1e-2, 1e-1):
-        found = given.gradients(**KINDS[kind], grad_tolerance=tolerance)
-        for mine, other, again in zip(
-            found, exact, given.gradients(**KINDS[kind], grad_tolerance=tolerance), strict=True
-        ):
+        found, repeated = (
+            given.gradients(of_logps, targets=targets, **KINDS[kind], grad_tolerance=tolerance) for _ in range(2)
+        )
+        for mine, other, again in zip(found, exact, repeated, strict=True):
             assert mine.dtype == dtype
             assert torch.equal(mine, again)
             assert distance(mine, other) <= 4 * tolerance + 1.5 * eps
@@ -323,9 +350,8 @@ def test_products_and_host_reads(kept):
         {"transform": LogitTransform(softcap=5.0)},
         {"low_rank": [LowRank(a=torch.ones(1, 48), b=torch.ones(VOCAB, 1), scaling=0.1)]},
         {"entropy": True, "of": "entropy"},
-        {"targets": torch.arange(TOKENS), "of": "logps"},
     ],
-    ids=["chunk", "softcap", "low rank", "entropy", "targets"],
+    ids=["chunk", "softcap", "low rank", "entropy"],
 )
 def test_without_a_certificate_the_gradient_is_exact(options, kept):
     of = options.get("of", "divergence")

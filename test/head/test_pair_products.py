@@ -114,7 +114,8 @@ def test_kernels(measure, more):
     if squares:
         sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
         parts.tile_sums(measure, sums)
-        mine, other = (TileBounds.of(part, measure, *case.known[:2], case.value) for part in (sums, case.sums))
+        ones = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
+        mine, other = (TileBounds.of(part, measure, ones) for part in (sums, case.sums))
         for part, exact in zip(mine, other, strict=True):
             torch.testing.assert_close(part, exact, rtol=1e-3, atol=2e-4)
     tokens = case.tokens()

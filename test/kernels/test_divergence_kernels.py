@@ -157,7 +157,8 @@ def test_sums_and_bounds_of_tiles(kernels, measure, transforms):
         share = 1 - measure.beta if measure.kind == MIXTURE else 1.0
         grad = share * p * (over - (p * over).sum(-1, keepdim=True))
     grad = torch.nn.functional.pad(grad, (0, -vocab % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB))
-    bounds, norm = TileBounds.of(tiles, measure, *found[:2], value), grad.norm(dim=2)
+    tokens = PairGradients(*found[:2], torch.ones(N, device=DEVICE), value, None, None, None, None)
+    bounds, norm = TileBounds.of(tiles, measure, tokens), grad.norm(dim=2)
     assert (bounds.most >= norm).all()
     assert (bounds.least <= norm.square().sum(1)).all()
     assert (bounds.most[:4] <= 1.1 * norm[:4] + 1e-6).all()

@@ -29,7 +29,7 @@ def interpreted(monkeypatch):
 
 
 def inputs(measure: Measure, *, more: bool, dtype: torch.dtype = LOW) -> PartInputs:
-    """Of heads that agree in part; with `more` biases, and transforms of both."""
+    """Of heads that agree in part; with `more` biases, transforms of both, and gradients of log-probabilities."""
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=DEVICE)
@@ -41,7 +41,10 @@ def inputs(measure: Measure, *, more: bool, dtype: torch.dtype = LOW) -> PartInp
         heads.append(HeadRows(hidden, weight, bias, transform if more else LogitTransform()))
         logits.append(2 * random(N, V))
     lse, teacher_lse = (part.logsumexp(-1) for part in logits)
-    return PartInputs(*heads, measure, PairGradients(lse, teacher_lse, random(N), random(N), None, None, None, None))
+    targets = torch.randint(-1, V, (N,), device=DEVICE)
+    of_logps = (random(N), random(N)) if more else (None, None)
+    tokens = PairGradients(lse, teacher_lse, random(N), random(N), *of_logps, None, None)
+    return PartInputs(*heads, measure, targets, tokens)
 
 
 def chosen() -> tuple[torch.Tensor, list[int]]:

@@ -25,6 +25,8 @@ from liger_rl import (
     ppo_loss_fn,
 )
 from liger_rl.head.engines import divergence as engine
+from liger_rl.head.engines import divergence_parts
+from liger_rl.kernels import divergence
 from loss_calls import HIDDEN, VOCAB, Batch, batch
 
 BETA = 0.3
@@ -346,6 +348,28 @@ def test_given_log_probabilities():
         ppo_loss_fn(logps, given, PPOClip(), TokenMean(), kl=penalty, exact_kl=kl[0])
 
 
+def test_a_tolerance(monkeypatch):
+    """Of a sure policy near its reference: few parts are computed, and the gradients are as near as it says."""
+    kept, choose = [], divergence_parts.choose
+    monkeypatch.setattr(divergence_parts, "choose", lambda *given: kept.append(choose(*given)) or kept[-1])
+    for name in (divergence, engine, divergence_parts):
+        monkeypatch.setattr(name, "TILE_VOCAB", 16)
+    data, _ = heads()
+    hidden = 12.0 * data.head.weight[data.head.targets] + 0.3 * data.head.hidden
+    data = data._replace(head=data.head._replace(hidden=hidden))
+    weight, bias = data.head.weight, data.head.bias
+    reference = ReferenceHead(hidden=hidden + 0.1 * torch.randn_like(hidden), weight=weight, bias=bias)
+    truth = exact(data, reference)
+    for tolerance, passes in ((0.0, "two"), (1e-1, "two"), (1e-1, "auto")):
+        found = step(module(grad_tolerance=tolerance, passes=passes), data, reference)
+        assert math.isclose(found[1]["kl_ref"], truth[1], rel_tol=1e-4)
+        for name in ("hidden", "weight", "bias"):
+            mine, other = found[2][name].double(), truth[2][name]
+            assert (mine - other).norm() <= (3 * tolerance + 1e-4) * other.norm()
+    assert len(kept) == 2
+    assert all(part.double().mean() < 0.6 for part in kept)
+
+
 def test_without_beta_nothing_is_asked_for():
     data, _ = heads()
     loss = FusedLinearGRPOLoss("bnpo", kl_estimator="exact", grad_tolerance=1e-3)
@@ -354,7 +378,6 @@ def test_without_beta_nothing_is_asked_for():
 
 BAD_OPTIONS = [
     ({"importance_weighted": True}, 'importance_weighted must be False with kl_estimator="exact"'),
-    ({"grad_tolerance": 1e-3}, 'grad_tolerance must be 0.0 with kl_estimator="exact"'),
     ({"batch_invariant": True}, 'batch_invariant must be False with kl_estimator="exact"'),
     ({"max_extra_bytes": 1 << 30}, 'max_extra_bytes must be None with kl_estimator="exact"'),
     ({"kl_estimator": "k4"}, r"kl_estimator must be one of \['k1', 'k2', 'k3', 'exact'\]"),
@@ -382,6 +405,7 @@ BAD_CALLS = [
     ({}, {"loss_type": "gspo", "passes": "one"}, 'passes="one" needs an objective'),
     ({}, {"fixed_shape": True, "passes": "one"}, 'passes="one" needs fixed_shape'),
     ({}, {"chunk_vocab": 64, "passes": "one"}, 'passes="one" needs chunk_vocab = None'),
+    ({}, {"grad_tolerance": 1e-3, "passes": "one"}, 'passes="one" needs grad_tolerance = 0.0'),
     ({}, {"kl_estimator": "k3"}, 'reference must be None without kl_estimator="exact"'),
 ]
 

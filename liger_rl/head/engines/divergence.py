@@ -47,7 +47,6 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
-from liger_rl.kernels.divergence_tiles import TileBounds
 
 # Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
@@ -82,7 +81,7 @@ def sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side,
 
 
 def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
-    """Statistics of every token that counts, and bounds where they are asked for.
+    """Statistics of every token that counts, and the sums that bounds are made of, where they are asked for.
 
     There are none where a chunk is named, under the student's softcap, beside a low-rank term and of a sharded
     vocabulary.
@@ -101,11 +100,7 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
         return None if tile_sums is None else tile_sums.part(part, first)
 
     def finished(state: PairFold, sums: MixtureSums | None = None) -> PairValues:
-        values = PairValues.of(PairStatistics.of(state, measure), measure, sums)
-        if tile_sums is None:
-            return values
-        lse, teacher_lse = values.statistics[:2]
-        return values._replace(bounds=TileBounds.of(tile_sums, measure, lse, teacher_lse, values.value))
+        return PairValues.of(PairStatistics.of(state, measure), measure, sums)._replace(tile_sums=tile_sums)
 
     def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
         kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))

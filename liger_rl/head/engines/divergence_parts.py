@@ -28,7 +28,7 @@ from liger_rl.head.engines.tiles import WORKSPACE_BYTES, kind_of, spans
 from liger_rl.head.engines.two_pass import unwritten
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.kernels import devices, gemm, kept_parts
-from liger_rl.kernels.divergence import TILE_VOCAB, PairGradients
+from liger_rl.kernels.divergence import TILE_VOCAB, PairGradients, TileSums
 from liger_rl.kernels.divergence_tiles import TileBounds, choose, draw
 from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.transform import LogitSteps
@@ -57,21 +57,26 @@ def kernels_for(inputs: PartInputs) -> ModuleType:
 
 
 def backward(
-    pair: Pair, options: PairOptions, bounds: TileBounds | None, tokens: PairGradients, needs: Needs
+    pair: Pair, options: PairOptions, tile_sums: TileSums | None, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `divergence.backward`, from the kept parts alone. Exact without bounds, and if so many parts are kept that
-    this is no slower."""
-    if bounds is None or tokens.grad_logps is not None or tokens.grad_entropy is not None or not tokens.grad.numel():
+    """As `divergence.backward`, from the kept parts alone. Exact without sums, where an entropy has a gradient, and if
+    so many parts are kept that this is no slower."""
+    if tile_sums is None or tokens.grad_entropy is not None or not tokens.grad.numel():
         return exact.backward(pair, options, tokens, needs)
     student, teacher = exact.sides(pair, options, pair.student.live)
-    inputs = PartInputs(_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab), options.measure, tokens)
-    kernels = kernels_for(inputs)
-    shares = _shares(kernels, inputs, bounds, needs)
-    keep = choose(bounds, tokens.grad, shares.squares, options.student.grad_tolerance)
-    wanted = tokens.grad != 0
+    heads, targets = (_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab)), student.rows.targets
+    inputs = PartInputs(*heads, options.measure, targets, tokens)
+    kernels, wanted, own, targeted = kernels_for(inputs), tokens.grad != 0, None, None
+    if tokens.grad_logps is not None:
+        own, wanted = targets // TILE_VOCAB, wanted | (tokens.grad_logps != 0)
+        tiles = torch.arange(tile_sums.x.shape[1], device=targets.device)
+        targeted = (tiles == own[:, None]) & (tokens.grad_logps != 0)[:, None]
+    bounds = TileBounds.of(tile_sums, options.measure, tokens, own)
+    shares = _shares(kernels, inputs, bounds, wanted, needs)
+    keep = choose(bounds, wanted, shares.squares, options.student.grad_tolerance, targeted)
     numbers = HostAnswer(torch.cat([wanted.sum()[None], keep.sum(0)]))
     # What the host has the device do while it waits.
-    sums = LogitSteps.of(options.student.transform).slope * tokens.grad[:, None] * bounds.total
+    sums = LogitSteps.of(options.student.transform).slope * bounds.unit * bounds.total
     sums = torch.where(keep | ~wanted[:, None], 0.0, sums)
     rest, grad_hidden = _left_out(pair.student, inputs.student.hidden, sums, wanted, shares, needs)
     count, *counts = numbers.wait().tolist()
@@ -95,10 +100,13 @@ def _head_rows(side: Side, vocab: int) -> HeadRows:
     return HeadRows(side.factor, weight, None if bias is None else bias[:vocab], side.options.transform)
 
 
-def _shares(kernels: ModuleType, inputs: PartInputs, bounds: TileBounds, needs: Needs) -> _Shares:
-    drawn, weights = draw(bounds, inputs.tokens.grad)
+def _shares(kernels: ModuleType, inputs: PartInputs, bounds: TileBounds, wanted: Tensor, needs: Needs) -> _Shares:
+    drawn, scales = draw(bounds, wanted)
     some = inputs.take(drawn)
-    entries = kernels.entry_sizes(some._replace(tokens=some.tokens._replace(grad=weights)))
+    of_logps = None if some.tokens.grad_logps is None else some.tokens.grad_logps * scales
+    tokens = some.tokens._replace(grad=some.tokens.grad * scales, grad_logps=of_logps)
+    # The parts with targets are kept, so what is left out has none.
+    entries = kernels.entry_sizes(some._replace(tokens=tokens, targets=torch.full_like(some.targets, -1)))
     entries = pad(entries, (0, -entries.numel() % TILE_VOCAB)).unflatten(0, (-1, TILE_VOCAB))
     total = entries.sum(1, keepdim=True)
     entries = torch.where((total > 0) & (total < torch.inf), entries / total, 0.0)

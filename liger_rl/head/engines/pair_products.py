@@ -34,7 +34,6 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
-from liger_rl.kernels.divergence_tiles import TileBounds
 
 # Of the teacher's logits at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
@@ -94,7 +93,7 @@ class PairValues(NamedTuple):
     statistics: PairStatistics
     # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
     value: Tensor
-    bounds: TileBounds | None = None  # where they were asked for and there can be some
+    tile_sums: TileSums | None = None  # where they were asked for and there can be some
 
     @classmethod
     def of(cls, known: PairStatistics, measure: Measure, sums: MixtureSums | None) -> "PairValues":
