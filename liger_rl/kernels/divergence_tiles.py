@@ -64,14 +64,14 @@ class TileBounds(NamedTuple):
         grad_logps = torch.zeros_like(tokens.grad) if tokens.grad_logps is None else tokens.grad_logps
         unit = torch.maximum(tokens.grad.abs(), grad_logps.abs()).amax()
         w, g = (tokens.grad / unit)[:, None], (grad_logps / unit)[:, None]
-        a, b, s = _factors(sums, measure, tokens)
+        a, b, s, of_p = _factors(sums, measure, tokens)
         of_s, of_b = g * s, w * b
         of_a = w * a + of_s
         largest = (w * a).abs() + of_s.abs()
         of_x, of_y = largest.square() * sums.xx, of_b.square() * sums.yy
         energy, rough = of_a.square() * sums.xx + of_y - 2.0 * of_a * of_b * sums.xy, SLACK_OF_SUM * (of_x + of_y)
         known = SLACK + SLACK_OF_LSE * (tokens.lse.abs() + tokens.teacher_lse.abs())
-        amplitude = known[:, None] * (of_x.sqrt() + (w * s).abs() * sums.xx.sqrt() + of_y.sqrt())
+        amplitude = known[:, None] * (of_x.sqrt() + (w * of_p).abs() * sums.xx.sqrt() + of_y.sqrt())
         most = (energy.clamp(min=0.0) + rough).sqrt() + amplitude
         least = ((energy - rough).clamp(min=0.0).sqrt() - amplitude).clamp(min=0.0)
         if own is not None:
@@ -81,20 +81,20 @@ class TileBounds(NamedTuple):
         return cls(most, of_b * sums.y - of_a * sums.x, least.square().sum(1), unit)
 
 
-def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[Tensor, Tensor, Tensor]:
-    """-> a, b and s, (n, tiles) or less each."""
+def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> a, b, s, and the part of s x that a divergence's gradient has, (n, tiles) or less each."""
     if measure.kind == MIXTURE:
         assert tokens.value is not None
         share = torch.full_like(tokens.value, 1.0 - measure.beta)[:, None]
-        return share * tokens.value[:, None], share, torch.ones_like(share)
+        return share * tokens.value[:, None], share, torch.ones_like(share), share
     assert sums.peak is not None
     assert sums.teacher_peak is not None
     log_s, log_t = sums.peak - tokens.lse[:, None], sums.teacher_peak - tokens.teacher_lse[:, None]
     s = log_s.exp()
     if measure.kind == FORWARD:
-        return -s, -log_t.exp(), s
+        return -s, -log_t.exp(), s, s
     assert tokens.value is not None
-    return s * (tokens.value[:, None] - (log_s - log_t)), s, s
+    return s * (tokens.value[:, None] - (log_s - log_t)), s, s, s
 
 
 def choose(bounds: TileBounds, wanted: Tensor, squares: Tensor, tolerance: float, own: Tensor | None = None) -> Tensor:

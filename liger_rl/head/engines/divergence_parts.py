@@ -56,6 +56,17 @@ def kernels_for(inputs: PartInputs) -> ModuleType:
     return kept_parts
 
 
+class _Chosen(NamedTuple):
+    """The parts that are computed, and what stands for the others."""
+
+    inputs: PartInputs
+    keep: Tensor  # (n, tiles) bool
+    wanted: Tensor  # (n,) bool: tokens with a gradient
+    numbers: HostAnswer  # of these, and of the tokens that keep each tile
+    left_out: LeftOutParts
+    grad_hidden: Tensor | None  # (n, H) float32 of what is left out
+
+
 def backward(
     pair: Pair, options: PairOptions, tile_sums: TileSums | None, tokens: PairGradients, needs: Needs
 ) -> Gradients:
@@ -63,36 +74,42 @@ def backward(
     so many parts are kept that this is no slower."""
     if tile_sums is None or tokens.grad_entropy is not None or not tokens.grad.numel():
         return exact.backward(pair, options, tokens, needs)
+    head, live = pair.student, pair.student.live
+    chosen = _choose(pair, options, tile_sums, tokens, needs)
+    count, *counts = chosen.numbers.wait().tolist()
+    if sum(counts) > DENSE_SHARE * count * len(counts):
+        if count < chosen.wanted.numel():
+            picked = (~chosen.wanted).to(torch.uint8).sort(stable=True).indices[:count]
+            live, tokens = live.among(picked), tokens.take(picked)
+        del chosen  # which the exact backward's tiles need not lie beside
+        return exact.gradients(pair, options, live, tokens, needs).of_all_tokens(live, head)
+    left_out = chosen.left_out
+    grad_weight = None if left_out.hidden is None else unwritten(head.weight, pair.vocab)
+    grad_bias = None if left_out.total is None or head.bias is None else unwritten(head.bias, pair.vocab)
+    sums = PartSums(chosen.grad_hidden, grad_weight, grad_bias)
+    workspace = int(WORKSPACE_SHARE * WORKSPACE_BYTES[kind_of(head.hidden.device)])
+    kernels_for(chosen.inputs).add_parts(chosen.inputs, chosen.keep, counts, left_out, sums, workspace)
+    return Gradients(*sums).of_all_tokens(live, head)
+
+
+def _choose(pair: Pair, options: PairOptions, tile_sums: TileSums, tokens: PairGradients, needs: Needs) -> _Chosen:
+    """On the device alone; the caller asks how much there is to do."""
     student, teacher = exact.sides(pair, options, pair.student.live)
     heads, targets = (_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab)), student.rows.targets
-    inputs = PartInputs(*heads, options.measure, targets, tokens)
-    kernels, wanted, own, targeted = kernels_for(inputs), tokens.grad != 0, None, None
+    inputs, wanted, own, targeted = PartInputs(*heads, options.measure, targets, tokens), tokens.grad != 0, None, None
     if tokens.grad_logps is not None:
         own, wanted = targets // TILE_VOCAB, wanted | (tokens.grad_logps != 0)
         tiles = torch.arange(tile_sums.x.shape[1], device=targets.device)
         targeted = (tiles == own[:, None]) & (tokens.grad_logps != 0)[:, None]
     bounds = TileBounds.of(tile_sums, options.measure, tokens, own)
-    shares = _shares(kernels, inputs, bounds, wanted, needs)
+    shares = _shares(inputs, bounds, wanted, needs)
     keep = choose(bounds, wanted, shares.squares, options.student.grad_tolerance, targeted)
     numbers = HostAnswer(torch.cat([wanted.sum()[None], keep.sum(0)]))
     # What the host has the device do while it waits.
     sums = LogitSteps.of(options.student.transform).slope * bounds.unit * bounds.total
     sums = torch.where(keep | ~wanted[:, None], 0.0, sums)
-    rest, grad_hidden = _left_out(pair.student, inputs.student.hidden, sums, wanted, shares, needs)
-    count, *counts = numbers.wait().tolist()
-    if sum(counts) > DENSE_SHARE * count * len(counts):
-        live = pair.student.live
-        if count < wanted.numel():
-            picked = (~wanted).to(torch.uint8).sort(stable=True).indices[:count]
-            live, tokens = live.among(picked), tokens.take(picked)
-        return exact.gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
-    head = pair.student
-    grad_weight = None if rest.hidden is None else unwritten(head.weight, pair.vocab)
-    grad_bias = None if rest.total is None or head.bias is None else unwritten(head.bias, pair.vocab)
-    found = PartSums(grad_hidden, grad_weight, grad_bias)
-    workspace = int(WORKSPACE_SHARE * WORKSPACE_BYTES[kind_of(keep.device)])
-    kernels.add_parts(inputs, keep, counts, rest, found, workspace)
-    return Gradients(*found).of_all_tokens(pair.student.live, pair.student)
+    left_out, grad_hidden = _left_out(pair.student, inputs.student.hidden, sums, wanted, shares, needs)
+    return _Chosen(inputs, keep, wanted, numbers, left_out, grad_hidden)
 
 
 def _head_rows(side: Side, vocab: int) -> HeadRows:
@@ -100,13 +117,13 @@ def _head_rows(side: Side, vocab: int) -> HeadRows:
     return HeadRows(side.factor, weight, None if bias is None else bias[:vocab], side.options.transform)
 
 
-def _shares(kernels: ModuleType, inputs: PartInputs, bounds: TileBounds, wanted: Tensor, needs: Needs) -> _Shares:
+def _shares(inputs: PartInputs, bounds: TileBounds, wanted: Tensor, needs: Needs) -> _Shares:
     drawn, scales = draw(bounds, wanted)
     some = inputs.take(drawn)
     of_logps = None if some.tokens.grad_logps is None else some.tokens.grad_logps * scales
     tokens = some.tokens._replace(grad=some.tokens.grad * scales, grad_logps=of_logps)
     # The parts with targets are kept, so what is left out has none.
-    entries = kernels.entry_sizes(some._replace(tokens=tokens, targets=torch.full_like(some.targets, -1)))
+    entries = kernels_for(some).entry_sizes(some._replace(tokens=tokens, targets=torch.full_like(some.targets, -1)))
     entries = pad(entries, (0, -entries.numel() % TILE_VOCAB)).unflatten(0, (-1, TILE_VOCAB))
     total = entries.sum(1, keepdim=True)
     entries = torch.where((total > 0) & (total < torch.inf), entries / total, 0.0)
