@@ -98,7 +98,8 @@ def loss_with_reference(
                 raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
         if options.fixed_shape and own["vocab_parallel"] is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
-        given = _call(reference, own, options)
+        # With a bonus the gradient is exact, and needs no sums of tiles.
+        given = _call(reference, own, options, auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0)
         given.check_before_gather()
         lacks = one_pass_lacks(given, terms, given.check()[0])
         if passes == "one" and lacks is not None:
@@ -127,7 +128,9 @@ def loss_with_reference(
     return PolicyLoss(with_gradients(call, loss, made), metrics)
 
 
-def _call(reference: ReferenceHead | None, own: dict[str, Any], options: HeadOptions) -> DivergenceCall:
+def _call(
+    reference: ReferenceHead | None, own: dict[str, Any], options: HeadOptions, *, auto_tolerance: bool
+) -> DivergenceCall:
     if not isinstance(reference, ReferenceHead):
         raise ValueError(
             'reference must be a ReferenceHead with kl_estimator="exact", whose KL is of the whole distributions; '
@@ -142,7 +145,7 @@ def _call(reference: ReferenceHead | None, own: dict[str, Any], options: HeadOpt
         measure=measure_of("reverse_kl", BETA),
         vocab=reference.vocab,
         options=options,
-        auto_tolerance=True,
+        auto_tolerance=auto_tolerance,
         teacher_name="reference.",
         targets_name="selected_token_ids",
     )

@@ -43,6 +43,7 @@ from liger_rl.kernels.divergence import FORWARD, MIXTURE, Measure, PairGradients
 # What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
 # nat of the normalisers.
 SLACK_OF_SUM, SLACK, SLACK_OF_LSE = 2.0**-17, 2.0**-17, 2.0**-22
+LOST = 2.0**-58  # of a part's norm, to squares that are too small for float32, where the largest factor is 1
 SLACK_OF_SHARES = 1.0 + 2.0**-7  # of sums and shares to the products' dtype
 # Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
 # has no deterministic running one of floats on CUDA. 2^27 parts, each at most a unit above the budget, stay below 2^63.
@@ -104,7 +105,7 @@ def choose(bounds: TileBounds, wanted: Tensor, squares: Tensor, tolerance: float
     where the bounds are not finite.
     """
     wanted = wanted[:, None]
-    error = bounds.most.double() + bounds.total.double().abs() * squares.double().sqrt() * SLACK_OF_SHARES
+    error = LOST + bounds.most.double() + bounds.total.double().abs() * squares.double().sqrt() * SLACK_OF_SHARES
     norm = torch.where(wanted[:, 0], bounds.least, 0.0).double().sum()
     # No comparison holds for NaN.
     units = (error.square() * (UNITS / (norm * tolerance**2))).ceil()

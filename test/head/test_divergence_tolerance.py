@@ -191,6 +191,23 @@ def test_the_certificate_with_log_probabilities(kind, make, weight, kept):
     assert kept.share() < 0.5
 
 
+def test_factors_too_small_to_square():
+    """Of a saturated token the gradient is tiny, so that of a token with a tiny factor is a part of all."""
+    z = torch.full((2, 8 * TILE), -200.0)
+    z[0, 0] = 0.0
+    t = z.clone()
+    z[0, TILE : 2 * TILE], t[0, TILE : 2 * TILE] = -50.0, -52.0
+    z[1, ::2] = torch.randn(4 * TILE)
+    z[1, 1::2] = -z[1, ::2]  # sums of its parts are 0
+    t[1] = -z[1]
+    eye, grad = torch.eye(2), torch.tensor([1.0, 1e-21])
+    given = Pair(eye, z.T, torch.zeros(8 * TILE), eye, t.T, grad)
+    exact = in_float64(z, t, grad, "forward_kl", vocab=8 * TILE)
+    size = exact.abs().max()  # whose square float64 has
+    found = given.gradients(grad_tolerance=1e-3)[1].T
+    assert distance(found.double() / size, exact / size) <= 1e-3
+
+
 def test_a_temperature_and_padding(kept):
     z, t = near(2.0 * torch.randn(TOKENS, VOCAB))
     eye, grad, vocab = torch.eye(TOKENS), torch.randn(TOKENS), VOCAB - 150
@@ -227,13 +244,18 @@ def test_gradients_are_close_and_the_same_again(kind, dtype, with_logps, kept, d
     assert kept.share(2) < 0.3
 
 
-def test_what_is_left_out_adds_up(device):
+@pytest.mark.parametrize("with_logps", [False, True])
+def test_what_is_left_out_adds_up(with_logps, device):
     """Rows of a trained head have much in common; dL/dhidden has no error along it."""
-    given = pair(device)
+    given, of_logps = pair(device), None
+    options = {"transform": LogitTransform(temperature=0.5)}
+    if with_logps:
+        of_logps, options["targets"] = 0.3 * given.grad.flip(0), torch.arange(TOKENS, device=device) * 29
     shift = 3.0 * torch.randn(1, given.weight.shape[1], device=device)
     shifted = given._replace(weight=given.weight + shift)
     (plain, found), (plain_exact, exact) = (
-        [heads.gradients(grad_tolerance=tolerance)[0] for heads in (given, shifted)] for tolerance in (1e-1, 0.0)
+        [heads.gradients(of_logps, **options, grad_tolerance=tolerance)[0] for heads in (given, shifted)]
+        for tolerance in (1e-1, 0.0)
     )
     assert distance(found, exact) <= 1.2 * distance(plain, plain_exact)
 

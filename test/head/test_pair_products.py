@@ -18,6 +18,7 @@ from liger_rl.kernels.divergence import (
     FORWARD,
     MIXTURE,
     REVERSE,
+    TILE_VOCAB,
     Measure,
     MixtureSums,
     PairFold,
@@ -97,6 +98,21 @@ class Case:
         for first, last in ((0, cut), (cut, self.vocab)):
             pair_epilogue.fold_pair(*self.tile(first, last), self.measure, parts, found)
         return parts, found
+
+
+@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
+def test_sums_of_several_tiles(measure):
+    """Of more tokens than a program joins the sums of, and of a last tile that is short."""
+    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, n=140, size=8, vocab=2 * TILE_VOCAB + 300)
+    parts, _ = case.folded(squares=True, kept=False)
+    sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
+    parts.tile_sums(measure, sums)
+    tokens = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
+    mine, other = (TileBounds.of(part, measure, tokens) for part in (sums, case.sums))
+    torch.testing.assert_close(mine.total, other.total, rtol=1e-4, atol=2e-5)
+    # Sums around other peaks have another rounding, for which bounds leave room.
+    for part, exact in ((mine.most, other.most), (mine.least, other.least)):
+        torch.testing.assert_close(part, exact, rtol=1e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])

@@ -10,6 +10,7 @@ from head_calls import run_triton
 from liger_rl import LogitTransform
 from liger_rl.head.engines.divergence_parts import kernels_for
 from liger_rl.kernels import devices, kept_parts, kept_parts_triton
+from liger_rl.kernels.devices import PORTABLE, TMA
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients
 from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 
@@ -71,10 +72,16 @@ def left_out_of(given: PartInputs, tiles: int = 4) -> LeftOutParts:
     return LeftOutParts(shares, torch.randn(tiles + 4, size, device=DEVICE), torch.randn(tiles, device=DEVICE))
 
 
+@pytest.mark.parametrize(
+    ("room", "family"),
+    [(1, TMA), (1 << 30, TMA), (1 << 30, PORTABLE[0]), (1, PORTABLE[2])],
+    ids=["a tile at a time", "all at once", "with pointers", "with pointers in small steps"],
+)
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize("room", [1, 1 << 30], ids=["a tile at a time", "all at once"])
-def test_sums_of_parts(measure, more, room):
+def test_sums_of_parts(measure, more, room, family, monkeypatch):
+    if DEVICE.type == "cpu" or not family.tma:
+        monkeypatch.setattr(kept_parts_triton, "family_of", lambda device: family)
     given, (keep, counts) = inputs(measure, more=more), chosen()
     left_out, needs = left_out_of(given), (True, True, more)
     assert kernels_for(given) is kept_parts_triton

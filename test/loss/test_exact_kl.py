@@ -370,6 +370,19 @@ def test_a_tolerance(monkeypatch):
     assert all(part.double().mean() < 0.6 for part in kept)
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_the_default_tolerance(entropy_coef, monkeypatch):
+    """In the interpreter. With a bonus, whose gradient is exact, no sums are made either."""
+    skip_without_interpreter()
+    run_triton(monkeypatch, epilogue=True)
+    called, choose, sums = [], divergence_parts.choose, divergence.TileSums.unwritten
+    monkeypatch.setattr(divergence_parts, "choose", lambda *given: called.append("choose") or choose(*given))
+    monkeypatch.setattr(divergence.TileSums, "unwritten", lambda *given: called.append("sums") or sums(*given))
+    data, reference = heads(dtype=torch.float16, rows=2)
+    step(module(passes="two", entropy_coef=entropy_coef), data, reference)
+    assert called == ([] if entropy_coef else ["sums", "choose"])
+
+
 def test_without_beta_nothing_is_asked_for():
     data, _ = heads()
     loss = FusedLinearGRPOLoss("bnpo", kl_estimator="exact", grad_tolerance=1e-3)
