@@ -26,9 +26,9 @@ class HeadRows(NamedTuple):
     bias: Tensor | None  # (V,)
     transform: LogitTransform
 
-    def tile(self, rows: Tensor, at: slice) -> Tile:
-        """Logits of some tokens in some columns."""
-        logits = gemm.matmul(rows, self.weight[at].to(rows.dtype).T)
+    def tile(self, at: slice) -> Tile:
+        """Logits of some columns."""
+        logits = gemm.matmul(self.hidden, self.weight[at].to(self.hidden.dtype).T)
         return Tile(logits, None if self.bias is None else self.bias[at], self.transform)
 
 
@@ -49,7 +49,7 @@ class PartInputs(NamedTuple):
 
     def gradient(self, at: slice) -> Tensor:
         """dL/dlogits (n, v) float32 of all tokens in some columns."""
-        own, other = (head.tile(head.hidden, at) for head in (self.student, self.teacher))
+        own, other = (head.tile(at) for head in (self.student, self.teacher))
         kernels = for_device(own.logits.device)
         kernels.grad_pair(own, other, self.targets, at.start, self.measure, self.tokens, own.logits)
         return own.logits
@@ -85,7 +85,7 @@ def add_parts(
     counts: list[int],  # of the tokens that keep each tile
     left_out: LeftOutParts,
     sums: PartSums,
-    workspace: int,  # bytes of parts at a time, at least those of a tile; kernels take it
+    workspace: int,  # bytes of parts at a time, but at least those of a tile, which is what it takes here
 ) -> None:
     """Add the products of the kept parts up, tile by tile and token by token. No number here waits for the device."""
     student = inputs.student

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_rl.kernels import devices
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
+from liger_rl.kernels.kept_parts import LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix, store
 from liger_rl.kernels.pair_tiles import divergence_gradient, with_other_gradients
@@ -291,26 +291,28 @@ def _bias_kernel(
     tl.store(out + column, total.to(out.dtype.element_ty), mask=column < vocab)
 
 
-def _given(head: HeadRows, entries: int, step: int, *, tma: bool) -> tuple[Any, ...]:
-    """A head as kernels take it."""
-    return (
-        matrix(head.hidden, 1, step, tma=False),
-        matrix(head.weight, entries, step, tma=tma),
-        None if head.bias is None else head.bias.contiguous(),
-        head.hidden.shape[1],
-        LogitSteps.of(head.transform),
-    )
+def _heads(inputs: PartInputs) -> list[Any]:
+    """Both heads as kernels take them."""
+    family, given = family_of(inputs.student.hidden.device), []
+    for hidden, weight, bias, transform in (inputs.student, inputs.teacher):
+        given += [
+            matrix(hidden, 1, family.step, tma=False),
+            matrix(weight, PART_ENTRIES, family.step, tma=family.tma),
+            None if bias is None else bias.contiguous(),
+            hidden.shape[1],
+            LogitSteps.of(transform),
+        ]
+    return given
 
 
 def entry_sizes(inputs: PartInputs) -> Tensor:
     """As `kept_parts.entry_sizes`, in one launch."""
-    (number, _), device = inputs.student.hidden.shape, inputs.student.hidden.device
+    number, device = inputs.student.hidden.shape[0], inputs.student.hidden.device
     vocab, family = inputs.student.weight.shape[0], family_of(device)
     out = torch.empty(vocab, dtype=torch.float32, device=device)
-    heads = (_given(head, PART_ENTRIES, family.step, tma=family.tma) for head in (inputs.student, inputs.teacher))
     with on(device):
         _sizes_kernel[(cdiv(vocab, PART_ENTRIES),)](
-            out, *next(heads), *next(heads), inputs.targets.contiguous(), inputs.tokens.contiguous(), number, vocab,
+            out, *_heads(inputs), inputs.targets.contiguous(), inputs.tokens.contiguous(), number, vocab,
             inputs.measure.beta,
             KIND=inputs.measure.kind, ROWS=max(next_power_of_2(number), 16), ENTRIES=PART_ENTRIES, STEP=family.step,
             num_stages=family.storing_stages, num_warps=WARPS // 2,
@@ -350,16 +352,16 @@ def add_parts(
     most = max(span.kept for span in spans)
     parts = torch.empty(most, width, dtype=hidden.dtype, device=hidden.device)
     rows = None if sums.hidden is None else torch.empty(most, size, dtype=torch.float32, device=hidden.device)
-    entries = min(PART_ENTRIES, width)
-    given = [*_given(student, entries, step, tma=family.tma), *_given(inputs.teacher, entries, step, tma=family.tma)]
+    heads = _heads(inputs)
     with on(hidden.device):
         lists, base = BlockLists.of(keep, 0, sum(counts)), 0
         for first, last, kept, chunks in spans:
             places = {"ROWS": PART_TOKENS, "STEP": step, "TILES": next_power_of_2(len(counts)), "num_warps": WARPS}
             if kept:
-                _parts_kernel[(chunks * (width // entries),)](
-                    parts, lists, base, first, last, *given, targets, tokens, vocab, inputs.measure.beta,
-                    KIND=inputs.measure.kind, TILE_VOCAB=width, ENTRIES=entries, num_stages=family.stages, **places,
+                _parts_kernel[(chunks * (width // PART_ENTRIES),)](
+                    parts, lists, base, first, last, *heads, targets, tokens, vocab, inputs.measure.beta,
+                    KIND=inputs.measure.kind, TILE_VOCAB=width, ENTRIES=PART_ENTRIES,
+                    num_stages=family.stages, **places,
                 )  # fmt: skip
             if kept and rows is not None and sums.hidden is not None:
                 _rows_kernel[(chunks * cdiv(size, HIDDEN_COLUMNS),)](
@@ -370,16 +372,16 @@ def add_parts(
                     rows, sums.hidden, lists, base, kept, size, COLUMNS=ADDED_COLUMNS
                 )
             if sums.weight is not None:
-                _weight_kernel[((last - first) * (width // entries) * cdiv(size, WEIGHT_COLUMNS),)](
+                _weight_kernel[((last - first) * (width // PART_ENTRIES) * cdiv(size, WEIGHT_COLUMNS),)](
                     parts, matrix(hidden, 1, WEIGHT_COLUMNS, tma=False),
-                    matrix(sums.weight[:vocab], entries, WEIGHT_COLUMNS, tma=False), lists, base, first,
+                    matrix(sums.weight[:vocab], PART_ENTRIES, WEIGHT_COLUMNS, tma=False), lists, base, first,
                     left_out.shares, left_out.hidden, size,
-                    TILE_VOCAB=width, ENTRIES=entries, COLUMNS=WEIGHT_COLUMNS, STEP=step,
+                    TILE_VOCAB=width, ENTRIES=PART_ENTRIES, COLUMNS=WEIGHT_COLUMNS, STEP=step,
                     num_stages=family.storing_stages, num_warps=WEIGHT_WARPS if family.tma else WARPS,
                 )  # fmt: skip
             if sums.bias is not None:
-                _bias_kernel[(last - first, width // entries)](
+                _bias_kernel[(last - first, width // PART_ENTRIES)](
                     parts, sums.bias, lists, base, first, left_out.shares, left_out.total, vocab,
-                    TILE_VOCAB=width, ENTRIES=entries, STEP=step,
+                    TILE_VOCAB=width, ENTRIES=PART_ENTRIES, STEP=step,
                 )  # fmt: skip
             base += kept
