@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmark import exact_kl
 from benchmark.environment import describe, output_directory, slug, write_results
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
+from benchmark.pairs import ENTRIES, Heads, gradients_of, log_probs, value_and_slopes
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.timing import measure_ms
-from liger_rl import FusedLinearGRPOLoss, ReferenceHead, linear_divergence
+from liger_rl import linear_divergence
 
 PREFIX = "divergence-"
-SAMPLED, ENTRIES = 48, 8192  # tokens and vocabulary entries that are compared with float64
+SAMPLED = 48  # tokens that are compared with float64
 SPREAD = 3.0  # of the logits, in nats
 
 
@@ -33,13 +35,6 @@ SHAPES = {
     "cpu": (Shape(64, 500, 16, 32),),  # to see that everything runs
 }
 KINDS = ("forward_kl", "jsd")
-
-
-class Heads(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    teacher_hidden: Tensor
-    teacher_weight: Tensor
 
 
 def make_heads(shape: Shape, device: str) -> Heads:
@@ -92,28 +87,8 @@ WAYS: dict[str, Callable[[], Way]] = {
 @torch.no_grad()
 def in_float64(heads: Heads, kind: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of some tokens: divergence, gradient of hidden, and of the weight's first ENTRIES for a loss of these alone."""
-    hidden, weight, teacher_hidden, teacher_weight = heads
-
-    def log_probs(left: Tensor, right: Tensor) -> Tensor:
-        parts = [left[rows].double() @ part.double().T for part in right.split(1 << 14)]
-        return torch.cat(parts, dim=1).log_softmax(-1)
-
-    log_p, log_q = log_probs(hidden, weight), log_probs(teacher_hidden, teacher_weight)
-    p, q = log_p.exp(), log_q.exp()
-    if kind == "forward_kl":
-        value, slopes = (q * (log_q - log_p)).sum(-1), p - q
-    elif kind == "reverse_kl":
-        value = (p * (log_p - log_q)).sum(-1)
-        slopes = p * (log_p - log_q - value[:, None])
-    else:
-        log_m = ((p + q) / 2).log()
-        own = (p * (log_p - log_m)).sum(-1)
-        value = (own + (q * (log_q - log_m)).sum(-1)) / 2
-        slopes = p * (log_p - log_m - own[:, None]) / 2
-    grad_hidden = torch.zeros(slopes.shape[0], weight.shape[1], dtype=torch.float64, device=weight.device)
-    for slope, part in zip(slopes.split(1 << 14, dim=1), weight.split(1 << 14), strict=True):
-        grad_hidden += slope @ part.double()
-    return value, grad_hidden, slopes[:, :ENTRIES].T @ hidden[rows].double()
+    value, slopes = value_and_slopes(*log_probs(heads, rows), kind)
+    return value, *gradients_of(slopes, heads, rows)
 
 
 class Gold(NamedTuple):
@@ -160,59 +135,6 @@ def measure(make: Callable[[], Way], heads: Heads, kind: str, device: str, gold:
     return {"status": "ok", "reason": None, **numbers}
 
 
-# A loss with a KL penalty, by (estimator, passes). With k3 the reference's log-probabilities are a call of their own.
-PENALTIES = [(estimator, passes) for passes in ("two", "one") for estimator in ("k3", "exact")]
-
-
-def penalised(estimator: str, passes: Any, heads: Heads, ids: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-    """-> the loss and its metrics."""
-    loss = FusedLinearGRPOLoss("bnpo", beta=0.04, kl_estimator=estimator, passes=passes)
-    hidden, weight, ref_hidden, ref_weight = heads
-    if estimator == "exact":
-        reference = ReferenceHead(hidden=ref_hidden, weight=ref_weight)
-        return loss(hidden, weight, ids, advantages, mask, reference=reference)
-    ref = loss.reference_logps(ref_hidden, ref_weight, ids, mask)
-    return loss(hidden, weight, ids, advantages, mask, ref_per_token_logps=ref)
-
-
-def penalty_rows(shape: Shape, device: str) -> list[dict[str, Any]]:
-    heads = make_heads(shape, device)
-    heads = heads._replace(hidden=heads.hidden.requires_grad_(), weight=heads.weight.requires_grad_())
-    n, place = shape.tokens, heads.hidden.device
-    ids = torch.randint(shape.vocab, (n,), device=place)
-    advantages, every = torch.randn(n, device=place), torch.ones(n, dtype=torch.bool, device=place)
-    sampled = torch.arange(0, n, max(1, n // SAMPLED), device=place)[:SAMPLED]
-    exact = in_float64(Heads(*(part.detach() for part in heads)), "reverse_kl", sampled)[0].mean()
-    rows: list[dict[str, Any]] = []
-    for estimator, passes in PENALTIES:
-
-        def step(estimator: str = estimator, passes: str = passes) -> tuple[Tensor, ...]:
-            loss = penalised(estimator, passes, heads, ids, advantages, every).loss
-            return torch.autograd.grad(loss, heads[:2])
-
-        few = every.clone().fill_(False).index_fill(0, sampled, True)
-        with torch.no_grad():
-            kl = penalised(estimator, passes, heads, ids, advantages, few).metrics["kl_ref"].value
-        with PeakMemory(device) as memory:
-            held = step()
-        extra = (memory.peak_bytes - sum(part.nbytes for part in held)) / 2**20
-        del held
-        row = {"status": "ok", "reason": None, "estimator": estimator, "passes": passes, "peak_extra_mib": extra}
-        if estimator == "exact":
-            row["kl_error"] = relative(kl[None, None], exact[None, None])
-        row["step_ms"] = measure_ms(step, device).median_ms
-        row["x_k3"] = row["step_ms"] / next(r["step_ms"] for r in [*rows, row] if r["passes"] == passes)
-        rows.append(shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]} | row)
-    return rows
-
-
-PENALTY_COLUMNS: Columns = {
-    "forward + backward ms": number("step_ms", ".1f"),
-    "x k3": number("x_k3", ".2f"),
-    "extra MiB": number("peak_extra_mib", ",.0f"),
-    "KL error": number("kl_error", ".1e"),
-}
-
 COLUMNS: Columns = {
     "forward + backward ms": number("step_ms", ".1f"),
     "x TRL": number("x_trl", ".2f"),
@@ -239,10 +161,10 @@ def markdown(results: dict[str, Any]) -> str:
     table = f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
     losses = []
     for row in results.get("penalties", ()):
-        sizes = f"H = {row['hidden_size']}, reference's {row['teacher_hidden_size']}"
-        passes = "one pass" if row["passes"] == "one" else "two passes"
-        losses.append((f"a loss with {row['estimator']}, {passes}, {sizes}", row))
-    return f"{table}\n{markdown_table(PENALTY_COLUMNS, losses)}\n" if losses else table
+        losses.append(
+            (f"{exact_kl.label(row)}, H = {row['hidden_size']}, reference's {row['teacher_hidden_size']}", row)
+        )
+    return f"{table}\n{markdown_table(exact_kl.COLUMNS, losses)}\n" if losses else table
 
 
 def main() -> None:
@@ -252,7 +174,11 @@ def main() -> None:
     environment = describe("auto")
     device = environment["device"]
     rows = [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]
-    penalties = [row for shape in SHAPES[device] for row in penalty_rows(shape, device)]
+    penalties = [
+        shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]} | row
+        for shape in SHAPES[device]
+        for row in exact_kl.rows_of(make_heads(shape, device), device)
+    ]
     results = {"environment": environment, "rows": rows, "penalties": penalties}
     target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
     write_results(target, results)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark import real_policy
-from benchmark.divergence import COLUMNS, WAYS, Gold, Heads, Way, in_float64, measure
+from benchmark import exact_kl, real_policy
+from benchmark.divergence import COLUMNS, WAYS, Gold, Way, in_float64, measure
 from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.pairs import GOLD_TOKENS, Heads
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import linear_divergence
 from liger_rl.head.engines import divergence_parts
@@ -27,7 +28,6 @@ PREFIX = "divergence-policy-"
 TEMPERATURES = (1.0, 0.6)
 EARLIER = 0.75
 KINDS = ("forward_kl", "reverse_kl", "jsd")
-GOLD_TOKENS = 256  # whose logits are in float64 at a time
 
 
 def make_pair(minutes: float, device: str) -> Heads:
@@ -81,24 +81,31 @@ def gold_of_all(heads: Heads, kind: str) -> Gold:
     return Gold(rows, (torch.cat(values), torch.cat(grads_hidden), grad_weight))
 
 
+def _at(pair: Heads, temperature: float) -> Heads:
+    hidden, teacher_hidden = ((part / temperature).to(pair.weight.dtype) for part in pair[::2])
+    return pair._replace(hidden=hidden, teacher_hidden=teacher_hidden)
+
+
+def _about(heads: Heads, temperature: float) -> dict[str, Any]:
+    with torch.no_grad():
+        values = linear_divergence(*heads, entropy=True)
+    assert values.entropy is not None
+    return {
+        "tokens": heads.hidden.shape[0],
+        "vocab": heads.weight.shape[0],
+        "hidden_size": heads.hidden.shape[1],
+        "dtype": str(heads.weight.dtype).split(".")[1],
+        "temperature": temperature,
+        "entropy": values.entropy.mean().item(),
+        "divergence": values.divergence.mean().item(),
+    }
+
+
 def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
     ways = WAYS | {f"liger_rl, {name}": partial(_tolerance, float(name)) for name in ("1e-4", "1e-3")}
-    dtype = pair.weight.dtype
     for temperature in TEMPERATURES:
-        hidden, teacher_hidden = ((part / temperature).to(dtype) for part in (pair.hidden, pair.teacher_hidden))
-        heads = pair._replace(hidden=hidden, teacher_hidden=teacher_hidden)
-        with torch.no_grad():
-            values = linear_divergence(*heads, entropy=True)
-        assert values.entropy is not None
-        about = {
-            "tokens": hidden.shape[0],
-            "vocab": pair.weight.shape[0],
-            "hidden_size": hidden.shape[1],
-            "dtype": str(dtype).split(".")[1],
-            "temperature": temperature,
-            "entropy": values.entropy.mean().item(),
-            "divergence": values.divergence.mean().item(),
-        }
+        heads = _at(pair, temperature)
+        about = _about(heads, temperature)
         for kind in KINDS:
             gold, floor = gold_of_all(heads, kind), None
             for name, make in ways.items():
@@ -110,15 +117,25 @@ def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
                 yield {**about, "kind": kind, "variant": name, **row}
 
 
+def penalty_rows(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
+    for temperature in TEMPERATURES:
+        heads = _at(pair, temperature)
+        about = _about(heads, temperature)
+        for row in exact_kl.rows_of(heads, device):
+            yield {**about, **row}
+
+
 WITH_KEPT: Columns = COLUMNS | {"kept": number("kept_share", ".1%")}
 
 
 def markdown(results: dict[str, Any]) -> str:
-    lines = []
-    for row in results["rows"]:
-        what = f"entropy {row['entropy']:.1f} nats, KL {row['divergence']:.2f}"
-        lines.append((f"{row['kind']}, {what}: {row['variant']}", row))
-    return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(WITH_KEPT, lines)}\n"
+    def of(row: dict[str, Any], what: str) -> str:
+        return what.format(f"entropy {row['entropy']:.1f} nats, KL {row['divergence']:.2f}")
+
+    lines = [(of(row, f"{row['kind']}, {{}}: {row['variant']}"), row) for row in results["rows"]]
+    losses = [(of(row, f"{exact_kl.label(row)}, {{}}"), row) for row in results.get("penalties", ())]
+    parts = [environment_line(results["environment"], ("trl",)), markdown_table(WITH_KEPT, lines)]
+    return "\n\n".join([*parts, *([markdown_table(exact_kl.COLUMNS, losses)] if losses else [])]) + "\n"
 
 
 def main() -> None:
@@ -128,8 +145,12 @@ def main() -> None:
     arguments = parser.parse_args()
     environment = describe("auto")
     device = environment["device"]
-    rows = list(rows_of(make_pair(arguments.minutes, device), device))
-    results = {"environment": environment, "rows": rows}
+    pair = make_pair(arguments.minutes, device)
+    results = {
+        "environment": environment,
+        "rows": list(rows_of(pair, device)),
+        "penalties": list(penalty_rows(pair, device)),
+    }
     target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
     write_results(target, results)
     print(markdown(results))

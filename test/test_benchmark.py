@@ -344,6 +344,11 @@ def test_the_reward_is_what_parses():
     assert tolerance_runs.parsed_share("no whole line") == 0.0
 
 
+def _check_penalties(rows):
+    assert all(row["kl_error"] < 1e-5 for row in rows)
+    assert all(max(row["grad_hidden_error"], row["grad_weight_error"]) < 6e-3 for row in rows)
+
+
 @pytest.mark.parametrize("name", ["support", "divergence", "targets", "float32_head"])
 def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     """The whole command, in this process, which has imported most of it; errors are those of bfloat16 rounding."""
@@ -353,7 +358,7 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     runpy.run_module(f"benchmark.{name}", run_name="__main__")
     results = json.loads((tmp_path / f"{name}-cpu.json").read_text())
     rows = results["rows"]
-    assert all(row.get("kl_error", 0.0) < 1e-5 for row in results.get("penalties", ()))
+    _check_penalties(results.get("penalties", []))
     ours = [row for row in rows if row["variant"].startswith("liger_rl") and "grad_weight_error" in row]
     assert len(ours) >= 3
     for row in ours:
@@ -371,7 +376,8 @@ def test_a_trained_pair_of_heads(monkeypatch):
     monkeypatch.setattr(real_policy, "TOY", recipe)
     monkeypatch.setattr(divergence_policy, "KINDS", ("reverse_kl",))
     monkeypatch.setattr(divergence_policy, "TEMPERATURES", (0.6,))
-    rows = list(divergence_policy.rows_of(divergence_policy.make_pair(1e-3, "cpu"), "cpu"))
+    pair = divergence_policy.make_pair(1e-3, "cpu")
+    rows = list(divergence_policy.rows_of(pair, "cpu"))
     assert [row["variant"] for row in rows] == [
         "TRL",
         *(f"liger_rl{name}" for name in ("", ", one pass", ", 1e-4", ", 1e-3")),
@@ -380,7 +386,12 @@ def test_a_trained_pair_of_heads(monkeypatch):
     assert all(row["grad_hidden_error"] < 6e-3 and row["grad_weight_error"] < 2e-3 for row in ours)
     assert all(row["divergence"] > 0 for row in ours)
     assert [row["kept_share"] is None for row in ours] == [True, True, False, False]
-    assert "kept" in divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows})
+    penalties = list(divergence_policy.penalty_rows(pair, "cpu"))
+    assert [row["x_k3"] == 1.0 for row in penalties] == [True, False] * 2
+    _check_penalties(penalties)
+    found = divergence_policy.markdown({"environment": ENVIRONMENT, "rows": rows, "penalties": penalties})
+    assert "kept" in found
+    assert "a loss with exact, one pass" in found
 
 
 def test_a_batch_of_a_step_is_as_rl_makes_it():
