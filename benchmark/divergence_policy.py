@@ -56,9 +56,10 @@ def kept_share(way: Way, heads: Heads, kind: str) -> float | None:
     """Of the parts of the gradient of a mean; None where nothing was chosen."""
     found, choose = [], divergence_parts.choose
 
-    def recorded(*given: Any) -> Tensor:
-        found.append(choose(*given))
-        return found[-1]
+    def recorded(*given: Any) -> divergence_parts.Chosen:
+        chosen = choose(*given)
+        found.append(chosen.keep)
+        return chosen
 
     divergence_parts.choose = recorded
     try:

@@ -28,6 +28,7 @@ from liger_rl.kernels import (
     bounds_triton,
     compiled,
     devices,
+    divergence_tiles,
     epilogue,
     kept_pair_triton,
     kept_parts_triton,
@@ -293,10 +294,25 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         inputs = PartInputs(head, head, measure, torch.zeros(N, dtype=torch.long), tokens)
-        kept_parts_triton.entry_sizes(inputs.take(torch.arange(64)))
+        samples = divergence_tiles.SAMPLES
+        drawn = divergence_tiles.Drawn(torch.zeros(samples, dtype=torch.long), ones(samples))
+        kept_parts_triton.entry_sizes(inputs, drawn)
         sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
         keep = torch.ones(N, tiles, dtype=torch.bool)
         kept_parts_triton.add_parts(inputs, keep, [N] * tiles, left_out, sums, 1 << 20)
+
+
+def chosen_parts(_transform: LogitTransform, entropy: bool) -> None:
+    """With gradients of log-probabilities where there are entropies elsewhere."""
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
+        sums = TileSums.unwritten(N, V, CPU, measure)
+        bounds = compiled.bound_parts(sums, measure, tokens, torch.zeros(N, dtype=torch.long))
+        compiled.draw(bounds)
+        shares = compiled.share(ones(V))
+        for dtype in (torch.bfloat16, torch.float32):
+            compiled.shared_rows(shares.entries, ones(V, H, dtype=dtype), dtype)
+            compiled.choose_parts(bounds, shares.squares, 0.1, 1.0, dtype)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
@@ -327,7 +343,8 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
+    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, chosen_parts,
+    policy_terms,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, chosen_blocks, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

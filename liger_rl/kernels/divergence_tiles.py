@@ -1,4 +1,4 @@
-"""Which parts of a divergence's gradient are computed: the certificate of a tolerance, in PyTorch on every device.
+"""Which parts of a divergence's gradient are computed: the certificate of a tolerance, and its path on CPU.
 
 A part is one token's TILE_VOCAB vocabulary entries of dL/dlogits. With the x and y of `divergence.TileSums`, w = dL/d
 divergence and g = dL/dlogp of the token, and three factors a, b and s of the token and tile, every measure has
@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from liger_rl.kernels.divergence import FORWARD, MIXTURE, Measure, PairGradients, TileSums
+from liger_rl.kernels import gemm
+from liger_rl.kernels.divergence import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
 
 # What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
 # nat of the normalisers.
@@ -49,37 +50,64 @@ SLACK_OF_SHARES = 1.0 + 2.0**-7  # of sums and shares to the products' dtype
 # has no deterministic running one of floats on CUDA. 2^27 parts, each at most a unit above the budget, stay below 2^63.
 UNITS = 2**35
 SAMPLES = 64  # tokens whose gradients say how entries share what is left out
+TILE_MULTIPLE = 8  # columns of (n, tiles), for products that read them 16 bytes at a time
+SHARED_TILES = 32  # whose weights are added up by one product
 
 
 class TileBounds(NamedTuple):
     """The gradient of each token in each tile, in units of the largest of its factors; of the target but for 1."""
 
-    most: Tensor  # (n, tiles) float32, upper bounds of its norm
+    most: Tensor  # (n, tiles) float32, upper bounds of its norm; infinite where it is to be kept, with its target
     total: Tensor  # (n, tiles) float32, its sum
-    least: Tensor  # (n,) float32, lower bound of its sum of squares over all tiles
+    least: Tensor  # (n,) float64, lower bound of its sum of squares over all tiles; 0 where it is not wanted
+    size: Tensor  # (n,) float64, its sums without their signs, over all tiles; 0 where not wanted or not finite
+    wanted: Tensor  # (n,) bool: there is a gradient
     unit: Tensor  # () float32
 
-    @classmethod
-    def of(cls, sums: TileSums, measure: Measure, tokens: PairGradients, own: Tensor | None = None) -> "TileBounds":
-        """`own` (n,) is the tile of each target, which no other is; given where log-probabilities have a gradient."""
-        grad_logps = torch.zeros_like(tokens.grad) if tokens.grad_logps is None else tokens.grad_logps
-        unit = torch.maximum(tokens.grad.abs(), grad_logps.abs()).amax()
-        w, g = (tokens.grad / unit)[:, None], (grad_logps / unit)[:, None]
-        a, b, s, of_p = _factors(sums, measure, tokens)
-        of_s, of_b = g * s, w * b
-        of_a = w * a + of_s
-        largest = (w * a).abs() + of_s.abs()
-        of_x, of_y = largest.square() * sums.xx, of_b.square() * sums.yy
-        energy, rough = of_a.square() * sums.xx + of_y - 2.0 * of_a * of_b * sums.xy, SLACK_OF_SUM * (of_x + of_y)
-        known = SLACK + SLACK_OF_LSE * (tokens.lse.abs() + tokens.teacher_lse.abs())
-        amplitude = known[:, None] * (of_x.sqrt() + (w * of_p).abs() * sums.xx.sqrt() + of_y.sqrt())
-        most = (energy.clamp(min=0.0) + rough).sqrt() + amplitude
-        least = ((energy - rough).clamp(min=0.0).sqrt() - amplitude).clamp(min=0.0)
-        if own is not None:
-            place = own[:, None]
-            apart = torch.maximum(g.abs() - most.gather(1, place), least.gather(1, place) - g.abs()).clamp(min=0.0)
-            least = torch.where(g != 0, least.scatter(1, place, apart), least)
-        return cls(most, of_b * sums.y - of_a * sums.x, least.square().sum(1), unit)
+
+class Drawn(NamedTuple):
+    """Tokens that say how entries share what is left out, (SAMPLES,) each."""
+
+    rows: Tensor  # int64, among n tokens
+    scales: Tensor  # float32, by what a token's gradient becomes as large as others'
+
+
+class TileShares(NamedTuple):
+    """How a tile's entries share what is left out of it."""
+
+    entries: Tensor  # (tiles, TILE_VOCAB) float32, adding up to 1 over a tile; 0 past the last entry
+    squares: Tensor  # (tiles,) float32, sums of their squares
+
+
+class ChosenParts(NamedTuple):
+    keep: Tensor  # (n, tiles) bool: which parts are computed
+    left_out: Tensor  # (n, padded tiles), sums of dL/dlogits of the others, 0 elsewhere; in the dtype of products
+
+
+def bound_parts(sums: TileSums, measure: Measure, tokens: PairGradients, targets: Tensor) -> TileBounds:
+    """Of the sums over tiles; `targets` (n,) are read where log-probabilities have a gradient."""
+    grad_logps = torch.zeros_like(tokens.grad) if tokens.grad_logps is None else tokens.grad_logps
+    wanted = (tokens.grad != 0) | (grad_logps != 0)
+    unit = torch.maximum(tokens.grad.abs(), grad_logps.abs()).amax()
+    w, g = (tokens.grad / unit)[:, None], (grad_logps / unit)[:, None]
+    a, b, s, of_p = _factors(sums, measure, tokens)
+    of_s, of_b = g * s, w * b
+    of_a = w * a + of_s
+    largest = (w * a).abs() + of_s.abs()
+    of_x, of_y = largest.square() * sums.xx, of_b.square() * sums.yy
+    energy, rough = of_a.square() * sums.xx + of_y - 2.0 * of_a * of_b * sums.xy, SLACK_OF_SUM * (of_x + of_y)
+    known = SLACK + SLACK_OF_LSE * (tokens.lse.abs() + tokens.teacher_lse.abs())
+    amplitude = known[:, None] * (of_x.sqrt() + (w * of_p).abs() * sums.xx.sqrt() + of_y.sqrt())
+    most = (energy.clamp(min=0.0) + rough).sqrt() + amplitude
+    least = ((energy - rough).clamp(min=0.0).sqrt() - amplitude).clamp(min=0.0)
+    if tokens.grad_logps is not None:
+        own = (torch.arange(most.shape[1], device=most.device) == (targets // TILE_VOCAB)[:, None]) & (g != 0)
+        apart = torch.maximum(g.abs() - most, least - g.abs()).clamp(min=0.0)
+        least, most = torch.where(own, apart, least), torch.where(own, torch.inf, most)
+    total = of_b * sums.y - of_a * sums.x
+    size = total.double().abs().sum(1)
+    size = torch.where(wanted & (size < torch.inf), size, 0.0)
+    return TileBounds(most, total, torch.where(wanted, least.double().square().sum(1), 0.0), size, wanted, unit)
 
 
 def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,36 +126,56 @@ def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[T
     return s * (tokens.value[:, None] - (log_s - log_t)), s, s, s
 
 
-def choose(bounds: TileBounds, wanted: Tensor, squares: Tensor, tolerance: float, own: Tensor | None = None) -> Tensor:
-    """(n, tiles) bool, which parts of `wanted` (n,) tokens are computed. The others are small together.
+def draw(bounds: TileBounds) -> Drawn:
+    """Each token as often as its size says."""
+    size, device = bounds.size, bounds.size.device
+    # In integers, see UNITS.
+    until = (size * (UNITS / size.sum())).nan_to_num(0.0, 0.0).long().cumsum(0)
+    step = (torch.arange(SAMPLES, device=device) + 0.5) / SAMPLES * until[-1]
+    drawn = torch.searchsorted(until, step.long(), right=True).clamp_(max=size.numel() - 1)
+    return Drawn(drawn, torch.where(size > 0, 1.0 / (size * bounds.unit), 0.0)[drawn].float())
 
-    `squares` (tiles,) are the sums of squares of the shares; (n, tiles) parts that are `own` are kept. Everything is
-    where the bounds are not finite.
+
+def share(sizes: Tensor) -> TileShares:
+    """Of sums of |dL/dlogits| over the drawn tokens, (V,) float32."""
+    entries = pad(sizes, (0, -sizes.numel() % TILE_VOCAB)).unflatten(0, (-1, TILE_VOCAB))
+    total = entries.sum(1, keepdim=True)
+    entries = torch.where((total > 0) & (total < torch.inf), entries / total, 0.0)
+    return TileShares(entries, entries.square().sum(1))
+
+
+def padded(tiles: int) -> int:
+    return -(-tiles // TILE_MULTIPLE) * TILE_MULTIPLE
+
+
+def shared_rows(entries: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(padded tiles, H): the rows of `weight` (V, H), added up by the entries of each tile; zeros past the last."""
+    tiles, width = entries.shape
+    rows = torch.zeros(padded(tiles), weight.shape[1], dtype=dtype, device=weight.device)
+    for first in range(0, tiles, SHARED_TILES):
+        here, part = entries[first : first + SHARED_TILES].to(dtype), weight[first * width :][: SHARED_TILES * width]
+        # A row for each tile, 0 in the columns of the others.
+        apart = torch.zeros(here.shape[0], *here.shape, dtype=dtype, device=here.device)
+        apart.diagonal().copy_(here.T)
+        rows[first : first + here.shape[0]] = gemm.matmul(apart.flatten(1)[:, : part.shape[0]], part.to(dtype))
+    return rows
+
+
+def choose_parts(
+    bounds: TileBounds, squares: Tensor, tolerance: float, slope: float, dtype: torch.dtype
+) -> ChosenParts:
+    """Which parts are computed: all but those that are small together. All where the bounds are not finite.
+
+    `squares` (tiles,) are the sums of squares of the shares, `slope` is the constant part of dz/dx.
     """
-    wanted = wanted[:, None]
+    wanted = bounds.wanted[:, None]
     error = LOST + bounds.most.double() + bounds.total.double().abs() * squares.double().sqrt() * SLACK_OF_SHARES
-    norm = torch.where(wanted[:, 0], bounds.least, 0.0).double().sum()
     # No comparison holds for NaN.
-    units = (error.square() * (UNITS / (norm * tolerance**2))).ceil()
-    units = torch.where(units <= UNITS, units, UNITS + 1.0).long()
-    if own is not None:
-        units = torch.where(own, UNITS + 1, units)
-    units = torch.where(wanted, units, 0)
+    units = (error.square() * (UNITS / (bounds.least.sum() * tolerance**2))).ceil()
+    units = torch.where(wanted, torch.where(units <= UNITS, units, UNITS + 1.0).long(), 0)
     ascending = units.flatten().sort().values
     dropped = (ascending.cumsum(0) <= UNITS).sum()
     smallest = pad(ascending, (0, 1), value=UNITS + 1).index_select(0, dropped[None])
-    return (units >= smallest) & wanted
-
-
-def draw(bounds: TileBounds, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (SAMPLES,) of n tokens, each as often as its size says, and by what its gradient becomes as large as others'.
-
-    A token's size is what the sums of its tiles add up to without their signs.
-    """
-    size = bounds.total.double().abs().sum(1)
-    size = torch.where(wanted & (size < torch.inf), size, 0.0)
-    # In integers, see UNITS.
-    until = (size * (UNITS / size.sum())).nan_to_num(0.0, 0.0).long().cumsum(0)
-    step = (torch.arange(SAMPLES, device=wanted.device) + 0.5) / SAMPLES * until[-1]
-    drawn = torch.searchsorted(until, step.long(), right=True).clamp_(max=wanted.numel() - 1)
-    return drawn, torch.where(size > 0, 1.0 / (size * bounds.unit), 0.0)[drawn].float()
+    keep = (units >= smallest) & wanted
+    left_out = torch.where(keep | ~wanted, 0.0, slope * bounds.unit * bounds.total)
+    return ChosenParts(keep, pad(left_out, (0, padded(keep.shape[1]) - keep.shape[1])).to(dtype))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.divergence import Measure, PairGradients, Tile
+from liger_rl.kernels.divergence_tiles import Drawn
 from liger_rl.kernels.transform import LogitTransform
 
 COLUMNS = 1 << 14  # of the vocabulary at a time, where all of it is looked at
@@ -71,10 +72,11 @@ class PartSums(NamedTuple):
     bias: Tensor | None  # (V,)
 
 
-def entry_sizes(inputs: PartInputs) -> Tensor:
-    """(V,) float32 sums of |dL/dlogits| over a few tokens. What is not finite is 0 there."""
-    vocab = inputs.student.weight.shape[0]
-    sizes = [inputs.gradient(at).abs_() for at in _columns(vocab, COLUMNS)]
+def entry_sizes(inputs: PartInputs, drawn: Drawn) -> Tensor:
+    """(V,) float32 sums of |dL/dlogits| over drawn tokens, their targets aside. What is not finite is 0 there."""
+    vocab, some = inputs.student.weight.shape[0], inputs.take(drawn.rows)
+    some = some._replace(targets=torch.full_like(some.targets, -1))
+    sizes = [some.gradient(at).abs_().mul_(drawn.scales[:, None]) for at in _columns(vocab, COLUMNS)]
     # One token's NaN must not reach the gradients of others.
     return torch.cat([torch.where(size < torch.inf, size, 0.0).sum(0) for size in sizes])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_rl.kernels import devices
 from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.divergence_tiles import Drawn
 from liger_rl.kernels.kept_parts import LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix, store
@@ -64,7 +65,10 @@ def _gradient(
     targets, tokens, row, inside, first, vocab, beta,
     KIND: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """-> dL/dlogits (rows, ENTRIES) float32 of gathered rows; 0 of those not inside and past the last entry."""
+    """-> dL/dlogits (rows, ENTRIES) float32 of gathered rows; 0 of those not inside and past the last entry.
+
+    Without targets no entry is one.
+    """
     z, square = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
     t, _square = _logits(
         teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps, row, first, vocab, ENTRIES, STEP
@@ -78,7 +82,10 @@ def _gradient(
     grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
     grad *= tl.load(tokens.grad + row)[:, None]
     column = first + tl.arange(0, ENTRIES)
-    grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
+    target = tl.full(row.shape, -1, tl.int64)
+    if targets is not None:
+        target = tl.load(targets + row)
+    grad = with_other_gradients(grad, p, log_p, row, inside, target, column, tokens)
     grad = times_derivative(grad, square, steps)
     return tl.where(inside[:, None] & (column < vocab)[None, :], grad, 0.0)
 
@@ -97,9 +104,8 @@ def _sizes_kernel(
     teacher_bias,
     teacher_size,
     teacher_steps,
-    targets,
-    tokens,  # `PairGradients`, (number,) each
-    number,
+    drawn,  # `Drawn`
+    tokens,  # `PairGradients`
     vocab,
     beta,
     KIND: tl.constexpr,
@@ -108,12 +114,13 @@ def _sizes_kernel(
     STEP: tl.constexpr,
 ):
     first = tl.program_id(0) * ENTRIES
-    place = tl.arange(0, ROWS)
+    sample = tl.arange(0, ROWS)
+    row, scale = tl.load(drawn.rows + sample), tl.load(drawn.scales + sample)
     grad = _gradient(
         hidden, weight, bias, size, steps, teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps,
-        targets, tokens, tl.minimum(place, number - 1), place < number, first, vocab, beta, KIND, ENTRIES, STEP,
+        None, tokens, row, sample >= 0, first, vocab, beta, KIND, ENTRIES, STEP,
     )  # fmt: skip
-    sizes = tl.abs(grad)
+    sizes = tl.abs(grad) * scale[:, None]
     column = first + tl.arange(0, ENTRIES)
     tl.store(out + column, tl.sum(tl.where(sizes < float("inf"), sizes, 0.0), 0), mask=column < vocab)
 
@@ -305,16 +312,14 @@ def _heads(inputs: PartInputs) -> list[Any]:
     return given
 
 
-def entry_sizes(inputs: PartInputs) -> Tensor:
-    """As `kept_parts.entry_sizes`, in one launch."""
-    number, device = inputs.student.hidden.shape[0], inputs.student.hidden.device
-    vocab, family = inputs.student.weight.shape[0], family_of(device)
-    out = torch.empty(vocab, dtype=torch.float32, device=device)
+def entry_sizes(inputs: PartInputs, drawn: Drawn) -> Tensor:
+    """As `kept_parts.entry_sizes`, in one launch; the number of samples is a power of 2, and 16 at least."""
+    (vocab, _), device = inputs.student.weight.shape, inputs.student.hidden.device
+    family, out = family_of(device), torch.empty(vocab, dtype=torch.float32, device=device)
     with on(device):
         _sizes_kernel[(cdiv(vocab, PART_ENTRIES),)](
-            out, *_heads(inputs), inputs.targets.contiguous(), inputs.tokens.contiguous(), number, vocab,
-            inputs.measure.beta,
-            KIND=inputs.measure.kind, ROWS=max(next_power_of_2(number), 16), ENTRIES=PART_ENTRIES, STEP=family.step,
+            out, *_heads(inputs), drawn, inputs.tokens.contiguous(), vocab, inputs.measure.beta,
+            KIND=inputs.measure.kind, ROWS=drawn.rows.numel(), ENTRIES=PART_ENTRIES, STEP=family.step,
             num_stages=family.storing_stages, num_warps=WARPS // 2,
         )  # fmt: skip
     return out

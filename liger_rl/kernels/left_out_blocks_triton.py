@@ -358,15 +358,25 @@ def tile_shares(
             SAMPLES=SAMPLES,
             num_warps=SHARING_WARPS,
         )
-        _weigh_rows_kernel[(tiles, cdiv(size, WEIGHED_COLUMNS))](
+    weigh_rows(weight, entries, rows)
+    return TileShares(entries, squares[: cdiv(vocab, BLOCK_VOCAB)], rows)
+
+
+def weigh_rows(weight: Tensor, entries: Tensor, rows: Tensor, width: int = BLOCK_VOCAB) -> None:
+    """Write each of `rows` (tiles, H): the weight's rows of a tile, `width` of (V, H), added up by their `entries`.
+
+    Tiles past the vocabulary get zeros.
+    """
+    vocab, size = weight.shape
+    with on(weight.device):
+        _weigh_rows_kernel[(rows.shape[0], cdiv(size, WEIGHED_COLUMNS))](
             weight,
             weight.stride(0),
             entries,
             rows,
             vocab,
             size,
-            TILE_VOCAB=BLOCK_VOCAB,
+            TILE_VOCAB=width,
             ENTRIES=WEIGHED_ENTRIES,
             COLUMNS=WEIGHED_COLUMNS,
         )
-    return TileShares(entries, squares[: cdiv(vocab, BLOCK_VOCAB)], rows)

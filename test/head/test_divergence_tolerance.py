@@ -29,7 +29,7 @@ TOKENS, VOCAB = 40, 11 * TILE + 104
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    for module in (divergence, engine, divergence_parts):
+    for module in (divergence, engine, divergence_tiles):
         monkeypatch.setattr(module, "TILE_VOCAB", TILE)
 
 
@@ -76,9 +76,10 @@ class Kept(list):
 def kept(monkeypatch) -> Kept:
     found, choose = Kept(), divergence_parts.choose
 
-    def recorded(*given) -> Tensor:
-        found.append(choose(*given))
-        return found[-1]
+    def recorded(*given) -> divergence_parts.Chosen:
+        chosen = choose(*given)
+        found.append(chosen.keep)
+        return chosen
 
     monkeypatch.setattr(divergence_parts, "choose", recorded)
     return found
@@ -331,7 +332,7 @@ def test_no_token():
 def test_in_triton(kind, monkeypatch, kept):
     """In the interpreter, where tiles are as wide as the kernels' blocks."""
     skip_without_interpreter()
-    for module in (divergence, engine, divergence_parts):
+    for module in (divergence, engine, divergence_tiles):
         monkeypatch.setattr(module, "TILE_VOCAB", 1024)
     monkeypatch.setattr(divergence_tiles, "SAMPLES", 8)
     given = [values[:10] for values in near(2.0 * torch.randn(TOKENS, 2100))]
@@ -360,7 +361,7 @@ def test_products_and_host_reads(kept):
         loss.backward()
     assert len(reads.names) == 1
     dense = 2 * VOCAB * (3 * 48 + 64)
-    samples = divergence_parts.spans(64, 64)[0][1] * 2 * VOCAB * (48 + 64)
+    samples = divergence_tiles.SAMPLES * 2 * VOCAB * (48 + 64)
     assert kept.share(0) < 0.15
     assert products.flops - samples < 2.0 * kept.share(0) * 400 * dense + 30 * dense
 

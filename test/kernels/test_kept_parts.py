@@ -12,6 +12,7 @@ from liger_rl.head.engines.divergence_parts import kernels_for
 from liger_rl.kernels import devices, kept_parts, kept_parts_triton
 from liger_rl.kernels.devices import PORTABLE, TMA
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, REVERSE, Measure, PairGradients
+from liger_rl.kernels.divergence_tiles import Drawn
 from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,9 +122,10 @@ def test_no_part():
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("more", [False, True])
 def test_sizes_of_entries(measure, more):
-    given = inputs(measure, more=more).take(torch.tensor([3, 3, 20, 149, 77], device=DEVICE))
-    given.tokens.grad[2] = torch.nan
-    found, plain = (kernels.entry_sizes(given) for kernels in (kept_parts_triton, kept_parts))
+    given = inputs(measure, more=more)
+    drawn = Drawn(torch.tensor([3, 3, 20, 149] * 4, device=DEVICE), torch.linspace(0, 2, 16, device=DEVICE))
+    given.tokens.grad[20] = torch.nan
+    found, plain = (kernels.entry_sizes(given, drawn) for kernels in (kept_parts_triton, kept_parts))
     assert plain.isfinite().all()
     assert plain.amin() > 0
     torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-4 * plain.mean().item())

@@ -26,7 +26,7 @@ from liger_rl import (
 )
 from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines import divergence_parts
-from liger_rl.kernels import divergence
+from liger_rl.kernels import divergence, divergence_tiles
 from loss_calls import HIDDEN, VOCAB, Batch, batch
 
 BETA = 0.3
@@ -351,8 +351,14 @@ def test_given_log_probabilities():
 def test_a_tolerance(monkeypatch):
     """Of a sure policy near its reference: few parts are computed, and the gradients are as near as it says."""
     kept, choose = [], divergence_parts.choose
-    monkeypatch.setattr(divergence_parts, "choose", lambda *given: kept.append(choose(*given)) or kept[-1])
-    for name in (divergence, engine, divergence_parts):
+
+    def recorded(*given) -> divergence_parts.Chosen:
+        chosen = choose(*given)
+        kept.append(chosen.keep)
+        return chosen
+
+    monkeypatch.setattr(divergence_parts, "choose", recorded)
+    for name in (divergence, engine, divergence_tiles):
         monkeypatch.setattr(name, "TILE_VOCAB", 16)
     data, _ = heads()
     hidden = 12.0 * data.head.weight[data.head.targets] + 0.3 * data.head.hidden

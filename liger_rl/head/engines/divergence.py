@@ -89,9 +89,7 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     student, teacher = sides(pair, options, pair.student.live)
     measure, targets = options.measure, student.rows.targets
     n, device = student.factor.shape[0], student.factor.device
-    kernels = for_device(device)
-    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
-    tile_sums = None
+    kernels, tile_sums = for_device(device), None
     bounded = bounded and not options.student.names_chunk and options.student.transform.softcap is None
     if bounded and student.low_rank is None and student.rows.shard is None:
         tile_sums = TileSums.unwritten(n, pair.vocab, device, measure)
@@ -112,10 +110,11 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
 
     if measure.kind != MIXTURE:
         products = PairProducts.of(student, teacher, pair.vocab, measure)
-        if products is None:
-            _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
-        else:
-            state = products.fold(targets=options.targets, sums=tile_sums)
+        if products is not None:
+            return finished(over_ranks(products.fold(targets=options.targets, sums=tile_sums)))
+    state = PairFold.start(n, device, measure, entropy=options.student.entropy, targets=options.targets)
+    if measure.kind != MIXTURE:
+        _sweep(pair, student, teacher, _tiles(pair, options, n, whole=tile_sums is not None), fold)
         return finished(over_ranks(state))
 
     sums = MixtureSums.start(state.peak)
