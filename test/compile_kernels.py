@@ -299,7 +299,8 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         kept_parts_triton.entry_sizes(inputs, drawn)
         sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
         keep = torch.ones(N, tiles, dtype=torch.bool)
-        kept_parts_triton.add_parts(inputs, keep, [N] * tiles, left_out, sums, 1 << 20)
+        begun = kept_parts_triton.begin(inputs, keep)
+        kept_parts_triton.add_parts(begun, [N] * tiles, left_out, sums, 1 << 20)
 
 
 def chosen_parts(_transform: LogitTransform, entropy: bool) -> None:

@@ -81,18 +81,28 @@ def entry_sizes(inputs: PartInputs, drawn: Drawn) -> Tensor:
     return torch.cat([torch.where(size < torch.inf, size, 0.0).sum(0) for size in sizes])
 
 
+class Begun(NamedTuple):
+    """What is known of the kept parts before the host knows how many there are."""
+
+    inputs: PartInputs
+    order: Tensor  # (tiles, n) int64: a tile's kept tokens first, in their order
+
+
+def begin(inputs: PartInputs, keep: Tensor) -> Begun:
+    """Of (n, tiles) bool. On the device alone: what is launched here hides the host's wait for the counts."""
+    return Begun(inputs, keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices)
+
+
 def add_parts(
-    inputs: PartInputs,
-    keep: Tensor,  # (n, tiles) bool
+    begun: Begun,
     counts: list[int],  # of the tokens that keep each tile
     left_out: LeftOutParts,
     sums: PartSums,
     workspace: int,  # bytes of parts at a time, but at least those of a tile, which is what it takes here
 ) -> None:
     """Add the products of the kept parts up, tile by tile and token by token. No number here waits for the device."""
+    inputs, order = begun
     student = inputs.student
-    # Kept tokens first, in their order.
-    order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     tiles = _columns(student.weight.shape[0], left_out.shares.shape[1])
     for tile, (at, count) in enumerate(zip(tiles, counts, strict=True)):
         picked, shares = order[tile, :count], left_out.shares[tile, : at.stop - at.start]

@@ -345,21 +345,31 @@ def _spans(counts: list[int], room: int) -> list[_Span]:
     return spans
 
 
-def add_parts(
-    inputs: PartInputs, keep: Tensor, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int
-) -> None:
+class Begun(NamedTuple):
+    """As `kept_parts.Begun`."""
+
+    inputs: PartInputs
+    heads: list[Any]  # as kernels take them
+    lists: BlockLists  # with room for every part
+
+
+def begin(inputs: PartInputs, keep: Tensor) -> Begun:
+    """As `kept_parts.begin`."""
+    inputs = inputs._replace(targets=inputs.targets.contiguous(), tokens=inputs.tokens.contiguous())
+    return Begun(inputs, _heads(inputs), BlockLists.of(keep, 0, keep.numel()))
+
+
+def add_parts(begun: Begun, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int) -> None:
     """As `kept_parts.add_parts`, in four launches for each run of tiles whose parts fit the workspace."""
-    student, width, family = inputs.student, left_out.shares.shape[1], family_of(keep.device)
-    hidden, (vocab, size) = student.hidden, student.weight.shape
-    step, targets, tokens = family.step, inputs.targets.contiguous(), inputs.tokens.contiguous()
-    per_part = width * hidden.element_size() + (0 if sums.hidden is None else 4 * size)
-    spans = _spans(counts, workspace // per_part)
+    inputs, heads, lists = begun
+    student, targets, tokens, width = inputs.student, inputs.targets, inputs.tokens, left_out.shares.shape[1]
+    hidden, (vocab, size), family = student.hidden, student.weight.shape, family_of(student.hidden.device)
+    per_part, step = width * hidden.element_size() + (0 if sums.hidden is None else 4 * size), family.step
+    spans, base = _spans(counts, workspace // per_part), 0
     most = max(span.kept for span in spans)
     parts = torch.empty(most, width, dtype=hidden.dtype, device=hidden.device)
     rows = None if sums.hidden is None else torch.empty(most, size, dtype=torch.float32, device=hidden.device)
-    heads = _heads(inputs)
     with on(hidden.device):
-        lists, base = BlockLists.of(keep, 0, sum(counts)), 0
         for first, last, kept, chunks in spans:
             places = {"ROWS": PART_TOKENS, "STEP": step, "TILES": next_power_of_2(len(counts)), "num_warps": WARPS}
             if kept:
@@ -373,7 +383,7 @@ def add_parts(
                     parts, matrix(student.weight, step, HIDDEN_COLUMNS, tma=family.tma), rows, lists, base, first, last,
                     size, TILE_VOCAB=width, COLUMNS=HIDDEN_COLUMNS, num_stages=family.storing_stages, **places,
                 )  # fmt: skip
-                _add_rows_kernel[(keep.shape[0], cdiv(size, ADDED_COLUMNS))](
+                _add_rows_kernel[(hidden.shape[0], cdiv(size, ADDED_COLUMNS))](
                     rows, sums.hidden, lists, base, kept, size, COLUMNS=ADDED_COLUMNS
                 )
             if sums.weight is not None:

@@ -14,7 +14,7 @@ Every sum has a fixed order, so two runs give the same bits. One host sync, for 
 
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +47,11 @@ def kernels_for(inputs: PartInputs) -> ModuleType:
 class Chosen(NamedTuple):
     """The parts that are computed, and what stands for the others."""
 
-    inputs: PartInputs
     keep: Tensor  # (n, tiles) bool
     wanted: Tensor  # (n,) bool: tokens with a gradient
     numbers: HostAnswer  # of these, and of the tokens that keep each tile
+    kernels: ModuleType  # of these parts
+    begun: Any  # as they began
     left_out: LeftOutParts
     grad_hidden: Tensor | None  # (n, H) float32 of what is left out
 
@@ -76,30 +77,33 @@ def backward(
     grad_bias = None if left_out.total is None or head.bias is None else unwritten(head.bias, pair.vocab)
     sums = PartSums(chosen.grad_hidden, grad_weight, grad_bias)
     workspace = int(WORKSPACE_SHARE * WORKSPACE_BYTES[kind_of(head.hidden.device)])
-    kernels_for(chosen.inputs).add_parts(chosen.inputs, chosen.keep, counts, left_out, sums, workspace)
+    chosen.kernels.add_parts(chosen.begun, counts, left_out, sums, workspace)
     return Gradients(*sums).of_all_tokens(live, head)
 
 
 def choose(pair: Pair, options: PairOptions, tile_sums: TileSums, tokens: PairGradients, needs: Needs) -> Chosen:
     """On the device alone; the caller asks how much there is to do."""
     student, teacher = exact.sides(pair, options, pair.student.live)
-    heads, targets = (_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab)), student.rows.targets
-    inputs, kernels = PartInputs(*heads, options.measure, targets, tokens), for_device(targets.device)
-    bounds = kernels.bound_parts(tile_sums, options.measure, tokens, targets)
-    shares = kernels.share(kernels_for(inputs).entry_sizes(inputs, kernels.draw(bounds)))
+    targets, hidden, measure = student.rows.targets, student.factor, options.measure
+    inputs = PartInputs(_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab), measure, targets, tokens)
+    kernels, of_parts = for_device(hidden.device), kernels_for(inputs)
+    bounds = kernels.bound_parts(tile_sums, measure, tokens, targets)
+    shares = kernels.share(of_parts.entry_sizes(inputs, kernels.draw(bounds)))
     slope, dtype = LogitSteps.of(options.student.transform).slope, options.student.compute_dtype
     keep, left_out = kernels.choose_parts(bounds, shares.squares, options.student.grad_tolerance, slope, dtype)
     numbers = HostAnswer(torch.cat([bounds.wanted.sum()[None], keep.sum(0)]))
     # What the host has the device do while it waits.
+    begun = of_parts.begin(inputs, keep)
     grad_hidden = by_tile = total = None
     if needs[0]:
         grad_hidden = gemm.matmul(left_out, kernels.shared_rows(shares.entries, inputs.student.weight, dtype))
     if needs[1]:
         # What the rest hold must meet no product, not even with zeros.
-        by_tile = gemm.matmul(left_out.T, torch.where(bounds.wanted[:, None], inputs.student.hidden, 0.0))
+        by_tile = gemm.matmul(left_out.T, torch.where(bounds.wanted[:, None], hidden, 0.0))
     if pair.student.bias is not None and needs[2]:
         total = gemm.column_sums(left_out)
-    return Chosen(inputs, keep, bounds.wanted, numbers, LeftOutParts(shares.entries, by_tile, total), grad_hidden)
+    rest = LeftOutParts(shares.entries, by_tile, total)
+    return Chosen(keep, bounds.wanted, numbers, of_parts, begun, rest, grad_hidden)
 
 
 def _head_rows(side: Side, vocab: int) -> HeadRows:
