@@ -270,11 +270,12 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     student = pair_epilogue.Student(hidden, weight, bias, torch.zeros(N, dtype=torch.long), 0, transform)
     teacher = Tile(ones(N, vocab), bias, transform)
     kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5))[None if everything else slice(1)]:
+    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
         parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)
         pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
+        parts.merged(measure)
         if measure.kind != MIXTURE:
             whole = pair_epilogue.Parts.unwritten(N, V, CPU, measure, entropy=False, targets=False, squares=True)
             whole.tile_sums(measure, TileSums.unwritten(N, V, CPU, measure))

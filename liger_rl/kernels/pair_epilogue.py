@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels.bounds_triton import MERGE_TILES, MERGE_TOKENS, MERGE_WARPS
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
@@ -81,11 +82,14 @@ class Parts(NamedTuple):
 
     def merged(self, measure: Measure) -> PairFold:
         """The fold of the whole vocabulary, (n,) each; tiles are added up in their order."""
-        fold = self.fold
-        merged = fold._replace(target=None, teacher_target=None).over_ranks(
-            measure, lambda peaks: peaks.amax(1), lambda parts: parts.sum(1)
-        )
-        return merged._replace(target=fold.target, teacher_target=fold.teacher_target)
+        tiles, tokens = self.fold.peak.shape
+        of_tiles = self.fold._replace(target=None, teacher_target=None)
+        whole = PairFold._make(None if part is None else torch.empty_like(part[0]) for part in of_tiles)
+        with on(self.fold.peak.device):
+            _merge_pair_kernel[(cdiv(tokens, MERGE_TOKENS),)](
+                of_tiles, whole, tiles, tokens, measure.kind, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
+            )
+        return whole._replace(target=self.fold.target, teacher_target=self.fold.teacher_target)
 
     def tile_sums(self, measure: Measure, out: TileSums) -> None:
         """Write the sums (n, tiles of TILE_VOCAB) that bounds are made of."""
@@ -98,6 +102,69 @@ class Parts(NamedTuple):
 
 
 NO_SQUARES = Squares(None, None, None)
+
+
+@triton.jit
+def _around(moment, kept, shift, total):
+    """See `divergence._around`."""
+    return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
+
+
+@Launched
+@triton.jit(do_not_specialize=["tiles", "tokens"])
+def _merge_pair_kernel(
+    parts,  # `PairFold` (tiles, tokens), without targets
+    whole,  # what they become, (tokens,) each
+    tiles,
+    tokens,
+    KIND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    teacher_peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+        peak = tl.maximum(peak, tl.max(tl.load(parts.peak + place, mask=inside, other=LOWEST), 0))
+        tile_peak = tl.load(parts.teacher_peak + place, mask=inside, other=LOWEST)
+        teacher_peak = tl.maximum(teacher_peak, tl.max(tile_peak, 0))
+    total = tl.zeros((TOKENS,), tl.float32)
+    teacher_total = tl.zeros((TOKENS,), tl.float32)
+    gap = tl.zeros((TOKENS,), tl.float32)
+    moment = tl.zeros((TOKENS,), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+        lower = tl.load(parts.peak + place, mask=inside, other=LOWEST) - peak[None, :]
+        teacher_lower = tl.load(parts.teacher_peak + place, mask=inside, other=LOWEST) - teacher_peak[None, :]
+        kept, teacher_kept = tl.exp(lower), tl.exp(teacher_lower)
+        tile_total = tl.load(parts.sum_exp + place, mask=inside, other=0.0)
+        teacher_tile_total = tl.load(parts.teacher_sum_exp + place, mask=inside, other=0.0)
+        total += tl.sum(kept * tile_total, 0)
+        teacher_total += tl.sum(teacher_kept * teacher_tile_total, 0)
+        if parts.gap is not None:
+            tile_gap = tl.load(parts.gap + place, mask=inside, other=0.0)
+            if KIND == REVERSE:
+                tile_gap = _around(tile_gap, kept, lower - teacher_lower, tile_total)
+            else:
+                tile_gap = _around(tile_gap, teacher_kept, teacher_lower - lower, teacher_tile_total)
+            gap += tl.sum(tile_gap, 0)
+        if parts.moment is not None:
+            tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
+            moment += tl.sum(_around(tile_moment, kept, lower, tile_total), 0)
+    tl.store(whole.peak + token, peak, mask=live)
+    tl.store(whole.sum_exp + token, total, mask=live)
+    tl.store(whole.teacher_peak + token, teacher_peak, mask=live)
+    tl.store(whole.teacher_sum_exp + token, teacher_total, mask=live)
+    if parts.gap is not None:
+        tl.store(whole.gap + token, gap, mask=live)
+    if parts.moment is not None:
+        tl.store(whole.moment + token, moment, mask=live)
 
 
 @Launched

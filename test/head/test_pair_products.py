@@ -30,7 +30,7 @@ from liger_rl.kernels.divergence import (
     grad_pair,
     mix_pair,
 )
-from liger_rl.kernels.divergence_tiles import TileBounds
+from liger_rl.kernels.divergence_tiles import bound_parts
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,7 +108,7 @@ def test_sums_of_several_tiles(measure):
     sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
     parts.tile_sums(measure, sums)
     tokens = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
-    mine, other = (TileBounds.of(part, measure, tokens) for part in (sums, case.sums))
+    mine, other = (bound_parts(part, measure, tokens, case.targets) for part in (sums, case.sums))
     torch.testing.assert_close(mine.total, other.total, rtol=1e-4, atol=2e-5)
     # Sums around other peaks have another rounding, for which bounds leave room.
     for part, exact in ((mine.most, other.most), (mine.least, other.least)):
@@ -131,7 +131,7 @@ def test_kernels(measure, more):
         sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
         parts.tile_sums(measure, sums)
         ones = PairGradients(*case.known[:2], torch.ones_like(case.value), case.value, None, None, None, None)
-        mine, other = (TileBounds.of(part, measure, ones) for part in (sums, case.sums))
+        mine, other = (bound_parts(part, measure, ones, case.targets) for part in (sums, case.sums))
         for part, exact in zip(mine, other, strict=True):
             torch.testing.assert_close(part, exact, rtol=1e-3, atol=2e-4)
     tokens = case.tokens()
