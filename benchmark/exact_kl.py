@@ -39,11 +39,10 @@ class Batch(NamedTuple):
         return cls(heads, ids, advantages, torch.ones_like(ids, dtype=torch.bool))
 
 
-def penalised(estimator: str, passes: Any, batch: Batch) -> Any:
+def penalised(loss: FusedLinearGRPOLoss, batch: Batch) -> Any:
     """-> the loss and its metrics."""
-    loss = FusedLinearGRPOLoss("bnpo", beta=BETA, kl_estimator=estimator, passes=passes)
     hidden, weight, ref_hidden, ref_weight = batch.heads
-    if estimator == "exact":
+    if loss.terms.kl.exact:
         reference = ReferenceHead(hidden=ref_hidden, weight=ref_weight)
         return loss(hidden, weight, *batch[1:], reference=reference)
     ref = loss.reference_logps(ref_hidden, ref_weight, batch.ids, batch.mask)
@@ -78,11 +77,13 @@ def rows_of(heads: Heads, device: str) -> Iterator[dict[str, Any]]:
     for estimator, passes in WAYS:
         kl, grad_hidden, grad_weight = gold[estimator]
 
-        def step(estimator: str, passes: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-            found = penalised(estimator, passes, batch)
+        loss = FusedLinearGRPOLoss("bnpo", beta=BETA, kl_estimator=estimator, passes=passes)
+
+        def step(loss: FusedLinearGRPOLoss) -> tuple[Tensor, tuple[Tensor, ...]]:
+            found = penalised(loss, batch)
             return found.metrics["kl_ref"].value, torch.autograd.grad(found.loss, heads[:2])
 
-        one = partial(step, estimator, passes)
+        one = partial(step, loss)
         with PeakMemory(device) as memory:
             value, grads = one()
         errors = {
