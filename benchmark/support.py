@@ -297,6 +297,9 @@ def summary(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ())}\n\n{markdown_table(columns, list(lines.items()))}\n"
 
 
+NOT_DRAWN = ("in place", "one thread")  # lines beside others
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
     """Milliseconds of forward and backward against the mean size of the sets."""
     import matplotlib
@@ -305,14 +308,15 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6, 4))
-    for name in dict.fromkeys(row["variant"] for row in results["rows"]):
+    names = dict.fromkeys(row["variant"] for row in results["rows"])
+    for name in (name for name in names if not any(apart in name for apart in NOT_DRAWN)):
         rows = [row for row in results["rows"] if row["variant"] == name and row["mean"] != FIELD]
         rows = [row for row in rows if row["status"] == "ok"]
         panel.plot([row["mean"] for row in rows], [row["step_ms"] for row in rows], marker="o", label=name)
     panel.set(xscale="log", yscale="log", xlabel="ids of a token, mean", ylabel="forward + backward, ms")
     n, hidden_size, vocab = results["shape"]
     panel.set_title(f"N = {n}, H = {hidden_size}, V = {vocab}, {results['environment']['device_name']}", fontsize=10)
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="center left")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 

@@ -32,8 +32,8 @@ COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
 DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
-# Of the weight, which a program reads at a time. One H200, H = 2048 and 4096, V = 151936: 1.2 to 1.3 x the time of
-# reading it once; 16 x 256 took 1.6 to 2.4 x.
+# Of the weight, which a program reads at a time. One H200, H = 2048 and 4096: 1.2 to 1.3 x the time of reading it
+# once; 16 x 256 took 1.6 to 2.4 x.
 WEIGHED_ENTRIES, WEIGHED_COLUMNS = 32, 512
 # Sums of what is left out have rows of a multiple of so many tiles, for products that read them 16 bytes at a time.
 TILE_MULTIPLE = 8
