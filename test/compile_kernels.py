@@ -310,8 +310,8 @@ def chosen_parts(_transform: LogitTransform, entropy: bool) -> None:
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         sums = TileSums.unwritten(N, V, CPU, measure)
         bounds = compiled.bound_parts(sums, measure, tokens, torch.zeros(N, dtype=torch.long))
-        compiled.draw(bounds)
-        shares = compiled.share(ones(V))
+        compiled.draw_tokens(bounds)
+        shares = compiled.share_entries(ones(V))
         for dtype in (torch.bfloat16, torch.float32):
             compiled.shared_rows(shares.entries, ones(V, H, dtype=dtype), dtype)
             compiled.choose_parts(bounds, shares.squares, 0.1, 1.0, dtype)

@@ -126,7 +126,7 @@ def _factors(sums: TileSums, measure: Measure, tokens: PairGradients) -> tuple[T
     return s * (tokens.value[:, None] - (log_s - log_t)), s, s, s
 
 
-def draw(bounds: TileBounds) -> Drawn:
+def draw_tokens(bounds: TileBounds) -> Drawn:
     """Each token as often as its size says."""
     size, device = bounds.size, bounds.size.device
     # In integers, see UNITS.
@@ -136,7 +136,7 @@ def draw(bounds: TileBounds) -> Drawn:
     return Drawn(drawn, torch.where(size > 0, 1.0 / (size * bounds.unit), 0.0)[drawn].float())
 
 
-def share(sizes: Tensor) -> TileShares:
+def share_entries(sizes: Tensor) -> TileShares:
     """Of sums of |dL/dlogits| over the drawn tokens, (V,) float32."""
     entries = pad(sizes, (0, -sizes.numel() % TILE_VOCAB)).unflatten(0, (-1, TILE_VOCAB))
     total = entries.sum(1, keepdim=True)

@@ -223,8 +223,8 @@ def bound_parts(sums: TileSums, measure: Measure, tokens: PairGradients, targets
     return bounds
 
 
-def draw(bounds: TileBounds) -> Drawn:
-    """As `divergence_tiles.draw`."""
+def draw_tokens(bounds: TileBounds) -> Drawn:
+    """As `divergence_tiles.draw_tokens`."""
     count, device = bounds.size.numel(), bounds.size.device
     numbers = partial(torch.empty, plain.SAMPLES, device=device)
     drawn = Drawn(numbers(dtype=torch.int64), numbers())
@@ -235,8 +235,8 @@ def draw(bounds: TileBounds) -> Drawn:
     return drawn
 
 
-def share(sizes: Tensor) -> TileShares:
-    """As `divergence_tiles.share`."""
+def share_entries(sizes: Tensor) -> TileShares:
+    """As `divergence_tiles.share_entries`."""
     tiles, numbers = cdiv(sizes.numel(), TILE_VOCAB), partial(torch.empty, device=sizes.device)
     shares = TileShares(numbers(tiles, TILE_VOCAB), numbers(tiles))
     with on(sizes.device):

@@ -5,8 +5,8 @@ from liger_rl.kernels.divergence import grad_pair as grad_pair
 from liger_rl.kernels.divergence import mix_pair as mix_pair
 from liger_rl.kernels.divergence_tiles import bound_parts as bound_parts
 from liger_rl.kernels.divergence_tiles import choose_parts as choose_parts
-from liger_rl.kernels.divergence_tiles import draw as draw
-from liger_rl.kernels.divergence_tiles import share as share
+from liger_rl.kernels.divergence_tiles import draw_tokens as draw_tokens
+from liger_rl.kernels.divergence_tiles import share_entries as share_entries
 from liger_rl.kernels.divergence_tiles import shared_rows as shared_rows
 from liger_rl.kernels.eager import fold as fold
 from liger_rl.kernels.eager import grad as grad

@@ -105,7 +105,7 @@ def test_draws(tokens):
     size[1:2], size[20:21] = 0.0, 30.0
     unit = torch.tensor(1e-6, device=DEVICE)
     bounds = TileBounds(size, size, size, size, size > 0, unit)
-    found, plain = (kernels.draw(bounds) for kernels in BOTH)
+    found, plain = (kernels.draw_tokens(bounds) for kernels in BOTH)
     assert (found.rows != plain.rows).sum() <= 1  # where sums of floats and of units meet
     expected = torch.where(size > 0, 1 / (size * unit), 0.0)[found.rows].float()
     torch.testing.assert_close(found.scales, expected)
@@ -117,7 +117,7 @@ def test_draws_where_nothing_has_a_size():
     zero = torch.zeros(5, dtype=torch.float64, device=DEVICE)
     bounds = TileBounds(zero, zero, zero, zero, zero > 0, torch.tensor(1.0, device=DEVICE))
     for kernels in BOTH:
-        found = kernels.draw(bounds)
+        found = kernels.draw_tokens(bounds)
         assert ((found.rows >= 0) & (found.rows < 5)).all()
         assert not found.scales.any()
 
@@ -126,7 +126,7 @@ def test_shares():
     sizes = torch.rand(V, device=DEVICE)
     sizes[TILE_VOCAB : 2 * TILE_VOCAB] = 0.0
     sizes[2 * TILE_VOCAB : 3 * TILE_VOCAB] = 1e38  # whose sum is not finite
-    found, plain = (kernels.share(sizes) for kernels in BOTH)
+    found, plain = (kernels.share_entries(sizes) for kernels in BOTH)
     for mine, other in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, other)
     assert not found.entries[1:3].any()
@@ -137,7 +137,7 @@ def test_shares():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_of_shares(dtype, transposed):
-    entries = divergence_tiles.share(torch.rand(V, device=DEVICE)).entries
+    entries = divergence_tiles.share_entries(torch.rand(V, device=DEVICE)).entries
     weight = torch.randn(V, 40, device=DEVICE).to(dtype)
     if transposed:
         weight = weight.T.contiguous().T

@@ -88,7 +88,7 @@ def choose(pair: Pair, options: PairOptions, tile_sums: TileSums, tokens: PairGr
     inputs = PartInputs(_head_rows(student, pair.vocab), _head_rows(teacher, pair.vocab), measure, targets, tokens)
     kernels, of_parts = for_device(hidden.device), kernels_for(inputs)
     bounds = kernels.bound_parts(tile_sums, measure, tokens, targets)
-    shares = kernels.share(of_parts.entry_sizes(inputs, kernels.draw(bounds)))
+    shares = kernels.share_entries(of_parts.entry_sizes(inputs, kernels.draw_tokens(bounds)))
     slope, dtype = LogitSteps.of(options.student.transform).slope, options.student.compute_dtype
     keep, left_out = kernels.choose_parts(bounds, shares.squares, options.student.grad_tolerance, slope, dtype)
     numbers = HostAnswer(torch.cat([bounds.wanted.sum()[None], keep.sum(0)]))
