@@ -305,15 +305,16 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
 
 
 def chosen_parts(_transform: LogitTransform, entropy: bool) -> None:
-    """With gradients of log-probabilities where there are entropies elsewhere."""
+    """Of several tiles; of one, with gradients of log-probabilities, where there are entropies elsewhere."""
+    vocab = V if entropy else 5 * TILE_VOCAB - 24
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
-        sums = TileSums.unwritten(N, V, CPU, measure)
+        sums = TileSums.unwritten(N, vocab, CPU, measure)
         bounds = compiled.bound_parts(sums, measure, tokens, torch.zeros(N, dtype=torch.long))
         compiled.draw_tokens(bounds)
-        shares = compiled.share_entries(ones(V))
+        shares = compiled.share_entries(ones(vocab))
         for dtype in (torch.bfloat16, torch.float32):
-            compiled.shared_rows(shares.entries, ones(V, H, dtype=dtype), dtype)
+            compiled.shared_rows(shares.entries, ones(vocab, H, dtype=dtype), dtype)
             compiled.choose_parts(bounds, shares.squares, 0.1, 1.0, dtype)
 
 

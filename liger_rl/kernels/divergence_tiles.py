@@ -69,7 +69,7 @@ class Drawn(NamedTuple):
     """Tokens that say how entries share what is left out, (SAMPLES,) each."""
 
     rows: Tensor  # int64, among n tokens
-    scales: Tensor  # float32, by what a token's gradient becomes as large as others'
+    scales: Tensor  # float32, by what the gradients of all become alike in size
 
 
 class TileShares(NamedTuple):
@@ -133,7 +133,7 @@ def draw_tokens(bounds: TileBounds) -> Drawn:
     until = (size * (UNITS / size.sum())).nan_to_num(0.0, 0.0).long().cumsum(0)
     step = (torch.arange(SAMPLES, device=device) + 0.5) / SAMPLES * until[-1]
     drawn = torch.searchsorted(until, step.long(), right=True).clamp_(max=size.numel() - 1)
-    return Drawn(drawn, torch.where(size > 0, 1.0 / (size * bounds.unit), 0.0)[drawn].float())
+    return Drawn(drawn, torch.where(size > 0, 1.0 / size, 0.0)[drawn].float())
 
 
 def share_entries(sizes: Tensor) -> TileShares:
@@ -170,8 +170,9 @@ def choose_parts(
     """
     wanted = bounds.wanted[:, None]
     error = LOST + bounds.most.double() + bounds.total.double().abs() * squares.double().sqrt() * SLACK_OF_SHARES
+    budget = bounds.least.sum() * tolerance**2
     # No comparison holds for NaN.
-    units = (error.square() * (UNITS / (bounds.least.sum() * tolerance**2))).ceil()
+    units = (error.square() * torch.where(budget < torch.inf, UNITS / budget, torch.nan)).ceil()
     units = torch.where(wanted, torch.where(units <= UNITS, units, UNITS + 1.0).long(), 0)
     ascending = units.flatten().sort().values
     dropped = (ascending.cumsum(0) <= UNITS).sum()

@@ -89,7 +89,8 @@ def _bounds_kernel(
     most = tl.sqrt(_positive(energy) + rough) + amplitude
     least = _positive(tl.sqrt(_positive(energy - rough)) - amplitude)
     if tokens.grad_logps is not None:
-        own = tile == tl.where(g != 0.0, tl.load(targets + token) // TILE_VOCAB, -1)
+        target = tl.load(targets + token)
+        own = tile == tl.where((g != 0.0) & (target >= 0), target // TILE_VOCAB, -1)
         over, under = tl.abs(g) - most, least - tl.abs(g)
         # No comparison holds for NaN, which is to stay it.
         apart = _positive(tl.where(over < under, under, over))
@@ -107,7 +108,7 @@ def _bounds_kernel(
 
 @Launched
 @triton.jit(do_not_specialize=["count"])
-def _draw_kernel(sizes, unit_at, drawn, count, SAMPLES: tl.constexpr, STEP: tl.constexpr):
+def _draw_kernel(sizes, drawn, count, SAMPLES: tl.constexpr, STEP: tl.constexpr):
     # One program, because where a token comes depends on all before it; its order is fixed, so its sums may be floats.
     total = tl.zeros((), tl.float64)
     for first in range(0, count, STEP):
@@ -125,9 +126,8 @@ def _draw_kernel(sizes, unit_at, drawn, count, SAMPLES: tl.constexpr, STEP: tl.c
         so_far = tl.max(until, 0)
     place = tl.minimum(place, count - 1)
     size = tl.load(sizes + place)
-    scale = tl.where(size > 0.0, 1.0 / (size * tl.load(unit_at)), 0.0)
     tl.store(drawn.rows + sample, place.to(tl.int64))
-    tl.store(drawn.scales + sample, scale.to(tl.float32))
+    tl.store(drawn.scales + sample, tl.where(size > 0.0, 1.0 / size, 0.0).to(tl.float32))
 
 
 @Launched
@@ -160,8 +160,9 @@ def _units_kernel(
     total = tl.abs(tl.load(bounds.total + part, mask=inside, other=0.0)).to(tl.float64)
     square = tl.load(squares + part % tiles, mask=inside, other=0.0).to(tl.float64)
     error = LOST + most + total * tl.sqrt(square) * SLACK_OF_SHARES
-    found = tl.ceil(error * error * (UNITS / tl.load(budget_at)))
+    budget = tl.load(budget_at)
     # No comparison holds for NaN.
+    found = tl.ceil(error * error * tl.where(budget < float("inf"), UNITS / budget, float("nan")))
     found = tl.where(found <= UNITS, found, UNITS + 1.0).to(tl.int64)
     wanted = tl.load(bounds.wanted + part // tiles, mask=inside, other=0) != 0
     tl.store(units + part, tl.where(wanted, found, 0), mask=inside)
@@ -183,7 +184,7 @@ def _choose_kernel(
     TILES: tl.constexpr,
 ):
     # The first part, in ascending order, that the budget has no room for. Every program looks it up for itself.
-    parts = tl.zeros((), tl.int64) + count * tiles
+    parts = (tl.zeros((), tl.int64) + count) * tiles
     low, high = tl.zeros((), tl.int64), parts
     while low < high:
         middle = (low + high) // 2
@@ -229,9 +230,7 @@ def draw_tokens(bounds: TileBounds) -> Drawn:
     numbers = partial(torch.empty, plain.SAMPLES, device=device)
     drawn = Drawn(numbers(dtype=torch.int64), numbers())
     with on(device):
-        _draw_kernel[(1,)](
-            bounds.size, bounds.unit, drawn, count, SAMPLES=plain.SAMPLES, STEP=DRAWN, num_warps=DRAWING_WARPS
-        )
+        _draw_kernel[(1,)](bounds.size, drawn, count, SAMPLES=plain.SAMPLES, STEP=DRAWN, num_warps=DRAWING_WARPS)
     return drawn
 
 
@@ -246,8 +245,9 @@ def share_entries(sizes: Tensor) -> TileShares:
 
 def shared_rows(entries: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """As `divergence_tiles.shared_rows`."""
+    if weight.stride(1) != 1:
+        return plain.shared_rows(entries, weight, dtype)
     rows = torch.empty(plain.padded(entries.shape[0]), weight.shape[1], dtype=dtype, device=weight.device)
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     left_out_blocks_triton.weigh_rows(weight, entries, rows, entries.shape[1])
     return rows
 

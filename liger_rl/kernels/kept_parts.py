@@ -60,8 +60,9 @@ class LeftOutParts(NamedTuple):
     """What stands for the other parts in the sums of a tile's own: its entries share what is left out of it."""
 
     shares: Tensor  # (tiles, entries of a tile) float32, 0 past the last entry
-    hidden: Tensor | None  # (tiles, H) float32, hidden states added up by what is left out; where weight needs it
-    total: Tensor | None  # (tiles,) float32, what is left out added up; where bias needs it
+    # (tiles or more, H) float32, hidden states added up by what is left out; where weight needs it
+    hidden: Tensor | None
+    total: Tensor | None  # (tiles or more,) float32, what is left out added up; where bias needs it
 
 
 class PartSums(NamedTuple):

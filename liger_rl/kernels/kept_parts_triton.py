@@ -356,7 +356,8 @@ class Begun(NamedTuple):
 def begin(inputs: PartInputs, keep: Tensor) -> Begun:
     """As `kept_parts.begin`."""
     inputs = inputs._replace(targets=inputs.targets.contiguous(), tokens=inputs.tokens.contiguous())
-    return Begun(inputs, _heads(inputs), BlockLists.of(keep, 0, keep.numel()))
+    with on(keep.device):
+        return Begun(inputs, _heads(inputs), BlockLists.of(keep, 0, keep.numel()))
 
 
 def add_parts(begun: Begun, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int) -> None:

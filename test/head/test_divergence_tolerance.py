@@ -347,6 +347,30 @@ def test_in_triton(kind, monkeypatch, kept):
         assert distance(mine, other) < 1e-2
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_all_in_triton(kind, monkeypatch, kept):
+    """Products, folds, the choice and the sums of parts; NaN where nothing counts, padding, and log-probabilities."""
+    skip_without_interpreter()
+    for module in (divergence, engine, divergence_tiles):
+        monkeypatch.setattr(module, "TILE_VOCAB", 1024)
+    given, vocab = pair(dtype=torch.float16, tokens=12), VOCAB - 50
+    mask, targets = torch.arange(12) % 5 != 3, torch.arange(12) * 29
+    of_logps = 0.3 * given.grad.flip(0)
+    of_logps[1] = given.grad[1] = 0.0
+    given.hidden[~mask], given.teacher_hidden[~mask], targets[3] = math.nan, math.inf, -100
+    options = {"targets": targets, "mask": mask, "vocab": vocab, "grad_tolerance": 0.1, **KINDS[kind]}
+    plain = given.gradients(of_logps, **options)
+    run_triton(monkeypatch, epilogue=True)
+    found, again = (given.gradients(of_logps, **options) for _ in range(2))
+    assert torch.equal(kept[1], kept[2])
+    assert (kept[0] != kept[1]).double().mean() < 0.02
+    assert 0 < kept.share() < 0.6
+    for mine, other, same in zip(found, plain, again, strict=True):
+        assert torch.equal(mine, same)
+        assert distance(mine, other) < 2e-2
+        assert mine.shape[0] == 12 or not mine[vocab:].any()
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,32 @@ def test_sums_of_several_tiles(measure):
 
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
+@pytest.mark.parametrize("tiles", [1, 150])
+def test_merged_tiles(measure, tiles):
+    """Of more tiles than a program reads at a time; some ban all that they have, and a token is NaN."""
+    n, width = 35, 4
+    z = 5.0 * torch.randn(n, tiles * width, device=DEVICE)
+    t = z + torch.randn_like(z) - 300.0
+    z[1, 1:] = t[2, 1:] = t[3:5, ::2] = z[4:6, ::2] = -torch.inf
+    z[7] = torch.nan
+    folds = []
+    for first in range(0, tiles * width, width):
+        state = PairFold.start(n, DEVICE, measure, entropy=True, targets=False)
+        student, teacher = (Tile(x[:, first : first + width], None, LogitTransform()) for x in (z, t))
+        fold_pair(student, teacher, torch.zeros(n, device=DEVICE), 0, measure, state)
+        lowest = torch.finfo(torch.float32).min  # of NaN, too, as the epilogue leaves it
+        folds.append(state._replace(peak=torch.where(state.peak.isnan(), lowest, state.peak)))
+    fold = PairFold._make(None if part[0] is None else torch.stack(part) for part in zip(*folds, strict=True))
+    found = pair_epilogue.Parts(fold, pair_epilogue.NO_SQUARES).merged(measure)
+    expected = fold.over_ranks(measure, lambda peaks: peaks.amax(1), lambda parts: parts.sum(1))
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3, equal_nan=True)
+    assert found.sum_exp[7].isnan()
+
+
+@pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
 @pytest.mark.parametrize("more", [False, True])
 def test_kernels(measure, more):
     """Fold, sums of tiles, gradient and what is kept for one, over two products, the last tile not a whole one."""
