@@ -49,7 +49,7 @@ def heads(n, size, other_size, vocab, spread=3.0):
 class Case:
     """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
 
-    def __init__(self, measure, transforms, *, more, n=20, size=40, vocab=700, gap=None):
+    def __init__(self, measure, transforms, *, more, n=20, size=48, vocab=700, gap=None):
         self.measure, self.more, self.n, self.vocab = measure, more, n, vocab
         self.hidden, self.weight, *_ = heads(n, size, 8, vocab)
         self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
@@ -103,7 +103,7 @@ class Case:
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
 def test_sums_of_several_tiles(measure):
     """Of more tokens than a program joins the sums of, and of a last tile that is short."""
-    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, n=140, size=8, vocab=2 * TILE_VOCAB + 300)
+    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, n=140, size=16, vocab=2 * TILE_VOCAB + 300)
     parts, _ = case.folded(squares=True, kept=False)
     sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
     parts.tile_sums(measure, sums)
@@ -238,8 +238,8 @@ def step(given, kind, *, factors, **options):
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_engines(kind, monkeypatch):
     """Two passes, one and blocks, of a padded vocabulary, in several products, with tokens that do not count."""
-    n, vocab = (600, 9000) if DEVICE.type == "cuda" else (60, 600)
-    given, factors = heads(n, 24, 16, vocab), torch.rand(n).to(DEVICE)
+    n, vocab = (600, 9000) if DEVICE.type == "cuda" else (64, 608)
+    given, factors = heads(n, 32, 16, vocab), torch.rand(n).to(DEVICE)
     options = {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
     ways = [{}, {"token_weights": factors}] + ([{"grad_tolerance": 1e-3}] if kind == "reverse_kl" else [])
@@ -266,7 +266,7 @@ def test_what_keeps_a_pair_from_the_epilogue(monkeypatch):
         run_triton(monkeypatch, epilogue=True)
     taken = []
     monkeypatch.setattr(pair_products.PairProducts, "fold", lambda *_, **__: taken.append(True))
-    given = heads(8, 16, 8, 40)
+    given = heads(8, 16, 16, 48)
     terms = (LowRank(a=torch.ones(2, 16, dtype=DTYPE, device=DEVICE), b=given[1][:, :2].contiguous()),)
     for changed, options in (((), {"chunk_vocab": 16}), ((0, 1), {}), ((), {"low_rank": terms})):
         some = [part.float() if place in changed else part for place, part in enumerate(given)]
@@ -281,7 +281,7 @@ def test_families_agree(kind, monkeypatch):
     from liger_rl.kernels.devices import PORTABLE, TMA
 
     measure = Measure(kind, 0.3 if kind == MIXTURE else 0.0)
-    case = Case(measure, ALL, more=True, n=300, size=136, vocab=1100)
+    case = Case(measure, ALL, more=True, n=300, size=144, vocab=1100)
     tokens, results = case.tokens(), []
     for family, gluon in ((TMA, True), (TMA, False), (PORTABLE[0], False), (PORTABLE[2], False)):
         with monkeypatch.context() as context:
