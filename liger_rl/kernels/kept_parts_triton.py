@@ -225,8 +225,8 @@ def _add_rows_kernel(rows, out, lists, base, kept, size, COLUMNS: tl.constexpr):
         total = tl.load(place, mask=inside, other=0.0)
         for at in range(first, end):
             position = tl.load(lists.by_row + at) - base
-            here = inside & (position >= 0) & (position < kept)
-            total += tl.load(rows + position.to(tl.int64) * size + column, mask=here, other=0.0)
+            known = tl.where((position >= 0) & (position < kept), size, 0)
+            total += tl.load(rows + position.to(tl.int64) * size + column, mask=column < known, other=0.0)
         tl.store(place, total, mask=inside)
 
 
@@ -257,7 +257,8 @@ def _weight_kernel(
     first = end - tl.load(lists.tile_count + tile)
     total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
     # Rows are known a step ahead of what they address, which can then be fetched as early as the parts.
-    row = tl.load(lists.row + tl.minimum(first + tl.arange(0, STEP), end - 1), mask=first < end, other=0)
+    ahead = tl.minimum(first + tl.arange(0, STEP), end - 1)
+    row = tl.load(lists.row + ahead, mask=ahead >= first, other=0)
     for start in tl.range(first, end, STEP):
         position = start + tl.arange(0, STEP)
         place = parts + (position - base).to(tl.int64)[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]

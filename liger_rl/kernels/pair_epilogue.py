@@ -185,7 +185,7 @@ def _tile_sums_kernel(
     peak = tl.full((TOKENS,), LOWEST, tl.float32)
     teacher_peak = tl.full((TOKENS,), LOWEST, tl.float32)
     for tile in tl.static_range(SEVERAL):
-        inside = (token < tokens) & (first + tile < tiles)
+        inside = token < tl.where(first + tile < tiles, tokens, 0)
         place = (first + tile).to(tl.int64) * tokens + token
         peak = tl.maximum(peak, tl.load(fold.peak + place, mask=inside, other=LOWEST))
         teacher_peak = tl.maximum(teacher_peak, tl.load(fold.teacher_peak + place, mask=inside, other=LOWEST))
@@ -195,7 +195,7 @@ def _tile_sums_kernel(
     sum_xy = tl.zeros((TOKENS,), tl.float32)
     sum_yy = tl.zeros((TOKENS,), tl.float32)
     for tile in tl.static_range(SEVERAL):
-        inside = (token < tokens) & (first + tile < tiles)
+        inside = token < tl.where(first + tile < tiles, tokens, 0)
         place = (first + tile).to(tl.int64) * tokens + token
         lower = tl.load(fold.peak + place, mask=inside, other=LOWEST) - peak
         teacher_lower = tl.load(fold.teacher_peak + place, mask=inside, other=LOWEST) - teacher_peak

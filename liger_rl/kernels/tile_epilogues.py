@@ -34,7 +34,7 @@ TOGETHER_BYTES = tl.constexpr(16 << 20)
 def tokens_together(token_tiles, tile_numbers):
     """-> how many token tiles, of so many 16-bit numbers, share what is loaded of the vocabulary: as evenly many each
     time as goes."""
-    most = tl.maximum(TOGETHER_BYTES // 2 // tile_numbers, 1)
+    most = max(TOGETHER_BYTES // 2 // tile_numbers, 1)
     return tl.cdiv(token_tiles, tl.cdiv(token_tiles, most))
 
 
