@@ -38,6 +38,7 @@ from liger_rl.kernels import (
     softmax,
     support_triton,
 )
+from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.divergence import (
     FORWARD,
     MIXTURE,
@@ -203,18 +204,12 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
     bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
     keep = left_out_blocks_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
-    left_out_blocks_triton.count(keep, order.int())
     given = (known, statistics(entropy), tokens, targets, order, keep, transform)
     left_out_blocks_triton.left_out_sums(*given, torch.bfloat16)
-    keep, counts, kept = (
-        torch.ones(row_blocks, TILES, dtype=torch.bool),
-        torch.full((TILES,), row_blocks),
-        row_blocks * TILES,
-    )
-    counted = torch.cat([torch.tensor([N]), counts, counts])
+    counts = torch.full((TILES,), row_blocks)
     inputs = blocks_triton.BlockInputs(hidden, weight, bias, targets, tokens, transform)
-    begun = blocks_triton.begin(inputs, keep, counted, 1 << 20, TILES)
-    plan = BlockPlan(keep, counted, counts, kept, N)
+    begun = blocks_triton.begin(inputs, BlockLists.of(keep, ranking.key), 1 << 20, TILES)
+    plan = BlockPlan(counts, row_blocks * TILES, N)
     left_out = LeftOut(ones(N, TILES, dtype=torch.bfloat16), shares.entries, ones(N, H))
     weight_dtype = torch.float32 if entropy else None
     blocks_triton.grad_blocks(begun, inputs, plan, left_out, (True, entropy), weight_dtype)

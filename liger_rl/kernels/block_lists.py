@@ -12,82 +12,96 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels.bounds_triton import NOT_WANTED
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv
 
 STEP = 256  # rows or tiles that a program reads at a time
 ITEMS = 16  # rows or tiles whose places in the order a program finds
+LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
 
 class BlockLists(NamedTuple):
-    """The kept blocks of some tiles, on the device, tile by tile. Positions are places in the buffer of blocks.
+    """The kept blocks, on the device, tile by tile. A position is a block's place among them, in that order.
 
-    There is room for `most` blocks. Entries after the last kept block are undefined.
+    There is room for every block. Entries after the last kept block are undefined.
     """
 
-    row: Tensor  # (most,) int32, row of blocks
-    tile: Tensor  # (most,) int32, tile among all of the vocabulary, ascending
-    by_row: Tensor  # (most,) int32 positions, row by row
+    row: Tensor  # (row blocks * tiles,) int32, row of blocks
+    tile: Tensor  # (row blocks * tiles,) int32, ascending
+    by_row: Tensor  # (row blocks * tiles,) int32 positions, row by row, ascending in each
     row_end: Tensor  # (row blocks,) int32 into by_row
     row_count: Tensor  # (row blocks,) int32
     row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
-    tile_end: Tensor  # (tiles of the span,) int32 positions
-    tile_count: Tensor  # (tiles of the span,) int32
-    tile_order: Tensor  # (tiles of the span,) int32
+    tile_end: Tensor  # (tiles,) int32 positions
+    tile_count: Tensor  # (tiles + 1,) int32, and last the tokens with a gradient, if their keys are known
+    tile_order: Tensor  # (tiles,) int32
 
     @classmethod
-    def of(cls, keep: Tensor, first: int, most: int) -> "BlockLists":
-        """From `keep` (row blocks, tiles of the span), whose first tile is `first`. It keeps at most `most` blocks."""
+    def of(cls, keep: Tensor, key: Tensor | None = None) -> "BlockLists":
+        """From `keep` (row blocks, tiles) bool, contiguous, and the tokens' `key` (n,), see `bounds_triton.Ranking`."""
         rows, tiles = keep.shape
+        assert keep.is_contiguous()
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.
         ints = partial(torch.empty, dtype=torch.int32, device=keep.device)
         lists = cls(
-            row=ints(most),
-            tile=ints(most),
-            by_row=ints(most),
+            row=ints(rows * tiles),
+            tile=ints(rows * tiles),
+            by_row=ints(rows * tiles),
             row_end=ints(rows),
             row_count=ints(rows),
             row_order=ints(rows),
             tile_end=ints(tiles),
-            tile_count=ints(tiles),
+            tile_count=ints(tiles + 1),
             tile_order=ints(tiles),
         )
-        given = (keep, *keep.stride(), ints((rows, tiles)), lists, rows, tiles)
-        _count_kernel[(rows + tiles,)](*given, STEP)
-        _list_kernel[(rows + cdiv(rows, ITEMS) + cdiv(tiles, ITEMS),)](*given, first, STEP, ITEMS)
+        rank = ints((rows, tiles))
+        with on(keep.device):
+            tokens = 0 if key is None else key.numel()
+            _count_kernel[(rows + tiles + (key is not None),)](keep, rank, lists, rows, tiles, key, tokens, STEP)
+            _list_kernel[(rows + cdiv(rows, ITEMS) + cdiv(tiles, ITEMS),)](keep, rank, lists, rows, tiles, STEP, ITEMS)
         return lists
 
 
 @Launched
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "tokens"])
 def _count_kernel(
-    keep, row_stride, tile_stride,
+    keep,
     rank,  # (rows, tiles) of a kept block among those of its tile
     lists,  # `BlockLists`
-    rows, tiles,
+    rows,
+    tiles,
+    key,
+    tokens,
     STEP: tl.constexpr,
-):  # fmt: skip
+):
     item = tl.program_id(0)
     count = 0
     if item < rows:
         for start in range(0, tiles, STEP):
             tile = start + tl.arange(0, STEP)
-            place = keep + item.to(tl.int64) * row_stride + tile * tile_stride
+            place = keep + item.to(tl.int64) * tiles + tile
             count += tl.sum(tl.load(place, mask=tile < tiles, other=0).to(tl.int32), 0)
         tl.store(lists.row_count + item, count)
-    else:
+    elif item < rows + tiles:
         tile = item - rows
         for start in range(0, rows, STEP):
             row = (start + tl.arange(0, STEP)).to(tl.int64)
-            place = keep + row * row_stride + tile * tile_stride
-            kept = tl.load(place, mask=row < rows, other=0).to(tl.int32)
+            kept = tl.load(keep + row * tiles + tile, mask=row < rows, other=0).to(tl.int32)
             tl.store(rank + row * tiles + tile, count + tl.cumsum(kept, 0) - 1, mask=kept != 0)
             count += tl.sum(kept, 0)
         tl.store(lists.tile_count + tile, count)
+    elif key is not None:
+        for start in range(0, tokens, STEP):
+            token = start + tl.arange(0, STEP)
+            wanted = tl.load(key + token, mask=token < tokens, other=LAST_OF_ALL) != LAST_OF_ALL
+            count += tl.sum(wanted.to(tl.int32), 0)
+        tl.store(lists.tile_count + tiles, count)
 
 
 @triton.jit
-def _list_row(row, keep, row_stride, tile_stride, rank, lists, tiles, first, STEP: tl.constexpr):
+def _list_row(row, keep, rank, lists, tiles, STEP: tl.constexpr):
     """What one row of blocks adds to every list."""
     at = 0
     for start in range(0, row, STEP):
@@ -97,14 +111,13 @@ def _list_row(row, keep, row_stride, tile_stride, rank, lists, tiles, first, STE
     for start in range(0, tiles, STEP):
         tile = start + tl.arange(0, STEP)
         inside = tile < tiles
-        place = keep + row.to(tl.int64) * row_stride + tile * tile_stride
-        kept = tl.load(place, mask=inside, other=0).to(tl.int32)
+        kept = tl.load(keep + row.to(tl.int64) * tiles + tile, mask=inside, other=0).to(tl.int32)
         chosen = kept != 0
         count = tl.load(lists.tile_count + tile, mask=inside, other=0)
         among = tl.load(rank + row.to(tl.int64) * tiles + tile, mask=chosen, other=0)
         block = earlier_tiles + tl.cumsum(count, 0) - count + among
         tl.store(lists.row + block, tl.zeros_like(tile) + row, mask=chosen)
-        tl.store(lists.tile + block, first + tile, mask=chosen)
+        tl.store(lists.tile + block, tile, mask=chosen)
         tl.store(lists.by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
         at += tl.sum(kept, 0)
         earlier_tiles += tl.sum(count, 0)
@@ -130,15 +143,12 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
 
 
 @Launched
-@triton.jit(do_not_specialize=["rows", "tiles", "first"])
-def _list_kernel(
-    keep, row_stride, tile_stride, rank, lists, rows, tiles, first,
-    STEP: tl.constexpr, ITEMS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _list_kernel(keep, rank, lists, rows, tiles, STEP: tl.constexpr, ITEMS: tl.constexpr):
     item = tl.program_id(0)
     row_parts = tl.cdiv(rows, ITEMS)
     if item < rows:
-        _list_row(item, keep, row_stride, tile_stride, rank, lists, tiles, first, STEP)
+        _list_row(item, keep, rank, lists, tiles, STEP)
     elif item < rows + row_parts:
         _arrange(item - rows, lists.row_count, lists.row_end, lists.row_order, rows, STEP, ITEMS)
     else:

@@ -25,25 +25,20 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # What these take, and what other shapes took: docs/notes/kernels.md.
 HIDDEN_COLUMNS, WEIGHT_COLUMNS = 256, 128  # of H in one program's sum
 WARPS = 8  # narrower sums of fewer warps measured the same or worse
-
-
-@triton.jit
-def _blocks_to_compute(kept, room, most_of_row, row_blocks):
-    """-> the first so many of the kept blocks; none if a row of blocks has more than `most_of_row` on average."""
-    return tl.where(kept > most_of_row * row_blocks, 0, tl.minimum(kept, room))
+LISTED, LAST_POSITION = tl.constexpr(256), tl.constexpr(2**31 - 1)  # positions that a program compares at a time
 
 
 @Launched
-@triton.jit(do_not_specialize=["tiles", "room", "most_of_row"])
+@triton.jit(do_not_specialize=["tiles", "base", "room", "most_of_row"])
 def _blocks_kernel(
     hidden,  # a `matrix` (tokens, H)
     weight,  # a `matrix` (V, H)
     out,  # a `matrix` (room * BLOCK_TOKENS, BLOCK_VOCAB)
     lists,  # `BlockLists`
     tiles,
-    room,  # the first so many blocks are computed,
+    base,  # from this block on
+    room,  # so many are computed,
     most_of_row,  # and none if a row of blocks has more than these on average
-    wanted,  # tokens with a gradient, () int64
     bias,
     targets,
     gradients,  # `TokenGradients`, (tokens,) each
@@ -56,9 +51,9 @@ def _blocks_kernel(
     TILE_HIDDEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    tokens = tl.load(wanted)
-    count = _blocks_to_compute(tl.load(lists.tile_end + tiles - 1), room, most_of_row, tl.cdiv(tokens, TILE_TOKENS))
-    for block in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+    tokens, kept = tl.load(lists.tile_count + tiles), tl.load(lists.tile_end + tiles - 1)
+    end = tl.where(kept > most_of_row * tl.cdiv(tokens, TILE_TOKENS), 0, tl.minimum(kept, base + room))
+    for block in tl.range(base + tl.program_id(0), end, PROGRAMS, flatten=True):
         row, tile = tl.load(lists.row + block), tl.load(lists.tile + block)
         token = row * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         first = tile * TILE_VOCAB
@@ -71,12 +66,12 @@ def _blocks_kernel(
             column = part * own.shape[1] + tl.arange(0, own.shape[1])
             grad = tile_gradient(own, token, live, column, targets, first, gradients, steps)
             grad = tl.where(live[:, None] & (column < vocab - first)[None, :], grad, 0.0)
-            store(out, block * TILE_TOKENS, part * own.shape[1], grad)
+            store(out, (block - base) * TILE_TOKENS, part * own.shape[1], grad)
 
 
 @triton.jit
 def _sum_row(
-    item, blocks, weight, out, lists, tokens, hidden_size,
+    item, blocks, weight, out, lists, base, kept, tokens, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the hidden states' gradient for one row of blocks."""
@@ -87,13 +82,22 @@ def _sum_row(
     total = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
     end = tl.load(lists.row_end + row)
     first = end - tl.load(lists.row_count + row)
+    if kept < tl.load(lists.row_end + tl.cdiv(tokens, TILE_TOKENS) - 1):
+        # The row's blocks in the buffer are next to each other.
+        before, until = 0, 0
+        for start in range(first, end, LISTED):
+            place = start + tl.arange(0, LISTED)
+            position = tl.load(lists.by_row + place, mask=place < end, other=LAST_POSITION)
+            before += tl.sum((position < base).to(tl.int32), 0)
+            until += tl.sum((position < base + kept).to(tl.int32), 0)
+        first, end = first + before, first + until
     # Which block comes next is loaded a step ahead: a tile whose address is loaded in its own step is fetched one step
     # before it is used, and not two.
     block = tl.load(lists.by_row + first, mask=first < end, other=0)
     tile = tl.load(lists.tile + block, mask=first < end, other=0)
     for step in tl.range(first * STEPS, end * STEPS):
         entry = (step % STEPS) * STEP
-        grad = load(blocks, block * TILE_TOKENS, entry, TILE_TOKENS, STEP)
+        grad = load(blocks, (block - base) * TILE_TOKENS, entry, TILE_TOKENS, STEP)
         total = tl.dot(grad, load(weight, tile * TILE_VOCAB + entry, part * COLUMNS, STEP, COLUMNS), total)
         block = tl.load(lists.by_row + tl.minimum((step + 1) // STEPS, end - 1))
         tile = tl.load(lists.tile + block)
@@ -106,36 +110,33 @@ def _sum_row(
 
 @triton.jit
 def _sum_tile(
-    item, blocks, hidden, out, start, shares, lists, first, vocab, hidden_size,
+    tile, part, blocks, hidden, out, start, shares, lists, base, vocab, hidden_size,
     TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the weight's gradient for one tile of the vocabulary, onto the shares of what is left out."""
     STEPS: tl.constexpr = TILE_TOKENS // STEP
-    parts = tl.cdiv(hidden_size, COLUMNS)
-    # Neighbours share a tile's blocks.
-    tile, part = tl.load(lists.tile_order + item // parts), item % parts
     total = tl.zeros((TILE_VOCAB, COLUMNS), tl.float32)
     end = tl.load(lists.tile_end + tile)
     start_block = end - tl.load(lists.tile_count + tile)
     row = tl.load(lists.row + start_block, mask=start_block < end, other=0)  # a step ahead, as above
     for step in tl.range(start_block * STEPS, end * STEPS):
         token = (step % STEPS) * STEP
-        grad = load(blocks, step // STEPS * TILE_TOKENS + token, 0, STEP, TILE_VOCAB)
+        grad = load(blocks, (step // STEPS - base) * TILE_TOKENS + token, 0, STEP, TILE_VOCAB)
         total = tl.dot(grad.T, load(hidden, row * TILE_TOKENS + token, part * COLUMNS, STEP, COLUMNS), total)
         row = tl.load(lists.row + tl.minimum((step + 1) // STEPS, end - 1))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    place = start + (first + tile).to(tl.int64) * hidden_size + column
-    entry = (first + tile) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    place = start + tile.to(tl.int64) * hidden_size + column
+    entry = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     share = tl.load(shares + entry, mask=entry < vocab, other=0.0)
     total += share[:, None] * tl.load(place, mask=column < hidden_size, other=0.0)[None, :]
     for half in tl.static_range(PARTS):
         own = part_of(total, half, PARTS)
-        store(out, (first + tile) * TILE_VOCAB, part * COLUMNS + half * own.shape[1], own)
+        store(out, tile * TILE_VOCAB, part * COLUMNS + half * own.shape[1], own)
 
 
 @Launched
-@triton.jit(do_not_specialize=["first", "row_items"])
+@triton.jit(do_not_specialize=["row_items", "first", "last", "base", "kept"])
 def _sums_kernel(
     row_items,  # programs that sum rows of blocks; the others sum tiles
     row_blocks,  # a `matrix` (total * BLOCK_TOKENS, BLOCK_VOCAB)
@@ -148,7 +149,10 @@ def _sums_kernel(
     weight_start,  # (tiles, H) float32
     shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
     lists,  # `BlockLists`
-    first,  # tile of the vocabulary
+    first,  # tile of the vocabulary, and
+    last,  # the one after the last whose blocks are in the buffer:
+    base,  # from this one on,
+    kept,  # so many
     vocab,
     hidden_size,
     HIDDEN: tl.constexpr,
@@ -164,19 +168,23 @@ def _sums_kernel(
     if item < row_items:
         if HIDDEN:
             _sum_row(
-                item, row_blocks, weight, grad_hidden, lists, tokens, hidden_size,
+                item, row_blocks, weight, grad_hidden, lists, base, kept, tokens, hidden_size,
                 TILE_TOKENS, TILE_VOCAB, HIDDEN_COLUMNS, STEP,
             )  # fmt: skip
     else:
         if WEIGHT:
-            _sum_tile(
-                item - row_items, tile_blocks, hidden, grad_weight, weight_start, shares, lists, first, vocab,
-                hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP, PARTS,
-            )  # fmt: skip
+            # Neighbours share a tile's blocks.
+            parts = tl.cdiv(hidden_size, WEIGHT_COLUMNS)
+            tile, part = tl.load(lists.tile_order + (item - row_items) // parts), (item - row_items) % parts
+            if (tile >= first) & (tile < last):
+                _sum_tile(
+                    tile, part, tile_blocks, hidden, grad_weight, weight_start, shares, lists, base, vocab,
+                    hidden_size, TILE_TOKENS, TILE_VOCAB, WEIGHT_COLUMNS, STEP, PARTS,
+                )  # fmt: skip
 
 
 @Launched
-@triton.jit
+@triton.jit(do_not_specialize=["first", "base"])
 def _bias_kernel(
     blocks,  # (count * BLOCK_TOKENS, BLOCK_VOCAB)
     out,  # (V,)
@@ -184,16 +192,17 @@ def _bias_kernel(
     shares,  # (vocab,) float32, of these, of a tile's vocabulary entries
     lists,  # `BlockLists`
     first,
+    base,
     vocab,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile = first + tl.program_id(0)
     column = tl.arange(0, TILE_VOCAB)
     token = tl.arange(0, TILE_TOKENS)
-    entry = (first + tile) * TILE_VOCAB + column
-    total = tl.load(shares + entry, mask=entry < vocab, other=0.0) * tl.load(start + first + tile)
-    end = tl.load(lists.tile_end + tile)
+    entry = tile * TILE_VOCAB + column
+    total = tl.load(shares + entry, mask=entry < vocab, other=0.0) * tl.load(start + tile)
+    end = tl.load(lists.tile_end + tile) - base
     for block in range(end - tl.load(lists.tile_count + tile), end):
         row = (block * TILE_TOKENS + token).to(tl.int64)[:, None] * TILE_VOCAB
         total += tl.sum(tl.load(blocks + row + column[None, :]).to(tl.float32), 0)
@@ -228,25 +237,25 @@ class BlockInputs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tiles `first` to `last`, and how many blocks are kept of them."""
+    """Tiles `first` to `last`, how many blocks are kept before them, and how many of them."""
 
     first: int
     last: int
+    base: int
     kept: int
 
 
 class Begun(NamedTuple):
     """The first blocks, computed before the host knows how many there are."""
 
-    lists: BlockLists  # of all, with room for every block
+    lists: BlockLists
     buffer: Tensor  # (room * BLOCK_TOKENS, BLOCK_VOCAB): the first blocks, tile by tile,
     most_of_row: int  # unless a row of blocks has more than these on average
 
 
 def begin(
     inputs: BlockInputs,
-    keep: Tensor,  # (row blocks, tiles) bool, see `BlockPlan`
-    counted: Tensor,  # as `left_out_blocks_triton.count` gives it
+    lists: BlockLists,
     workspace: int,  # bytes of blocks at a time
     most_of_row: int,  # nothing need be done if the rows of blocks with a gradient keep more on average
 ) -> Begun:
@@ -254,15 +263,14 @@ def begin(
 
     The device need not wait for a host that waits for it.
     """
-    (rows, tiles), hidden = keep.shape, inputs.hidden
+    hidden, rows, blocks = inputs.hidden, lists.row_count.numel(), lists.row.numel()
     # At least those of a tile, which is never split.
-    room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), rows * tiles), rows, 1)
-    buffer = torch.empty(room * BLOCK_TOKENS, BLOCK_VOCAB, dtype=hidden.dtype, device=hidden.device)
-    with on(hidden.device):
-        lists = BlockLists.of(keep, 0, rows * tiles)
-        if rows:
-            _store_blocks(buffer, lists, most_of_row, inputs, counted)
-    return Begun(lists, buffer, most_of_row)
+    room = max(min(workspace // (BLOCK_TOKENS * BLOCK_VOCAB * hidden.element_size()), blocks), rows, 1)
+    begun = Begun(lists, hidden.new_empty(room * BLOCK_TOKENS, BLOCK_VOCAB), most_of_row)
+    if rows:
+        with on(hidden.device):
+            _store_blocks(begun, 0, room, most_of_row, inputs)
+    return begun
 
 
 def grad_blocks(
@@ -274,66 +282,62 @@ def grad_blocks(
     weight_dtype: torch.dtype | None = None,  # of the weight's gradient; None: the weight's own
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wanted, H) float32, (V, H) and (V,) like the bias, of the plan's blocks and all else."""
-    hidden, weight, bias = inputs[:3]
-    spans = _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
-    start = grad_weight = grad_bias = None
-    with on(hidden.device):
-        for span in spans:
-            first, last, total = span
-            lists = begun.lists if len(spans) == 1 else BlockLists.of(plan.keep[:, first:last], first, total)
-            if total and (first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
-                _store_blocks(begun.buffer, lists, last - first, inputs, plan.counted)
-            if start is None:
-                # What the rest hold must meet no product, not even with zeros.
-                rows = hidden[: plan.wanted]
-                start = LeftOutGradients.of(left_out, rows, (needs[0], needs[1] and bias is not None))
-                if start.weight is not None:
-                    grad_weight = torch.empty_like(weight, dtype=weight_dtype, memory_format=torch.contiguous_format)
-                if start.bias is not None and bias is not None:
-                    grad_bias = torch.empty_like(bias)
-            _store_sums(start, left_out.shares, grad_weight, begun.buffer, lists, span, rows, weight)
+    weight, bias = inputs.weight, inputs.bias
+    # What the rest hold must meet no product, not even with zeros.
+    rows = inputs.hidden[: plan.wanted]
+    grad_weight = grad_bias = None
+    with on(weight.device):
+        start = LeftOutGradients.of(left_out, rows, (needs[0], needs[1] and bias is not None))
+        if start.weight is not None:
+            grad_weight = torch.empty_like(weight, dtype=weight_dtype, memory_format=torch.contiguous_format)
+        if start.bias is not None and bias is not None:
+            grad_bias = torch.empty_like(bias)
+        for span in _spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS):
+            if span.kept and (span.first > 0 or plan.kept > begun.most_of_row * plan.row_blocks):
+                _store_blocks(begun, span.base, span.kept, plan.counts.numel(), inputs)
+            _store_sums(start, left_out.shares, grad_weight, begun, span, rows, weight)
             if grad_bias is not None:
-                _bias_kernel[(last - first,)](
+                _bias_kernel[(span.last - span.first,)](
                     begun.buffer,
                     grad_bias,
                     start.bias,
                     left_out.shares,
-                    lists,
-                    first,
+                    begun.lists,
+                    span.first,
+                    span.base,
                     weight.shape[0],
                     BLOCK_TOKENS,
                     BLOCK_VOCAB,
                 )
-    assert start is not None
     return start.hidden, grad_weight, grad_bias
 
 
 def _spans(plan: BlockPlan, room: int) -> list[Span]:
     """Runs of tiles with at most so many blocks, at least one tile each."""
     if plan.kept <= room:
-        return [Span(0, plan.counts.numel(), plan.kept)]
+        return [Span(0, plan.counts.numel(), 0, plan.kept)]
     counts = plan.counts.tolist()
-    spans, first, held = [], 0, 0
+    spans, first, base, held = [], 0, 0, 0
     for tile, count in enumerate(counts):
         if tile > first and held + count > room:
-            spans.append(Span(first, tile, held))
-            first, held = tile, 0
+            spans.append(Span(first, tile, base, held))
+            first, base, held = tile, base + held, 0
         held += count
-    return [*spans, Span(first, len(counts), held)]
+    return [*spans, Span(first, len(counts), base, held)]
 
 
-def _store_blocks(buffer: Tensor, lists: BlockLists, most_of_row: int, inputs: BlockInputs, counted: Tensor) -> None:
+def _store_blocks(begun: Begun, base: int, room: int, most_of_row: int, inputs: BlockInputs) -> None:
     hidden, weight, bias, targets, tokens, transform = inputs
     programs, family = device_programs(hidden.device), family_of(hidden.device)
     _blocks_kernel[(programs,)](
         matrix(hidden, BLOCK_TOKENS, family.step, tma=family.tma),
         matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
-        matrix(buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
-        lists,
-        lists.tile_end.numel(),
-        buffer.shape[0] // BLOCK_TOKENS,
+        matrix(begun.buffer, BLOCK_TOKENS, BLOCK_VOCAB, tma=family.tma, parts=family.parts),
+        begun.lists,
+        begun.lists.tile_end.numel(),
+        base,
+        room,
         most_of_row,
-        counted,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
         tokens.contiguous(),
@@ -354,14 +358,13 @@ def _store_sums(
     start: LeftOutGradients,
     shares: Tensor,
     grad_weight: Tensor | None,
-    buffer: Tensor,
-    lists: BlockLists,
+    begun: Begun,
     span: Span,
     hidden: Tensor,
     weight: Tensor,
 ) -> None:
     """Both gradients in one launch: rows are few and long, tiles many and short, and fill what the rows leave idle."""
-    size = weight.shape[1]
+    size, lists, buffer = weight.shape[1], begun.lists, begun.buffer
     row_items = 0
     if start.hidden is not None and span.kept:
         row_items = cdiv(size, HIDDEN_COLUMNS) * cdiv(hidden.shape[0], BLOCK_TOKENS)
@@ -385,7 +388,7 @@ def _store_sums(
         start.weight,
         shares,
         lists,
-        span.first,
+        *span,
         weight.shape[0],
         size,
         HIDDEN=start.hidden is not None,

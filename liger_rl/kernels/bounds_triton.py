@@ -43,6 +43,7 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 501 tiles take 8, 16 and 10 us to merge, bound and rank, and 17, 30 and 24 with 32 tokens, 32 tiles and 4 warps.
 MERGE_TOKENS, MERGE_TILES, MERGE_WARPS = 16, 128, 8
 CODE_TILES = 32
+ADDED = 256  # sums that a program adds up at a time
 STEPS_PER_OCTAVE = 4
 LARGEST_CODE = 255
 ENTROPY_OCTAVES = 8  # entropy codes start at 2^8, above (log V)^2, the largest (p (log p + entropy))^2
@@ -355,20 +356,31 @@ def _weigh_kernel(
 @triton.jit
 def _rank_kernel(
     known, tokens, own, targets,
-    budget_at,  # () float64
-    key,  # (count,) int32
-    tiles, count, share,
+    energies,  # as `_weigh_kernel` wrote them, of WEIGHED tokens each
+    budget_at,  # () float64, written
+    key,  # (count,) int32, written
+    tiles, count, factor, underflow, share,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+    WEIGHED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
-    threshold = (tl.load(budget_at) * share).to(tl.float32)
+    # Every program adds them up for itself, in one order.
+    parts = tl.cdiv(count, WEIGHED)
+    energy = tl.zeros((), tl.float64)
+    for first in range(0, parts, STEP):
+        part = first + tl.arange(0, STEP)
+        energy += tl.sum(tl.load(energies + part, mask=part < parts, other=0.0))
+    budget = energy * factor - underflow
+    if tl.program_id(0) == 0:
+        tl.store(budget_at, budget)
+    threshold = (budget * share).to(tl.float32)
     large = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
-        energy = _energies(known, tokens, own, targets, token, live, tile, inside, count, tiles, TILE_VOCAB)
-        large += tl.sum((inside & (energy > threshold)).to(tl.int32), 0)
+        bound = _energies(known, tokens, own, targets, token, live, tile, inside, count, tiles, TILE_VOCAB)
+        large += tl.sum((inside & (bound > threshold)).to(tl.int32), 0)
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int32)
     target = tl.minimum(tl.load(targets + token, mask=live, other=0), KEY_TARGETS - 1).to(tl.int32)
     ranked = (LAST_KEY - half_octave) * KEY_TARGETS + target
@@ -417,6 +429,7 @@ def rank_tokens(
     own = torch.empty(n, dtype=torch.float32, device=device)
     key = torch.empty(n, dtype=torch.int32, device=device)
     energies = torch.empty(cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
+    budget = torch.empty((), dtype=torch.float64, device=device)
     given, targets = tokens.contiguous(), targets.contiguous()
     with on(device):
         _weigh_kernel[(energies.numel(),)](
@@ -431,20 +444,24 @@ def rank_tokens(
             TILE_VOCAB=BLOCK_VOCAB,
             TOKENS=BLOCK_TOKENS,
         )
-        budget = energies.sum() * (relative**2 * BUDGET_ROUNDING) - known.codes.numel() * UNDERFLOW
         _rank_kernel[(cdiv(n, MERGE_TOKENS),)](
             known,
             given,
             own,
             targets,
+            energies,
             budget,
             key,
             tiles,
             n,
+            relative**2 * BUDGET_ROUNDING,
+            known.codes.numel() * UNDERFLOW,
             LARGE / max(known.codes.numel(), 1),
             BLOCK_VOCAB,
             MERGE_TOKENS,
             MERGE_TILES,
+            BLOCK_TOKENS,
+            ADDED,
             num_warps=MERGE_WARPS,
         )
     return Ranking(budget, own, key)

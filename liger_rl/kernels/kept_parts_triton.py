@@ -351,14 +351,14 @@ class Begun(NamedTuple):
 
     inputs: PartInputs
     heads: list[Any]  # as kernels take them
-    lists: BlockLists  # with room for every part
+    lists: BlockLists
 
 
 def begin(inputs: PartInputs, keep: Tensor) -> Begun:
     """As `kept_parts.begin`."""
     inputs = inputs._replace(targets=inputs.targets.contiguous(), tokens=inputs.tokens.contiguous())
     with on(keep.device):
-        return Begun(inputs, _heads(inputs), BlockLists.of(keep, 0, keep.numel()))
+        return Begun(inputs, _heads(inputs), BlockLists.of(keep))
 
 
 def add_parts(begun: Begun, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int) -> None:

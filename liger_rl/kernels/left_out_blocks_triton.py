@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels import gemm
-from liger_rl.kernels.bounds_triton import NOT_WANTED, slope_at_target, sum_beside_target
+from liger_rl.kernels.bounds_triton import slope_at_target, sum_beside_target
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, transformed
@@ -28,7 +28,6 @@ from liger_rl.kernels.statistics import (
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 CHOSEN, CHOOSING_WARPS = 4096, 8  # bounds that a step of the one program adds up
-COUNTED = 1024  # rows of blocks, or tokens, that a program counts at a time
 LEFT_OUT_TOKENS, LEFT_OUT_TILES = 32, 32  # of a program
 DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
@@ -41,7 +40,6 @@ TILE_MULTIPLE = 8
 # has no deterministic one of floats on CUDA. 2^27 blocks, each at most a unit above the budget, stay below 2^63.
 BUDGET_UNITS = 2**36
 UNITS, MOST = tl.constexpr(float(BUDGET_UNITS)), tl.constexpr(BUDGET_UNITS)
-LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
 
 @Launched
@@ -60,24 +58,6 @@ def _choose_kernel(ascending, place, budget_at, keep, count, STEP: tl.constexpr)
         kept = spent + tl.cumsum(units, 0) > MOST
         tl.store(keep + tl.load(place + index, mask=inside, other=0), kept, mask=inside)
         spent += tl.sum(units)
-
-
-@Launched
-@triton.jit
-def _count_kernel(keep, key, numbers, rows, tiles, tokens, STEP: tl.constexpr):
-    tile = tl.program_id(0)
-    if tile == tiles:
-        wanted = tl.zeros((STEP,), tl.int64)
-        for first in range(0, tokens, STEP):
-            token = first + tl.arange(0, STEP)
-            wanted += (tl.load(key + token, mask=token < tokens, other=LAST_OF_ALL) != LAST_OF_ALL).to(tl.int64)
-        tl.store(numbers, tl.sum(wanted))
-    else:
-        kept = tl.zeros((STEP,), tl.int64)
-        for first in range(0, rows, STEP):
-            row = first + tl.arange(0, STEP)
-            kept += tl.load(keep + row.to(tl.int64) * tiles + tile, mask=row < rows, other=0).to(tl.int64)
-        tl.store(numbers + 1 + tile, tl.sum(kept))
 
 
 @Launched
@@ -241,18 +221,6 @@ def choose(energies: Tensor, budget: Tensor) -> Tensor:
     with on(energies.device):
         _choose_kernel[(1,)](ascending, place, budget, keep, ascending.numel(), CHOSEN, num_warps=CHOOSING_WARPS)
     return keep
-
-
-def count(keep: Tensor, key: Tensor) -> Tensor:
-    """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile.
-
-    `keep` (row blocks, tiles) bool must be contiguous.
-    """
-    rows, tiles = keep.shape
-    numbers = torch.empty(1 + tiles, dtype=torch.int64, device=keep.device)
-    with on(keep.device):
-        _count_kernel[(tiles + 1,)](keep, key, numbers, rows, tiles, key.numel(), COUNTED)
-    return numbers
 
 
 def left_out_sums(

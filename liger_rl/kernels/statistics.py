@@ -184,11 +184,9 @@ class TileShares(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The blocks of a gradient to compute, known to the host as far as it must plan for them."""
+    """The blocks of a gradient to compute, as far as the host must plan for them."""
 
-    keep: Tensor  # (row blocks, tiles) bool
-    counted: Tensor  # as `left_out_blocks_triton.count` gives it; `counts` and `wanted` are the host's copy
-    counts: Tensor  # (tiles,) int64, blocks kept in each
+    counts: Tensor  # (tiles,) integers on the host, blocks kept in each
     kept: int  # in all
     wanted: int  # tokens with a gradient, the first of all
 

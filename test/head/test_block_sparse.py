@@ -269,7 +269,7 @@ def test_what_tokens_without_a_gradient_hold_does_no_harm(value, plans):
     found = gradients(leaves, targets, grad, grad_tolerance=0.1)
     assert len(plans) == 2
     assert all(plan.share < 0.5 for plan in plans)
-    assert plans[1].counts.tolist() == plans[1].keep.sum(0).tolist()
+    assert plans[1].counts.max() <= plans[1].row_blocks
     if not math.isfinite(value):
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     for mine, other in zip(found, exact, strict=True):

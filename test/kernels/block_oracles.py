@@ -11,7 +11,7 @@ The constant part of dz/dx, scale / temperature, is left out on both sides of ev
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,10 +248,12 @@ def choose(energies: Tensor, budget: Tensor) -> Tensor:
     return torch.empty_like(kept).scatter_(0, place, kept).view_as(energies)
 
 
-def count(keep: Tensor, key: Tensor) -> Tensor:
-    """(1 + tiles,) int64: tokens with a gradient, by their `key` (n,); kept blocks of each tile."""
-    wanted = (key != NOT_WANTED).sum(0, keepdim=True)
-    return torch.cat([wanted, keep.sum(0)])
+def keep_of(lists: Any) -> Tensor:
+    """(row blocks, tiles) bool, what `BlockLists` were made of."""
+    kept = lists.tile_end[-1]
+    keep = torch.zeros(lists.row_end.numel(), lists.tile_end.numel(), dtype=torch.bool, device=kept.device)
+    keep[lists.row[:kept].long(), lists.tile[:kept].long()] = True
+    return keep
 
 
 def left_out_sums(
@@ -330,7 +332,7 @@ def drawn_tokens(tokens: TokenGradients) -> Tensor:
 
 
 def grad_blocks(
-    begun: object,  # of Triton's, whose place this takes: not looked at
+    begun: Any,  # `blocks_triton.Begun`, of which the lists are looked at
     inputs: tuple,  # `blocks_triton.BlockInputs`
     plan: BlockPlan,
     given: LeftOut,
@@ -346,7 +348,7 @@ def grad_blocks(
     grad_weight = torch.empty_like(weight, dtype=weight_dtype) if needs[0] else None
     grad_bias = torch.empty_like(bias) if needs[1] and bias is not None else None
     dropped = gemm.matmul(left_out.T, hidden)
-    kept_rows = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[wanted]
+    kept_rows = keep_of(begun.lists).repeat_interleave(BLOCK_TOKENS, 0)[wanted]
     for tile in range(plan.counts.numel()):
         span = slice(tile * BLOCK_VOCAB, (tile + 1) * BLOCK_VOCAB)
         rows = kept_rows[:, tile].nonzero().squeeze(1)

@@ -36,6 +36,7 @@ from liger_rl.kernels.statistics import (
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from liger_rl.kernels import blocks_triton, bounds_triton, left_out_blocks_triton
+from liger_rl.kernels.block_lists import BlockLists
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
@@ -128,7 +129,8 @@ def test_bound_holds(kind, transform, with_entropy):
         plan, order, left = plan_blocks(chosen), chosen.order, chosen.left_out
         assert order.sort().values.tolist() == list(range(tokens))
         assert plan.wanted == tokens
-        kept = plan.keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
+        keep = block_oracles.keep_of(chosen.lists)
+        kept = keep.repeat_interleave(BLOCK_TOKENS, 0)[:tokens].repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab]
         left_out = exact[order] * (kept == 0)
         assert left_out.norm() <= relative * exact.norm()
         by_entry = left.sums.repeat_interleave(BLOCK_VOCAB, 1)[:, :vocab] * shares.entries
@@ -143,8 +145,8 @@ def test_bound_holds(kind, transform, with_entropy):
             sums = (exact[order] * kept + by_entry).sum(1)
             size = grad_logps[order].abs() + (grad_entropy[order].abs() if with_entropy else 0.0)
             assert (sums.abs() <= 2e-3 * exact[order].abs().sum(1) + 1e-6 * size).all()
-        assert plan.counts.tolist() == plan.keep.sum(0).tolist()
-        assert plan.kept == plan.keep.sum()
+        assert plan.counts.tolist() == keep.sum(0).tolist()
+        assert plan.kept == keep.sum()
         assert 0 < plan.share <= 1
 
 
@@ -268,14 +270,11 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     hidden[wanted:] = torch.nan
     left_out, shares = torch.randn(tokens, tiles).to(DEVICE, LOW), shares_like(vocab, weight.cpu())[0].to(DEVICE)
     start = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
-    counted = block_oracles.count(
-        keep, torch.where(torch.arange(tokens) < wanted, 0, block_oracles.NOT_WANTED).int().to(DEVICE)
-    )
-    counts = counted[1 : 1 + tiles].cpu()
-    kept = int(counts.sum())
-    plan = BlockPlan(keep, counted, counts, kept, wanted)
+    key = torch.where(torch.arange(tokens) < wanted, 0, block_oracles.NOT_WANTED).int().to(DEVICE)
+    counts = keep.sum(0).cpu()
+    plan = BlockPlan(counts, int(counts.sum()), wanted)
     inputs = blocks_triton.BlockInputs(hidden, weight, biases, targets, per_token, transform)
-    begun = blocks_triton.begin(inputs, keep, counted, workspace, 0 if late else tiles)
+    begun = blocks_triton.begin(inputs, BlockLists.of(keep, key), workspace, 0 if late else tiles)
     found, expected = (
         kernels.grad_blocks(
             begun, inputs, plan, LeftOut(left_out, shares, None if start is None else start.clone()), needs[1:]
@@ -395,16 +394,13 @@ def test_targets_past_the_last_of_a_key():
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 130)])
 @pytest.mark.parametrize("room", [math.nan, -1.0, 0.0, 1e-3, 0.5, 10.0])
 def test_choices_as_kernels(shape, room):
-    """Triton's blocks are plain PyTorch's, and so are their numbers."""
+    """Triton's blocks are plain PyTorch's."""
     energies = torch.rand(shape) ** 8
     energies.flatten()[:: energies.numel() // 5 + 1] = torch.nan
     energies[:, 0] = energies[0, 0]
     energies, budget = energies.to(DEVICE), torch.tensor(room, dtype=torch.float64, device=DEVICE)
     keep = left_out_blocks_triton.choose(energies, budget * energies.nansum().double())
     assert torch.equal(keep, block_oracles.choose(energies, budget * energies.nansum().double()))
-    key = torch.randint(3, (1500,), dtype=torch.int32, device=DEVICE)
-    key[key == 1] = block_oracles.NOT_WANTED
-    assert torch.equal(left_out_blocks_triton.count(keep, key), block_oracles.count(keep, key))
 
 
 @pytest.mark.parametrize("entropy", [False, True])

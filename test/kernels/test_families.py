@@ -13,6 +13,7 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB, BlockPlan, LeftOut, TokenGr
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import blocks_triton, epilogue
+from liger_rl.kernels.block_lists import BlockLists
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))
@@ -94,13 +95,12 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     rows, tiles = -(-tokens // 128), -(-vocab // 256)
     keep = (torch.arange(rows)[:, None] + torch.arange(tiles)) % 3 != 1
     counts = keep.sum(0)
-    counted = torch.cat([torch.tensor([tokens]), counts]).to(DEVICE)
-    keep = keep.to(DEVICE)
+    lists = BlockLists.of(keep.to(DEVICE), torch.zeros(tokens, dtype=torch.int32, device=DEVICE))
     of_blocks = blocks_triton.BlockInputs(*inputs, gradients, transform)
-    begun = blocks_triton.begin(of_blocks, keep, counted, 1 << 24, tiles)
+    begun = blocks_triton.begin(of_blocks, lists, 1 << 24, tiles)
     left_out = torch.zeros(tokens, -(-tiles // 8) * 8, dtype=torch.float16, device=DEVICE)
     shares, start = torch.zeros(vocab, device=DEVICE), torch.zeros(tokens, hidden_size, device=DEVICE)
-    plan = BlockPlan(keep, counted, counts, int(counts.sum()), tokens)
+    plan = BlockPlan(counts, int(counts.sum()), tokens)
     blocks = blocks_triton.grad_blocks(begun, of_blocks, plan, LeftOut(left_out, shares, start), (True, bias))
     values = (*statistics[:3], *bounds, kept.values, kept.peaks, tile, *blocks)
     return inputs, statistics, [part for part in values if part is not None]

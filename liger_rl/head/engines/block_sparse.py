@@ -17,6 +17,7 @@ there are bounds. Everywhere else the backward is exact.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -38,9 +39,8 @@ class ChosenBlocks:
     """Blocks chosen on the device. The host knows nothing of them yet."""
 
     order: Tensor  # (n,) permutation of the tokens, BLOCK_TOKENS to a row of blocks; those without a gradient last
-    keep: Tensor  # (row blocks, tiles) bool: which blocks are computed
-    counted: Tensor  # see `left_out_blocks_triton.count`
-    numbers: HostAnswer  # the same
+    lists: Any  # `BlockLists` of those that are computed
+    numbers: HostAnswer  # its `tile_count`
     left_out: LeftOut
 
 
@@ -56,26 +56,27 @@ def choose_blocks(
 ) -> ChosenBlocks:
     """Choose on the device alone. Work that is launched before `plan_blocks` hides that call's wait."""
     from liger_rl.kernels import bounds_triton, left_out_blocks_triton
+    from liger_rl.kernels.block_lists import BlockLists
 
     known, transform = known._replace(share_squares=shares.squares), options.transform
     ranking = bounds_triton.rank_tokens(known, statistics, tokens, targets, transform, options.grad_tolerance)
     order = ranking.key.argsort(stable=True)
     energies = bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
     keep = left_out_blocks_triton.choose(energies, ranking.budget)
-    counted = left_out_blocks_triton.count(keep, ranking.key)
-    numbers = HostAnswer(counted)
+    lists = BlockLists.of(keep, ranking.key)
+    numbers = HostAnswer(lists.tile_count)
     sums = left_out_blocks_triton.left_out_sums(
         known, statistics, tokens, targets, order, keep, transform, options.compute_dtype
     )
     left_out = LeftOut(sums, shares.entries, gemm.matmul(sums, shares.rows) if needs_hidden else None)
-    return ChosenBlocks(order, keep, counted, numbers, left_out)
+    return ChosenBlocks(order, lists, numbers, left_out)
 
 
 def plan_blocks(chosen: ChosenBlocks) -> BlockPlan:
     """Tell the host how much there is to do: the backward's one host sync."""
     numbers = chosen.numbers.wait()
-    counts = numbers[1:]
-    return BlockPlan(chosen.keep, chosen.counted, counts, int(counts.sum()), int(numbers[0]))
+    counts = numbers[:-1]
+    return BlockPlan(counts, int(counts.sum()), int(numbers[-1]))
 
 
 # No bounds where the product with the fold in its epilogue does not apply.
@@ -106,8 +107,8 @@ def backward(
     tokens, live = tokens.take(chosen.order), head.live.among(chosen.order)
     rows = head.gathered(dtype, live)
     inputs = blocks_triton.BlockInputs(rows.hidden, weight, bias, rows.targets, tokens, transform)
-    room, most_of_row = options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * chosen.keep.shape[1])
-    begun = blocks_triton.begin(inputs, chosen.keep, chosen.counted, room, most_of_row)
+    room, most_of_row = options.blocks_bytes(*rows.hidden.shape), int(DENSE_SHARE * known.codes.shape[0])
+    begun = blocks_triton.begin(inputs, chosen.lists, room, most_of_row)
     plan = plan_blocks(chosen)
     kept_share.record(own_weight, plan.share)
     live = live.first(plan.wanted)
