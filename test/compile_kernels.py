@@ -208,7 +208,7 @@ def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
     left_out_blocks_triton.left_out_sums(*given, torch.bfloat16)
     counts = torch.full((TILES,), row_blocks)
     inputs = blocks_triton.BlockInputs(hidden, weight, bias, targets, tokens, transform)
-    begun = blocks_triton.begin(inputs, BlockLists.of(keep, ranking.key), 1 << 20, TILES)
+    begun = blocks_triton.begin(inputs, BlockLists.of(keep, ranking.wanted), 1 << 20, TILES)
     plan = BlockPlan(counts, row_blocks * TILES, N)
     left_out = LeftOut(ones(N, TILES, dtype=torch.bfloat16), shares.entries, ones(N, H))
     weight_dtype = torch.float32 if entropy else None
@@ -295,7 +295,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         kept_parts_triton.entry_sizes(inputs, drawn)
         sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
         keep = torch.ones(N, tiles, dtype=torch.bool)
-        begun = kept_parts_triton.begin(inputs, keep)
+        begun = kept_parts_triton.begin(inputs, keep, keep.any(1))
         kept_parts_triton.add_parts(begun, [N] * tiles, left_out, sums, 1 << 20)
 
 

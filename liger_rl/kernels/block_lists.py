@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.bounds_triton import NOT_WANTED
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv
 
 STEP = 256  # rows or tiles that a program reads at a time
 ITEMS = 16  # rows or tiles whose places in the order a program finds
-LAST_OF_ALL = tl.constexpr(NOT_WANTED)
 
 
 class BlockLists(NamedTuple):
@@ -32,16 +30,17 @@ class BlockLists(NamedTuple):
     by_row: Tensor  # (row blocks * tiles,) int32 positions, row by row, ascending in each
     row_end: Tensor  # (row blocks,) int32 into by_row
     row_count: Tensor  # (row blocks,) int32
-    row_order: Tensor  # (row blocks,) int32, those with most blocks first, so that the last to start is short
+    row_order: Tensor | None  # (row blocks,) int32, those with most blocks first, so that the last to start is short
     tile_end: Tensor  # (tiles,) int32 positions
-    tile_count: Tensor  # (tiles + 1,) int32, and last the tokens with a gradient, if their keys are known
+    tile_count: Tensor  # (tiles + 1,) int32, and last the number of tokens with a gradient
     tile_order: Tensor  # (tiles,) int32
 
     @classmethod
-    def of(cls, keep: Tensor, key: Tensor | None = None) -> "BlockLists":
-        """From `keep` (row blocks, tiles) bool, contiguous, and the tokens' `key` (n,), see `bounds_triton.Ranking`."""
+    def of(cls, keep: Tensor, wanted: Tensor, *, order_rows: bool = True) -> "BlockLists":
+        """From `keep` (row blocks, tiles) and `wanted` (n,), tokens with a gradient, both bool and contiguous."""
         rows, tiles = keep.shape
         assert keep.is_contiguous()
+        assert wanted.is_contiguous()
         # Each its own allocation: Triton compiles anew for addresses that are not multiples of 16, and cutting such
         # pieces out of one takes the host no less time.
         ints = partial(torch.empty, dtype=torch.int32, device=keep.device)
@@ -51,16 +50,17 @@ class BlockLists(NamedTuple):
             by_row=ints(rows * tiles),
             row_end=ints(rows),
             row_count=ints(rows),
-            row_order=ints(rows),
+            row_order=ints(rows) if order_rows else None,
             tile_end=ints(tiles),
             tile_count=ints(tiles + 1),
             tile_order=ints(tiles),
         )
-        rank = ints((rows, tiles))
+        rank, row_parts = ints((rows, tiles)), cdiv(rows, ITEMS) if order_rows else 0
         with on(keep.device):
-            tokens = 0 if key is None else key.numel()
-            _count_kernel[(rows + tiles + (key is not None),)](keep, rank, lists, rows, tiles, key, tokens, STEP)
-            _list_kernel[(rows + cdiv(rows, ITEMS) + cdiv(tiles, ITEMS),)](keep, rank, lists, rows, tiles, STEP, ITEMS)
+            _count_kernel[(rows + tiles + 1,)](keep, rank, lists, rows, tiles, wanted, wanted.numel(), STEP)
+            _list_kernel[(rows + row_parts + cdiv(tiles, ITEMS),)](
+                keep, rank, lists, rows, tiles, row_parts, STEP, ITEMS
+            )
         return lists
 
 
@@ -72,7 +72,7 @@ def _count_kernel(
     lists,  # `BlockLists`
     rows,
     tiles,
-    key,
+    wanted,
     tokens,
     STEP: tl.constexpr,
 ):
@@ -92,11 +92,10 @@ def _count_kernel(
             tl.store(rank + row * tiles + tile, count + tl.cumsum(kept, 0) - 1, mask=kept != 0)
             count += tl.sum(kept, 0)
         tl.store(lists.tile_count + tile, count)
-    elif key is not None:
+    else:
         for start in range(0, tokens, STEP):
             token = start + tl.arange(0, STEP)
-            wanted = tl.load(key + token, mask=token < tokens, other=LAST_OF_ALL) != LAST_OF_ALL
-            count += tl.sum(wanted.to(tl.int32), 0)
+            count += tl.sum(tl.load(wanted + token, mask=token < tokens, other=0).to(tl.int32), 0)
         tl.store(lists.tile_count + tiles, count)
 
 
@@ -121,11 +120,12 @@ def _list_row(row, keep, rank, lists, tiles, STEP: tl.constexpr):
         tl.store(lists.by_row + at + tl.cumsum(kept, 0) - 1, block, mask=chosen)
         at += tl.sum(kept, 0)
         earlier_tiles += tl.sum(count, 0)
+    tl.store(lists.row_end + row, at)
 
 
 @triton.jit
 def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.constexpr):
-    """Where the blocks of some rows or tiles end, and what place their numbers give them among all of a kind."""
+    """What place their numbers of blocks give some rows or tiles among all of a kind, and where theirs end."""
     item = part * ITEMS + tl.arange(0, ITEMS)
     inside = item < size
     count = tl.load(counts + item, mask=inside, other=0)
@@ -138,19 +138,24 @@ def _arrange(part, counts, ends, order, size, STEP: tl.constexpr, ITEMS: tl.cons
         end += tl.sum(tl.where(before, others, 0), 1)
         ahead = (others > count[:, None]) | (before & (others == count[:, None]))
         place += tl.sum(ahead.to(tl.int32), 1)
-    tl.store(ends + item, end + count, mask=inside)
+    if ends is not None:
+        tl.store(ends + item, end + count, mask=inside)
     tl.store(order + place, item, mask=inside)
 
 
 @Launched
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def _list_kernel(keep, rank, lists, rows, tiles, STEP: tl.constexpr, ITEMS: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "tiles", "row_parts"])
+def _list_kernel(
+    keep, rank, lists, rows, tiles,
+    row_parts,  # programs that order rows
+    STEP: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
     item = tl.program_id(0)
-    row_parts = tl.cdiv(rows, ITEMS)
     if item < rows:
         _list_row(item, keep, rank, lists, tiles, STEP)
     elif item < rows + row_parts:
-        _arrange(item - rows, lists.row_count, lists.row_end, lists.row_order, rows, STEP, ITEMS)
+        if lists.row_order is not None:
+            _arrange(item - rows, lists.row_count, None, lists.row_order, rows, STEP, ITEMS)
     else:
         part = item - rows - row_parts
         _arrange(part, lists.tile_count, lists.tile_end, lists.tile_order, tiles, STEP, ITEMS)

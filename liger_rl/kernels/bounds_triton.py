@@ -359,6 +359,7 @@ def _rank_kernel(
     energies,  # as `_weigh_kernel` wrote them, of WEIGHED tokens each
     budget_at,  # () float64, written
     key,  # (count,) int32, written
+    wanted_at,  # (count,) bool, written
     tiles, count, factor, underflow, share,
     TILE_VOCAB: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
     WEIGHED: tl.constexpr, STEP: tl.constexpr,
@@ -384,7 +385,9 @@ def _rank_kernel(
     half_octave = tl.floor(tl.log2((large + 1).to(tl.float32)) * 2.0 + 0.5).to(tl.int32)
     target = tl.minimum(tl.load(targets + token, mask=live, other=0), KEY_TARGETS - 1).to(tl.int32)
     ranked = (LAST_KEY - half_octave) * KEY_TARGETS + target
-    tl.store(key + token, tl.where(has_gradient(tokens, token, live), ranked, LAST_OF_ALL), mask=live)
+    wanted = has_gradient(tokens, token, live)
+    tl.store(key + token, tl.where(wanted, ranked, LAST_OF_ALL), mask=live)
+    tl.store(wanted_at + token, wanted, mask=live)
 
 
 @Launched
@@ -409,6 +412,7 @@ class Ranking(NamedTuple):
     budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int32, rising; NOT_WANTED for a token without a gradient
+    wanted: Tensor  # (n,) bool: the others
 
 
 def rank_tokens(
@@ -428,6 +432,7 @@ def rank_tokens(
     device = targets.device
     own = torch.empty(n, dtype=torch.float32, device=device)
     key = torch.empty(n, dtype=torch.int32, device=device)
+    wanted = torch.empty(n, dtype=torch.bool, device=device)
     energies = torch.empty(cdiv(n, BLOCK_TOKENS), dtype=torch.float64, device=device)
     budget = torch.empty((), dtype=torch.float64, device=device)
     given, targets = tokens.contiguous(), targets.contiguous()
@@ -452,6 +457,7 @@ def rank_tokens(
             energies,
             budget,
             key,
+            wanted,
             tiles,
             n,
             relative**2 * BUDGET_ROUNDING,
@@ -464,7 +470,7 @@ def rank_tokens(
             ADDED,
             num_warps=MERGE_WARPS,
         )
-    return Ranking(budget, own, key)
+    return Ranking(budget, own, key, wanted)
 
 
 def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:

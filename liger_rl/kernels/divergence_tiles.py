@@ -47,8 +47,9 @@ SLACK_OF_SUM, SLACK, SLACK_OF_LSE = 2.0**-17, 2.0**-17, 2.0**-22
 LOST = 2.0**-58  # of a part's norm, to squares that are too small for float32, where the largest factor is 1
 SLACK_OF_SHARES = 1.0 + 2.0**-7  # of sums and shares to the products' dtype
 # Bounds are added up in whole units of the budget, rounded up: a sum of integers is the same in any order, and PyTorch
-# has no deterministic running one of floats on CUDA. 2^27 parts, each at most a unit above the budget, stay below 2^63.
-UNITS = 2**35
+# has no deterministic running one of floats on CUDA. For 2^20 parts that takes less than a 2,000th of the budget. A
+# part above the budget has a unit more than it, which 32 bits hold: they sort in half as many passes as 64.
+UNITS = 2**31 - 2
 SAMPLES = 64  # tokens whose gradients say how entries share what is left out
 TILE_MULTIPLE = 8  # columns of (n, tiles), for products that read them 16 bytes at a time
 SHARED_TILES = 32  # whose weights are added up by one product
@@ -173,7 +174,7 @@ def choose_parts(
     budget = bounds.least.sum() * tolerance**2
     # No comparison holds for NaN.
     units = (error.square() * torch.where(budget < torch.inf, UNITS / budget, torch.nan)).ceil()
-    units = torch.where(wanted, torch.where(units <= UNITS, units, UNITS + 1.0).long(), 0)
+    units = torch.where(wanted, torch.where(units <= UNITS, units, UNITS + 1.0).int(), 0)
     ascending = units.flatten().sort().values
     dropped = (ascending.cumsum(0) <= UNITS).sum()
     smallest = pad(ascending, (0, 1), value=UNITS + 1).index_select(0, dropped[None])

@@ -149,7 +149,7 @@ def _units_kernel(
     bounds,  # `TileBounds`
     squares,  # (tiles,)
     budget_at,  # () float64
-    units,  # (n, tiles) int64, written
+    units,  # (n, tiles) int32, written
     count,  # of parts
     tiles,
     STEP: tl.constexpr,
@@ -163,7 +163,7 @@ def _units_kernel(
     budget = tl.load(budget_at)
     # No comparison holds for NaN.
     found = tl.ceil(error * error * tl.where(budget < float("inf"), UNITS / budget, float("nan")))
-    found = tl.where(found <= UNITS, found, UNITS + 1.0).to(tl.int64)
+    found = tl.where(found <= UNITS, found, UNITS + 1.0).to(tl.int32)
     wanted = tl.load(bounds.wanted + part // tiles, mask=inside, other=0) != 0
     tl.store(units + part, tl.where(wanted, found, 0), mask=inside)
 
@@ -172,9 +172,9 @@ def _units_kernel(
 @triton.jit
 def _choose_kernel(
     bounds,  # `TileBounds`
-    units,  # (n, tiles) int64
+    units,  # (n, tiles) int32
     ascending,  # (n tiles,) the same
-    spent,  # (n tiles,) their running sum
+    spent,  # (n tiles,) int64, their running sum
     chosen,  # `ChosenParts`, written
     slope,
     count,  # n
@@ -258,7 +258,7 @@ def choose_parts(
     """As `divergence_tiles.choose_parts`."""
     (n, tiles), device = bounds.most.shape, bounds.most.device
     width, budget = plain.padded(tiles), bounds.least.sum() * tolerance**2
-    units = torch.empty(n * tiles, dtype=torch.int64, device=device)
+    units = torch.empty(n * tiles, dtype=torch.int32, device=device)
     keep = torch.empty(n, tiles, dtype=torch.bool, device=device)
     chosen = ChosenParts(keep, torch.empty(n, width, dtype=dtype, device=device))
     with on(device):

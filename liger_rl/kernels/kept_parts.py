@@ -87,11 +87,13 @@ class Begun(NamedTuple):
 
     inputs: PartInputs
     order: Tensor  # (tiles, n) int64: a tile's kept tokens first, in their order
+    numbers: Tensor  # (tiles + 1,) integers: tokens that keep each tile, and tokens with a gradient
 
 
-def begin(inputs: PartInputs, keep: Tensor) -> Begun:
-    """Of (n, tiles) bool. On the device alone: what is launched here hides the host's wait for the counts."""
-    return Begun(inputs, keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices)
+def begin(inputs: PartInputs, keep: Tensor, wanted: Tensor) -> Begun:
+    """Of (n, tiles) and (n,) bool. On the device alone, while the host waits for the numbers."""
+    order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    return Begun(inputs, order, torch.cat([keep.sum(0), wanted.sum()[None]]))
 
 
 def add_parts(
@@ -102,7 +104,7 @@ def add_parts(
     workspace: int,  # bytes of parts at a time, but at least those of a tile, which is what it takes here
 ) -> None:
     """Add the products of the kept parts up, tile by tile and token by token. No number here waits for the device."""
-    inputs, order = begun
+    inputs, order, _ = begun
     student = inputs.student
     tiles = _columns(student.weight.shape[0], left_out.shares.shape[1])
     for tile, (at, count) in enumerate(zip(tiles, counts, strict=True)):

@@ -353,12 +353,16 @@ class Begun(NamedTuple):
     heads: list[Any]  # as kernels take them
     lists: BlockLists
 
+    @property
+    def numbers(self) -> Tensor:
+        return self.lists.tile_count
 
-def begin(inputs: PartInputs, keep: Tensor) -> Begun:
+
+def begin(inputs: PartInputs, keep: Tensor, wanted: Tensor) -> Begun:
     """As `kept_parts.begin`."""
     inputs = inputs._replace(targets=inputs.targets.contiguous(), tokens=inputs.tokens.contiguous())
     with on(keep.device):
-        return Begun(inputs, _heads(inputs), BlockLists.of(keep))
+        return Begun(inputs, _heads(inputs), BlockLists.of(keep, wanted, order_rows=False))
 
 
 def add_parts(begun: Begun, counts: list[int], left_out: LeftOutParts, sums: PartSums, workspace: int) -> None:

@@ -142,6 +142,7 @@ class Ranking(NamedTuple):
     budget: Tensor  # () float64, what the bounds of left-out blocks may add up to, negative for none at all
     own: Tensor  # (n,) float32, upper bounds of the sum of squares of dL/dx in the target's tile, 0 without a gradient
     key: Tensor  # (n,) int32, rising; NOT_WANTED for a token without a gradient
+    wanted: Tensor  # (n,) bool: the others
 
 
 def rank_tokens(
@@ -181,7 +182,7 @@ def rank_tokens(
     large = (_energies(known, tokens, own, targets) > threshold).sum(0)
     half_octave = ((large + 1).float().log2() * 2.0).round().long()
     key = (LAST_CLASS - half_octave) * TARGETS + targets.clamp(max=TARGETS - 1)
-    return Ranking(budget, own, torch.where(wanted, key, NOT_WANTED).int())
+    return Ranking(budget, own, torch.where(wanted, key, NOT_WANTED).int(), wanted)
 
 
 def block_bounds(known: TileBounds, tokens: TokenGradients, own: Tensor, targets: Tensor, order: Tensor) -> Tensor:

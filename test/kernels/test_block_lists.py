@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.kernels import block_lists
-from liger_rl.kernels.bounds_triton import NOT_WANTED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -30,22 +29,23 @@ def lists_of(keep, tokens):
         found[f"{kind}_count"] = count
         found[f"{kind}_end"] = list(itertools.accumulate(count))
         found[f"{kind}_order"] = sorted(range(len(count)), key=lambda item, count=count: -count[item])
-    return found | {"tile_count": counts["tile"] + ([] if tokens is None else [tokens])}
+    return found | {"tile_count": [*counts["tile"], tokens]}
 
 
-def check(keep, tokens=None):
+def check(keep, tokens=5, *, order_rows=True):
     """With `tokens` of three times as many that have a gradient."""
-    expected, key = lists_of(keep, tokens), None
-    if tokens is not None:
-        key = torch.full((3 * tokens,), NOT_WANTED, dtype=torch.int32, device=DEVICE)
-        key[torch.randperm(3 * tokens)[:tokens]] = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+    expected, wanted = lists_of(keep, tokens), torch.zeros(3 * tokens, dtype=torch.bool, device=DEVICE)
+    wanted[torch.randperm(3 * tokens)[:tokens]] = True
     torch.use_deterministic_algorithms(True)  # fills what is allocated, so that nothing unwritten is right by chance
     try:
-        lists = block_lists.BlockLists.of(keep, key)
+        lists = block_lists.BlockLists.of(keep, wanted, order_rows=order_rows)
     finally:
         torch.use_deterministic_algorithms(False)
     assert lists._asdict().keys() == expected.keys()
     for name, values in lists._asdict().items():
+        if name == "row_order" and not order_rows:
+            assert values is None
+            continue
         assert values.dtype == torch.int32, name
         assert values[: len(expected[name])].tolist() == expected[name], name
 
@@ -59,8 +59,8 @@ SMALL = [(1, 1), (1, 70), (130, 1), (5, 4), (16, 17), (64, 33)]
 def test_lists(rows, tiles, share, monkeypatch):
     monkeypatch.setattr(block_lists, "STEP", 64)
     keep = torch.rand(rows, tiles) < share
-    check(keep.to(DEVICE), 5)
     check(keep.to(DEVICE))
+    check(keep.to(DEVICE), order_rows=False)
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(257, 3), (3, 513)])
@@ -69,4 +69,4 @@ def test_more_than_a_program_reads_at_a_time(rows, tiles):
 
 
 def test_no_rows():
-    check(torch.empty(0, 5, dtype=torch.bool, device=DEVICE), 0)
+    check(torch.empty(0, 5, dtype=torch.bool, device=DEVICE))

@@ -270,11 +270,11 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     hidden[wanted:] = torch.nan
     left_out, shares = torch.randn(tokens, tiles).to(DEVICE, LOW), shares_like(vocab, weight.cpu())[0].to(DEVICE)
     start = torch.randn(tokens, hidden_size, device=DEVICE) if needs[0] else None
-    key = torch.where(torch.arange(tokens) < wanted, 0, block_oracles.NOT_WANTED).int().to(DEVICE)
     counts = keep.sum(0).cpu()
     plan = BlockPlan(counts, int(counts.sum()), wanted)
     inputs = blocks_triton.BlockInputs(hidden, weight, biases, targets, per_token, transform)
-    begun = blocks_triton.begin(inputs, BlockLists.of(keep, key), workspace, 0 if late else tiles)
+    lists = BlockLists.of(keep, torch.arange(tokens, device=DEVICE) < wanted)
+    begun = blocks_triton.begin(inputs, lists, workspace, 0 if late else tiles)
     found, expected = (
         kernels.grad_blocks(
             begun, inputs, plan, LeftOut(left_out, shares, None if start is None else start.clone()), needs[1:]
@@ -328,6 +328,8 @@ def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
     torch.testing.assert_close(ranked.budget, expected.budget, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(ranked.own, expected.own, rtol=1e-4, atol=1e-7)
     assert ranked.key.dtype == expected.key.dtype == torch.int32
+    assert torch.equal(ranked.wanted, expected.wanted)
+    assert torch.equal(ranked.wanted, ranked.key != block_oracles.NOT_WANTED)
     # A bound may be just above the threshold here and just under it there.
     assert (ranked.key == expected.key).float().mean() >= 0.95
     assert (ranked.key != expected.key).sum() <= 0.05 * tokens

@@ -95,7 +95,7 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     rows, tiles = -(-tokens // 128), -(-vocab // 256)
     keep = (torch.arange(rows)[:, None] + torch.arange(tiles)) % 3 != 1
     counts = keep.sum(0)
-    lists = BlockLists.of(keep.to(DEVICE), torch.zeros(tokens, dtype=torch.int32, device=DEVICE))
+    lists = BlockLists.of(keep.to(DEVICE), torch.ones(tokens, dtype=torch.bool, device=DEVICE))
     of_blocks = blocks_triton.BlockInputs(*inputs, gradients, transform)
     begun = blocks_triton.begin(of_blocks, lists, 1 << 24, tiles)
     left_out = torch.zeros(tokens, -(-tiles // 8) * 8, dtype=torch.float16, device=DEVICE)

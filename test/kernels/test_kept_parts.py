@@ -62,7 +62,9 @@ def sums_of(kernels, given: PartInputs, keep, counts, workspace: int, left_out: 
     start = torch.linspace(-1, 1, size, device=DEVICE).repeat(N, 1)
     nan = torch.full((V, size), torch.nan, dtype=dtype, device=DEVICE)
     sums = PartSums(*(x if need else None for x, need in zip((start, nan, nan[:, 0].clone()), needs, strict=True)))
-    kernels.add_parts(kernels.begin(given, keep), counts, left_out, sums, workspace)
+    begun = kernels.begin(given, keep, keep.any(1))
+    assert begun.numbers.tolist() == [*counts, int(keep.any(1).sum())]
+    kernels.add_parts(begun, counts, left_out, sums, workspace)
     return sums
 
 

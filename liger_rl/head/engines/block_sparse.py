@@ -63,7 +63,7 @@ def choose_blocks(
     order = ranking.key.argsort(stable=True)
     energies = bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
     keep = left_out_blocks_triton.choose(energies, ranking.budget)
-    lists = BlockLists.of(keep, ranking.key)
+    lists = BlockLists.of(keep, ranking.wanted)
     numbers = HostAnswer(lists.tile_count)
     sums = left_out_blocks_triton.left_out_sums(
         known, statistics, tokens, targets, order, keep, transform, options.compute_dtype

@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
 
     keep: Tensor  # (n, tiles) bool
     wanted: Tensor  # (n,) bool: tokens with a gradient
-    numbers: HostAnswer  # of these, and of the tokens that keep each tile
+    numbers: HostAnswer  # of the tokens that keep each tile, and of these
     kernels: ModuleType  # of these parts
     begun: Any  # as they began
     left_out: LeftOutParts
@@ -65,7 +65,7 @@ def backward(
         return exact.backward(pair, options, tokens, needs)
     head, live = pair.student, pair.student.live
     chosen = choose(pair, options, tile_sums, tokens, needs)
-    count, *counts = chosen.numbers.wait().tolist()
+    *counts, count = chosen.numbers.wait().tolist()
     if sum(counts) > DENSE_SHARE * count * len(counts):
         if count < chosen.wanted.numel():
             picked = (~chosen.wanted).to(torch.uint8).sort(stable=True).indices[:count]
@@ -91,9 +91,9 @@ def choose(pair: Pair, options: PairOptions, tile_sums: TileSums, tokens: PairGr
     shares = kernels.share_entries(of_parts.entry_sizes(inputs, kernels.draw_tokens(bounds)))
     slope, dtype = LogitSteps.of(options.student.transform).slope, options.student.compute_dtype
     keep, left_out = kernels.choose_parts(bounds, shares.squares, options.student.grad_tolerance, slope, dtype)
-    numbers = HostAnswer(torch.cat([bounds.wanted.sum()[None], keep.sum(0)]))
+    begun = of_parts.begin(inputs, keep, bounds.wanted)
+    numbers = HostAnswer(begun.numbers)
     # What the host has the device do while it waits.
-    begun = of_parts.begin(inputs, keep)
     grad_hidden = by_tile = total = None
     if needs[0]:
         grad_hidden = gemm.matmul(left_out, kernels.shared_rows(shares.entries, inputs.student.weight, dtype))
