@@ -18,6 +18,8 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 # as OPT, count the attention mask.
 POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
+# Models whose tokens depend on later ones and that do not say so, in transformers 5.17 even as decoders.
+NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
 CARRIED = ("attention_mask", "position_ids", "support")
 
 
@@ -57,9 +59,8 @@ def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tens
     takes_positions = "position_ids" in inspect.signature(swapped.forward).parameters
     rotary = any(name.endswith("inv_freq") for name, _ in swapped.named_buffers())
     attention, given = inputs.get("attention_mask"), inputs.get("position_ids")
-    causal = getattr(config, "is_causal", True) and all(
-        getattr(part, "is_causal", None) is not False for part in swapped.modules()
-    )
+    causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
+    causal = causal and all(getattr(part, "is_causal", None) is not False for part in swapped.modules())
     obstacle = kept or _obstacle(model, config, inputs, ids)
     alone = config is swapped.config  # a model of text alone, whose positions are one number a token
     known_positions = given is not None or rotary or config.model_type in POSITION_IS_COLUMN

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import PRESETS, FusedLinearGRPOLoss, PolicyBatch, Support, TopEntropyMask, ppo_loss_fn  # noqa: E402
 from liger_rl.integrations import step_ranks  # noqa: E402
+from liger_rl.integrations.model_body import body_of  # noqa: E402
 from liger_rl.integrations.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 
@@ -192,6 +193,36 @@ def test_what_follows_the_completions_stays_where_it_is_seen():
     batch = make_batch("left")
     batch["completion_mask"][:, 11:] = False
     assert_as_padded(model, with_columns(model, batch), loss, max_tokens=20)
+
+
+BERT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+XLM = {"vocab_size": VOCAB, "n_words": VOCAB, "emb_dim": 32, "n_layers": 1, "n_heads": 4, "pad_token_id": 0}
+OF_BOTH_SIDES = {
+    "BigBird": BERT,
+    "CpmAnt": {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48},
+    "Doge": HEADS,
+    "MegatronBert": BERT,
+    "RemBert": {**BERT, "input_embedding_size": 32, "output_embedding_size": 32},
+    "RoFormer": {**BERT, "embedding_size": 32},
+    "XLM": XLM,
+    "XLNet": {"vocab_size": VOCAB, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48},
+}
+
+
+@pytest.mark.parametrize("name", OF_BOTH_SIDES)
+def test_what_is_no_causal_model_is_known(name):
+    """Transformers loads these for causal language modelling. A last token changes what they say of those before it."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**OF_BOTH_SIDES[name]))
+    ids = torch.randint(3, VOCAB - 1, (1, 9))
+    given, others = {"attention_mask": torch.ones_like(ids)}, torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
+    with torch.no_grad():
+        before, after = (model.eval()(input_ids=row, **given).logits[:, :-1] for row in (ids, others))
+    assert not torch.allclose(before, after, atol=1e-6)
+    assert not body_of(model, swap_lm_head(model), given, ids, None).causal
 
 
 def test_a_mask_with_holes_stays():
