@@ -50,8 +50,8 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
 def parts_obstacle(terms: PolicyTerms) -> str | None:
     """`loss_obstacle` of the objective and the corrections."""
     for part in (terms.objective, *terms.corrections):
-        if not hasattr(part, "token_local"):
-            return f"a token_local attribute that says what the gradient of {_name(part)} depends on"
+        if not (hasattr(part, "token_local") or hasattr(part, "sequence_local")):
+            return f"a token_local or sequence_local attribute that says what the gradient of {_name(part)} depends on"
         if isinstance(part, nn.Module) and any(parameter.requires_grad for parameter in part.parameters()):
             return f"no parameters that want a gradient of their own in {_name(part)}"
     return None

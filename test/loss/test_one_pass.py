@@ -470,7 +470,7 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
         (r"max_extra_bytes of at least \d+ .* got 250000", "grpo", {"max_extra_bytes": 250000}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, ADAPTER),
-        ("a token_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
+        ("a token_local or sequence_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
         ("no parameters .* in Scaled", Scaled(), {"reduction": TokenMean()}, {}),
         ("room in one chunk for 9 tokens that the gradient of one .* it holds 8,", "gspo", {"chunk_tokens": 8}, {}),
         ("room in one chunk for 54 tokens that the .* it holds 53,", "kl_cov", {"chunk_tokens": 53}, {}),
@@ -486,6 +486,18 @@ def test_what_one_pass_needs_is_named(message, loss_type, options, call):
     by_itself = FusedLinearGRPOLoss(loss_type, **options)
     assert taken(by_itself, data, **call).chunks == 0
     step(by_itself, data, **call)
+
+
+def test_an_objective_that_says_no_more_than_that_sequences_are_apart():
+    def of_sequence(logps, batch):
+        mean = batch.sequence_mean(torch.where(batch.mask, logps, 0.0))
+        return TokenLoss((-batch.advantages * mean.square()).expand_as(logps))
+
+    of_sequence.sequence_local = True
+    found, expected = both(of_sequence, {"reduction": TokenMean()}, batch(), chunk_tokens=20)
+    torch.testing.assert_close(found.loss, expected.loss)
+    for name, mine in found.grads.items():
+        torch.testing.assert_close(mine, expected.grads[name], rtol=1e-4, atol=1e-6)
 
 
 def test_split_sequences_take_two_passes():
