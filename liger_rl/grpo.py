@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.blocks_loss import blocks_in_forward, loss_in_blocks
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
 from liger_rl.head.engines.kept_share import one_pass_pays
+from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import HeadOptions, Tolerance, resolved
+from liger_rl.head.options import EngineOptions, HeadOptions, Tolerance, resolved
 from liger_rl.head.rules import check_left_alone
 from liger_rl.head.run import log_probs
 from liger_rl.head.support import Support
@@ -69,10 +71,13 @@ class FusedLinearGRPOLoss(nn.Module):
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
             then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
             that count. Where grad_tolerance="auto" leaves blocks out, "auto" takes two passes too, until a backward
-            of the same weight keeps more than 60% of the blocks. The rule is that of `plan_linear_logprobs`, which
-            shows what is taken. Not with a grad_tolerance above 0, float16 products or gradients, low_rank terms, a
-            sharded head (a vocab_parallel, DTensors) or under torch.compile, where the backward has to be a second
-            pass, nor with fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            of the same weight keeps more than 60% of the blocks. It makes both in the forward for a small head, whose
+            weight has at most 2^28 entries, in the products' dtype, which is not float16, if max_extra_bytes is None:
+            the gradients then wait for the backward, which multiplies them by what is on the loss, as in one pass. The
+            rule is that of `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
+            grad_tolerance above 0, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel,
+            DTensors) or torch.compile, where the backward has to be a second pass, nor with
+            fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
@@ -208,7 +213,7 @@ class FusedLinearGRPOLoss(nn.Module):
             ids = selected_token_ids.long().contiguous()
             given = self.terms.check(batch, ids.shape, ids.device)
             call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
-            one_pass = self._one_pass(call, given, compute_dtype)
+            in_forward = self._in_forward(call, given, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
@@ -216,12 +221,14 @@ class FusedLinearGRPOLoss(nn.Module):
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
+        if isinstance(in_forward, EngineOptions):
+            return outside_of_graphs(loss_in_blocks)(call, prepare, in_forward)
         live = None
-        if one_pass is not None:
+        if in_forward is not None:
             counted = count_tokens(call, self.terms, given)
-            plan = one_pass.plan(counted)
+            plan = in_forward.plan(counted)
             if plan is not None:
-                return loss_in_one_pass(call, counted, prepare, one_pass.options, plan)
+                return loss_in_one_pass(call, counted, prepare, in_forward.options, plan)
             live = counted.live
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
@@ -234,24 +241,27 @@ class FusedLinearGRPOLoss(nn.Module):
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
 
-    def _one_pass(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
-        """None for two passes, whatever tokens count."""
-        # A tolerance is known to rule it out: what that takes to find from shapes, the device would wait for.
-        asked = self.options
-        if self.passes == "two" or (self.passes == "auto" and (asked.named_tolerance or not any(call.needs))):
+    def _in_forward(
+        self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype
+    ) -> OnePassCall | EngineOptions | None:
+        """How gradients are made in the forward: in one pass, or in blocks with these options; None if they are not."""
+        asked, budget = self.options, self.options.max_extra_bytes
+        if self.passes == "two" or (self.passes == "auto" and not any(call.needs)):
             return None
         lacking = loss_obstacle(call, self.terms, given.segments)
         if self.passes == "auto" and lacking is not None:
             return None
         shape = HeadShape.of(call, resolved(asked, compute_dtype), needs=call.needs[:2])
-        if self.passes == "auto" and shape.settled(asked).options.grad_tolerance and not one_pass_pays(call.weight):
-            return None
+        if self.passes == "auto":
+            of_two = shape.settled(asked)
+            if of_two.options.grad_tolerance and (asked.named_tolerance or not one_pass_pays(call.weight)):
+                # A budget's plan has not counted on gradients that wait for the backward.
+                return of_two.options if budget is None and blocks_in_forward(of_two) else None
         shape = shape.settled(asked, one_pass=True)
         together = tokens_together(call, self.terms.locality)
         lacking = lacking or one_pass_obstacle(shape)
         if self.passes == "auto" and lacking is not None:
             return None
-        budget = asked.max_extra_bytes
         found = lacking or plan_one_pass(shape, self.passes, together=together, max_extra_bytes=budget)
         taken = not isinstance(found, str)
         if self.passes == "one" and not taken:

@@ -135,7 +135,7 @@ def loss_in_one_pass(
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
-    whole = _Whole(prepare, live, shape)
+    whole = WholeLoss(prepare, live, shape)
     parts = _Parts(prepare, live)
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
@@ -158,7 +158,7 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
     return [*chunks, slice(first, last)]
 
 
-class _Whole:
+class WholeLoss:
     """The loss of all tokens: its gradients where one chunk holds them all, and its value in any case."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection, shape: torch.Size) -> None:

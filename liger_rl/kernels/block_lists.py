@@ -17,6 +17,7 @@ from liger_rl.kernels.launches import Launched, cdiv
 
 STEP = 256  # rows or tiles that a program reads at a time
 ITEMS = 16  # rows or tiles whose places in the order a program finds
+TOKENS = 1024  # that one program counts at a time
 
 
 class BlockLists(NamedTuple):
@@ -37,7 +38,10 @@ class BlockLists(NamedTuple):
 
     @classmethod
     def of(cls, keep: Tensor, wanted: Tensor, *, order_rows: bool = True) -> "BlockLists":
-        """From `keep` (row blocks, tiles) and `wanted` (n,), tokens with a gradient, both bool and contiguous."""
+        """From `keep` (row blocks, tiles) and `wanted` (n,), tokens with a gradient, both bool and contiguous.
+
+        Row blocks whose tokens have no gradient come last. Unless nearly all others are kept, they keep nothing.
+        """
         rows, tiles = keep.shape
         assert keep.is_contiguous()
         assert wanted.is_contiguous()
@@ -57,7 +61,7 @@ class BlockLists(NamedTuple):
         )
         rank, row_parts = ints((rows, tiles)), cdiv(rows, ITEMS) if order_rows else 0
         with on(keep.device):
-            _count_kernel[(rows + tiles + 1,)](keep, rank, lists, rows, tiles, wanted, wanted.numel(), STEP)
+            _count_kernel[(rows + tiles + 1,)](keep, rank, lists, rows, tiles, wanted, wanted.numel(), STEP, TOKENS)
             _list_kernel[(rows + row_parts + cdiv(tiles, ITEMS),)](
                 keep, rank, lists, rows, tiles, row_parts, STEP, ITEMS
             )
@@ -75,6 +79,7 @@ def _count_kernel(
     wanted,
     tokens,
     STEP: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     item = tl.program_id(0)
     count = 0
@@ -93,10 +98,11 @@ def _count_kernel(
             count += tl.sum(kept, 0)
         tl.store(lists.tile_count + tile, count)
     else:
-        for start in range(0, tokens, STEP):
-            token = start + tl.arange(0, STEP)
-            count += tl.sum(tl.load(wanted + token, mask=token < tokens, other=0).to(tl.int32), 0)
-        tl.store(lists.tile_count + tiles, count)
+        counts = tl.zeros((TOKENS,), tl.int32)
+        for start in range(0, tokens, TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            counts += tl.load(wanted + token, mask=token < tokens, other=0).to(tl.int32)
+        tl.store(lists.tile_count + tiles, tl.sum(counts, 0))
 
 
 @triton.jit

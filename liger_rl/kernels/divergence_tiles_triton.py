@@ -23,7 +23,7 @@ SLACK_OF_SUM, SLACK, SLACK_OF_LSE = (
 LOST, SLACK_OF_SHARES = tl.constexpr(plain.LOST), tl.constexpr(plain.SLACK_OF_SHARES)
 UNITS, MOST = tl.constexpr(float(plain.UNITS)), tl.constexpr(plain.UNITS)
 OF_FORWARD, OF_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(MIXTURE)
-DRAWN, DRAWING_WARPS = 256, 8  # tokens that the one program draws from at a time
+DRAWN, DRAWING_WARPS = 1024, 8  # tokens that the one program draws from at a time; 41 us for 61 with 256
 COUNTED = 2048  # parts of a program
 CHOSEN_TOKENS, CHOSEN_TILES = 32, 64  # of a program
 

@@ -91,7 +91,7 @@ class Begun(NamedTuple):
 
 
 def begin(inputs: PartInputs, keep: Tensor, wanted: Tensor) -> Begun:
-    """Of (n, tiles) and (n,) bool. On the device alone, while the host waits for the numbers."""
+    """Of (n, tiles) and (n,) bool, on the device alone. The host may wait for the numbers once more is launched."""
     order = keep.T.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     return Begun(inputs, order, torch.cat([keep.sum(0), wanted.sum()[None]]))
 

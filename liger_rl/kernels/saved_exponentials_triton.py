@@ -28,6 +28,7 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 4096 entries and 8 warps they took 279 and 626.
 BLOCK, WARPS = 1024, 1
 SCALE_BLOCK, SCALE_WARPS = 8192, 8
+SCALE_PROGRAMS = 2048  # at most: most factors are 1, which each program has to read
 
 
 @Launched
@@ -108,10 +109,11 @@ def _grad_kept_kernel(
 def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
     scale = tl.load(factor)
     if scale != 1.0:
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < count
-        scaled = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
-        tl.store(values + place, scaled.to(values.dtype.element_ty), mask=inside)
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            inside = place < count
+            scaled = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * scale
+            tl.store(values + place, scaled.to(values.dtype.element_ty), mask=inside)
 
 
 def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, kept: Kept) -> None:
@@ -181,7 +183,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """As `saved_exponentials.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
     with on(values.device):
-        _scale_kernel[(cdiv(values.numel(), SCALE_BLOCK),)](
+        _scale_kernel[(min(cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
             values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )
 

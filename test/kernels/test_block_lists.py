@@ -47,6 +47,7 @@ def check(keep, tokens=5, *, order_rows=True):
             assert values is None
             continue
         assert values.dtype == torch.int32, name
+        assert values.numel() == (keep.numel() if name in ("row", "tile", "by_row") else len(expected[name])), name
         assert values[: len(expected[name])].tolist() == expected[name], name
 
 

@@ -35,6 +35,8 @@ from liger_rl.kernels.statistics import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton.language as tl
+
 from liger_rl.kernels import blocks_triton, bounds_triton, left_out_blocks_triton
 from liger_rl.kernels.block_lists import BlockLists
 
@@ -250,9 +252,13 @@ KERNEL_CASES = [
 @pytest.mark.parametrize("workspace", [3 * BLOCK_TOKENS * BLOCK_VOCAB * 2, 1 << 30], ids=["spans", "whole"])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize(("tokens", "hidden_size", "vocab", "transform", "bias", "entropy"), KERNEL_CASES)
-def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, entropy, needs, workspace, late):
+def test_products_of_chosen_blocks(
+    tokens, hidden_size, vocab, transform, bias, entropy, needs, workspace, late, monkeypatch
+):
     """Triton's against plain PyTorch's, in several spans of tiles and in one, the first begun before or not."""
     skip_where_misread(hidden_size)
+    if DEVICE.type == "cpu":  # elsewhere it is compiled already
+        monkeypatch.setattr(blocks_triton, "LISTED", tl.constexpr(2))
     hidden = torch.randn(tokens, hidden_size).to(DEVICE, LOW)
     weight = (torch.randn(vocab, hidden_size) * hidden_size**-0.5).to(DEVICE, LOW)
     biases = torch.randn(vocab).to(DEVICE, LOW) if bias else None
@@ -262,7 +268,7 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     grad_entropy = torch.randn(tokens).to(DEVICE) if entropy else None
     per_token = TokenGradients.of(statistics, torch.randn(tokens).to(DEVICE), grad_entropy)
     rows, tiles = math.ceil(tokens / BLOCK_TOKENS), math.ceil(vocab / BLOCK_VOCAB)
-    keep = torch.randint(3, (rows, tiles)) > 0
+    keep = (torch.arange(rows)[:, None] + torch.arange(tiles)) % 5 != 1
     keep[:, tiles // 2] = False  # a tile without a block
     keep = keep.to(DEVICE)
     wanted = tokens - tokens // 5  # the others hold what must not get into a sum
@@ -275,6 +281,8 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
     inputs = blocks_triton.BlockInputs(hidden, weight, biases, targets, per_token, transform)
     lists = BlockLists.of(keep, torch.arange(tokens, device=DEVICE) < wanted)
     begun = blocks_triton.begin(inputs, lists, workspace, 0 if late else tiles)
+    spans = blocks_triton._spans(plan, begun.buffer.shape[0] // BLOCK_TOKENS)
+    assert (len(spans) > 1) == (workspace < 1 << 30 and tokens > 2 * BLOCK_TOKENS)
     found, expected = (
         kernels.grad_blocks(
             begun, inputs, plan, LeftOut(left_out, shares, None if start is None else start.clone()), needs[1:]
@@ -294,8 +302,9 @@ def test_products_of_chosen_blocks(tokens, hidden_size, vocab, transform, bias, 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("transform", [PLAIN, CAPPED])
 @pytest.mark.parametrize(("tokens", "vocab"), [(300, 1000), (33, 9000), (1, 5)])
-def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy):
+def test_bounds_and_choices_as_kernels(tokens, vocab, transform, entropy, monkeypatch):
     """Triton's against plain PyTorch's: a code apart at most, and so are the sums."""
+    monkeypatch.setattr(bounds_triton, "ADDED", 2)
     shape = math.ceil(vocab / BLOCK_VOCAB), tokens
     peaks, sums = 3 * torch.randn(shape), 1 + torch.rand(shape)
     peaks[1:, 0], sums[1:, 0] = torch.finfo(torch.float32).min, 0.0  # tiles of banned ids

@@ -186,6 +186,7 @@ def test_choices_at_the_ends():
     for kernels in BOTH:
         assert not kernels.choose_parts(bounds, squares, 1e3, 1.0, torch.float16).keep.any()
         everything = wanted[:, None].expand(N, TILES)
-        for least in (numbers * 0.0, numbers * math.inf, numbers * math.nan):
+        # The last budget has room for none of them, and is neither 0 nor infinite.
+        for least in (numbers * 0.0, numbers * math.inf, numbers * math.nan, numbers * 1e-18):
             chosen = kernels.choose_parts(bounds._replace(least=least), squares, 0.1, 1.0, torch.float16)
             assert torch.equal(chosen.keep, everything)

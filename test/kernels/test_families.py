@@ -97,7 +97,7 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     counts = keep.sum(0)
     lists = BlockLists.of(keep.to(DEVICE), torch.ones(tokens, dtype=torch.bool, device=DEVICE))
     of_blocks = blocks_triton.BlockInputs(*inputs, gradients, transform)
-    begun = blocks_triton.begin(of_blocks, lists, 1 << 24, tiles)
+    begun = blocks_triton.begin(of_blocks, lists, 1, tiles)  # the blocks of a tile at a time
     left_out = torch.zeros(tokens, -(-tiles // 8) * 8, dtype=torch.float16, device=DEVICE)
     shares, start = torch.zeros(vocab, device=DEVICE), torch.zeros(tokens, hidden_size, device=DEVICE)
     plan = BlockPlan(counts, int(counts.sum()), tokens)
