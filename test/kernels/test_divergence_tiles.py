@@ -190,3 +190,6 @@ def test_choices_at_the_ends():
         for least in (numbers * 0.0, numbers * math.inf, numbers * math.nan, numbers * 1e-18):
             chosen = kernels.choose_parts(bounds._replace(least=least), squares, 0.1, 1.0, torch.float16)
             assert torch.equal(chosen.keep, everything)
+        # Alone, one that the budget has no room for has none to share it with.
+        alone = TileBounds(most[:1, :1], most[:1, :1], numbers[:1] * 1e-18, numbers[:1], wanted[:1], bounds.unit)
+        assert kernels.choose_parts(alone, squares[:1], 0.1, 1.0, torch.float16).keep.all()

@@ -213,7 +213,8 @@ def test_where_no_product_has_bounds(choices, monkeypatch):
     exact = batch.loss(FusedLinearGRPOLoss("dapo", beta=0.0, grad_tolerance=0.0))
     assert torch.equal(found.loss, exact.loss)
     for mine, other in zip(got, torch.autograd.grad(exact.loss, batch.leaves), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-5 * other.abs().max().item())
+        # Logits' gradients on both sides of a rounding to 16 bits, summed over tokens or vocabulary.
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-3 * other.abs().max().item())
 
 
 def test_no_second_derivative():

@@ -23,6 +23,7 @@ def version(name):
     return versions.get(name) or real(name)
 
 metadata.version = version
+metadata.requires = lambda name: ["torch>=2.8", "transformers>=4.57; extra == 'hf'"]
 sys.modules["triton"] = None
 runpy.run_module("liger_rl", run_name="__main__")
 """
