@@ -262,8 +262,9 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     vocab = V if everything else TILES * BLOCK_VOCAB
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(vocab, H, dtype=torch.bfloat16)
     bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
-    student = pair_epilogue.Student(hidden, weight, bias, torch.zeros(N, dtype=torch.long), 0, transform)
-    teacher = Tile(ones(N, vocab), bias, transform)
+    factors = pair_epilogue.Factors(hidden, weight, bias, transform)
+    student = pair_epilogue.Student(factors, torch.zeros(N, dtype=torch.long), 0)
+    teacher = factors if pair_epilogue.makes_teacher(CPU) else Tile(ones(N, vocab), bias, transform)
     kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
@@ -387,7 +388,7 @@ class Compiler:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         self.compiled[self.driver.name, name] += 1
-        if ".hopper_gluon." in name:
+        if "_gluon." in name:
             check_fence(name, kernel.asm["ptx"])
         shared, most = kernel.metadata.shared, TARGETS[self.driver.name].shared_bytes
         if shared > most:

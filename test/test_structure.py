@@ -67,8 +67,8 @@ TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
         "launches", "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
-        "hopper_gluon", "several_triton", "support_triton", "divergence_triton", "kept_pair_triton", "pair_tiles",
-        "pair_epilogue", "kept_parts_triton", "divergence_tiles_triton",
+        "hopper_gluon", "hopper_pairs_gluon", "several_triton", "support_triton", "divergence_triton",
+        "kept_pair_triton", "pair_tiles", "pair_epilogue", "kept_parts_triton", "divergence_tiles_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

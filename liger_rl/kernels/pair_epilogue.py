@@ -1,7 +1,8 @@
 """Fold and gradient of two heads in the epilogue of the student's product, which reads the teacher's logits.
 
-The teacher's tile of logits is in memory: any product makes it. The student's is in registers when the teacher's
-numbers come, so of the two float32 tiles one is never written. `pair_tiles` says what is done with them.
+The student's tile of logits is in registers when the teacher's numbers come. These are in memory, where any product
+puts them, or where there is a kernel for it (`hopper_pairs_gluon`) in shared memory, by the same kernel's own product.
+`pair_tiles` says what is done with both.
 """
 
 from typing import NamedTuple
@@ -18,22 +19,27 @@ from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, mix_kept
 from liger_rl.kernels.launches import Launched, cdiv
-from liger_rl.kernels.matrix_triton import GROUP, matrix, store
+from liger_rl.kernels.matrix_triton import GROUP, matrix
 from liger_rl.kernels.pair_tiles import (
     REVERSE,
     columns_of,
     fold_pair_tile,
+    grad_pair_tile,
     like,
-    pair_tile_gradient,
+    read_teacher,
     rows_of,
-    teacher_ahead,
-    teacher_next,
+    store_part,
+    store_teacher_target,
+    teacher_at_target,
 )
 from liger_rl.kernels.softmax import LOWEST
-from liger_rl.kernels.tile_epilogues import at_column, column_of, part_of, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import at_column, column_of, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-__all__ = ["Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "mix_kept"]
+__all__ = [
+    "Factors", "Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "makes_teacher",
+    "mix_kept",
+]  # fmt: skip
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
 PARTS = 8
@@ -237,10 +243,11 @@ def _gemm_pair_kernel(
     out,  # a `matrix` (tokens, vocab) for the gradient; None for the fold
     larger,  # of `KeptPair`, as `out`, or None
     gaps,
-    bias,
-    targets,
     teacher,  # logits (tokens, vocab), float32
     teacher_stride,
+    hidden_size,
+    bias,
+    targets,
     teacher_bias,
     teacher_steps,
     parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
@@ -252,7 +259,6 @@ def _gemm_pair_kernel(
     tokens,
     vocab,
     first,  # id of the tile's first row
-    hidden_size,
     steps,
     beta,
     KIND: tl.constexpr,
@@ -276,61 +282,73 @@ def _gemm_pair_kernel(
         live = token < tokens
         start = vocab_tile * TILE_VOCAB
         target = column_of(targets, token, live, first + start)
-        ahead = teacher_ahead(of_teacher, logits, token, live, start, vocab, 1, PARTS, WHOLE, rows_of, columns_of)
         if out is None:
+            if parts.teacher_target is not None:
+                raw = teacher_at_target(of_teacher, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                store_teacher_target(
+                    raw, parts.teacher_target, token, live, target, start, vocab, of_teacher, TILE_VOCAB, WHOLE
+                )
             fold_pair_tile(
-                logits, ahead, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares, kept, steps,
-                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, rows_of, like, columns_of, at_column, store,
+                logits, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares, kept, steps,
+                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, read_teacher, rows_of, like, columns_of, at_column,
+                store_part,
             )  # fmt: skip
         else:
-            for part in tl.static_range(PARTS):
-                raw = ahead[0]
-                ahead = teacher_next(
-                    ahead, of_teacher, logits, token, live, start, vocab, part, PARTS, WHOLE, rows_of, columns_of
-                )
-                own = part_of(logits, part, PARTS)
-                column = part * own.shape[1] + tl.arange(0, own.shape[1])
-                grad = pair_tile_gradient(
-                    own, raw, token, live, target, column, start, of_teacher, vocab, gradients, steps, beta,
-                    KIND, WHOLE,
-                )  # fmt: skip
-                store(out, token_tile * TILE_TOKENS, start + part * own.shape[1], grad)
+            grad_pair_tile(
+                logits, token, target, vocab_tile, tokens, vocab, of_teacher, gradients, out, steps,
+                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, rows_of, columns_of, store_part,
+            )  # fmt: skip
 
 
-class Student(NamedTuple):
-    """What tiles of the student's logits are made of."""
+class Factors(NamedTuple):
+    """What a tile of a head's logits is made of."""
 
     hidden: Tensor  # (n, H)
     weight: Tensor  # (v, H), a vocabulary tile's rows
     bias: Tensor | None  # (v,)
+    transform: LogitTransform
+
+
+class Student(NamedTuple):
+    """The student's tile."""
+
+    factors: Factors
     targets: Tensor  # (n,) ids of the whole vocabulary
     first: int  # id of the tile's first row
-    transform: LogitTransform
+
+
+# A tile (n, v), whose rows take a multiple of GROUP numbers, or what it is made of where `makes_teacher`.
+Teacher = Tile | Factors
+
+
+def makes_teacher(device: torch.device) -> bool:
+    """Whether one kernel makes both heads' products of `Factors` in one 16-bit dtype, of which none meets memory."""
+    return gluon_for(device) is not None
 
 
 def fold_pair(
     student: Student,  # whose first row begins a tile of PRODUCT_VOCAB
-    teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
+    teacher: Teacher,
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written
 ) -> None:
-    """The fold of hidden @ weight.T beside the teacher's tile, where `devices.applies` says so."""
+    """The fold of the student's product beside the teacher's tile, where `devices.applies` says so."""
     assert student.first % PRODUCT_VOCAB == 0
     here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
-        here_of_row = slice(student.first, student.first + student.weight.shape[0])
+        here_of_row = slice(student.first, student.first + student.factors.weight.shape[0])
         tops = (part[:, student.first // (PRODUCT_VOCAB // PARTS) :] for part in (kept.peaks, kept.teacher_peaks))
         written = Written(None, kept.larger[:, here_of_row], kept.gaps[:, here_of_row], *tops)
     _launch(student, teacher, measure, here, written, None)
 
 
-def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
+def grad_pair(student: Student, teacher: Teacher, measure: Measure, tokens: PairGradients) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
-    n, vocab = student.hidden.shape[0], student.weight.shape[0]
-    per_alignment = ALIGNMENT_BYTES // student.hidden.element_size()
+    hidden, n, vocab = student.factors.hidden, student.targets.numel(), student.factors.weight.shape[0]
+    per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
-    out = torch.empty(n, width, dtype=student.hidden.dtype, device=student.hidden.device)[:, :vocab]
+    out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
     _launch(student, teacher, measure, (None, None), Written(out), tokens.contiguous())
     return out
 
@@ -354,20 +372,19 @@ class Written(NamedTuple):
 
 def _launch(
     student: Student,
-    teacher: Tile,
+    teacher: Teacher,
     measure: Measure,
     parts: Parts | tuple[None, None],
     written: Written,
     gradients: PairGradients | None,
 ) -> None:
-    hidden, weight, bias = student.hidden, student.weight, student.bias
+    hidden, weight, bias, transform = student.factors
     device, vocab = hidden.device, weight.shape[0]
+    teacher_bias = None if teacher.bias is None else teacher.bias.contiguous()
     arguments = (
         None if bias is None else bias.contiguous(),
         student.targets.contiguous(),
-        teacher.logits,
-        _groups(teacher.logits),
-        None if teacher.bias is None else teacher.bias.contiguous(),
+        teacher_bias,
         LogitSteps.of(teacher.transform),
         *parts,
         written.own_tops,
@@ -377,16 +394,20 @@ def _launch(
         hidden.shape[0],
         vocab,
         student.first,
-        hidden.shape[1],
-        LogitSteps.of(student.transform),
+        LogitSteps.of(transform),
         measure.beta,
     )
     constants = {"KIND": measure.kind, "WHOLE": vocab % PRODUCT_VOCAB == 0, "PARTS": PARTS}
-    family, programs, gluon = family_of(device), device_programs(device), gluon_for(device)
+    programs = device_programs(device)
     with on(device):
-        if gluon is not None:
-            gluon.launch_pair(programs, hidden, weight, written[:3], *arguments, **constants)
+        if isinstance(teacher, Factors):
+            from liger_rl.kernels import hopper_pairs_gluon
+
+            hopper_pairs_gluon.launch(
+                programs, (hidden, weight), (teacher.hidden, teacher.weight), written[:3], *arguments, **constants
+            )
             return
+        family = family_of(device)
         _gemm_pair_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(weight, PRODUCT_VOCAB, family.step, tma=family.tma),
@@ -394,6 +415,9 @@ def _launch(
                 None if values is None else matrix(values, TILE_TOKENS, PRODUCT_VOCAB, tma=family.tma, parts=PARTS)
                 for values in written[:3]
             ),
+            teacher.logits,
+            _groups(teacher.logits),
+            hidden.shape[1],
             *arguments,
             **constants,
             TILE_TOKENS=TILE_TOKENS,

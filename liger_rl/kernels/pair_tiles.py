@@ -2,21 +2,20 @@
 Triton functions.
 
 The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers, and the teacher's is read
-from memory, a part of the columns at a time, so that there are registers for both. What can be read of it before the
-student's tile is there costs no time behind it. Kernels of Triton and of Gluon call
+from memory, a part of the columns at a time, so that there are registers for both. Kernels of Triton and of Gluon call
 these functions: what they are given says which thread has which number, and nothing else does.
 
     ROWS(vector, tile)      a number of each row, laid out for the tile's rows
     LIKE(vector, other)     the same, laid out as another vector is
     COLUMNS(tile)           0, 1, ... of each column
-    AT_COLUMN, STORE        as `tile_epilogues.at_column` and `matrix_triton.store`
+    READ, STORE, AT_COLUMN  as `read_teacher`, `store_part` and `tile_epilogues.at_column`
 """
 
 import triton
 import triton.language as tl
 
 from liger_rl.kernels import divergence
-from liger_rl.kernels.matrix_triton import GROUP
+from liger_rl.kernels.matrix_triton import GROUP, store
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -78,9 +77,14 @@ def _readable(column, vocab):
 
 
 @triton.jit
-def _raw_part(teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """-> the teacher's float32 numbers beside one part of a tile of the student's, whose first column is `first`."""
+def read_teacher(
+    teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """-> the teacher's float32 numbers in memory beside one part of a tile of the student's, which begins at `first`.
+
+    The student's own numbers need not be there yet.
+    """
     logits, stride, _bias, _steps = teacher
     own = part_of(tile, PART, PARTS)
     column = first + PART * own.shape[1] + COLUMNS(own)
@@ -91,37 +95,9 @@ def _raw_part(teacher, tile, token, live, first, vocab, PART: tl.constexpr, PART
 
 
 @triton.jit
-def teacher_ahead(
-    teacher, tile, token, live, first, vocab, AHEAD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """-> the teacher's numbers beside the first AHEAD parts, 1 or 4; the student's need not be there yet."""
-    raw = _raw_part(teacher, tile, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
-    if AHEAD == 1:
-        return (raw,)
-    else:
-        return (
-            raw,
-            _raw_part(teacher, tile, token, live, first, vocab, 1, PARTS, WHOLE, ROWS, COLUMNS),
-            _raw_part(teacher, tile, token, live, first, vocab, 2, PARTS, WHOLE, ROWS, COLUMNS),
-            _raw_part(teacher, tile, token, live, first, vocab, 3, PARTS, WHOLE, ROWS, COLUMNS),
-        )
-
-
-@triton.jit
-def teacher_next(
-    ahead, teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """-> the same without the first, PART, and with the next one, where there is one."""
-    AHEAD: tl.constexpr = len(ahead)
-    raw = ahead[AHEAD - 1]
-    if PART + AHEAD < PARTS:
-        raw = _raw_part(teacher, tile, token, live, first, vocab, PART + AHEAD, PARTS, WHOLE, ROWS, COLUMNS)
-    if AHEAD == 1:
-        return (raw,)
-    else:
-        return (ahead[1], ahead[2], ahead[3], raw)
+def store_part(out, row, first, PART: tl.constexpr, values):
+    """One part of a tile whose first column is `first`."""
+    store(out, row, first + PART * values.shape[1], values)
 
 
 @triton.jit
@@ -136,21 +112,47 @@ def _of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _target_is_here(target, live, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
+    hit = live & (target >= 0) & (target < TILE_VOCAB)
+    return hit if WHOLE else hit & (first + target < vocab)
+
+
+@triton.jit
+def teacher_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
+    """-> the teacher's number in memory at each token's target, where the tile that begins at `first` has it."""
+    logits, stride, _bias, _steps = teacher
+    hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
+    return tl.load(logits + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
+
+
+@triton.jit
+def store_teacher_target(
+    raw, out, token, live, target, first, vocab, teacher, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Of a tile of the teacher's whose numbers at the targets are `raw`."""
+    _logits, _stride, bias, steps = teacher
+    hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
+    if bias is not None:
+        raw += tl.load(bias + first + target, mask=hit, other=0.0).to(tl.float32)
+    t, _ = transformed(raw, steps)
+    tl.store(out + token, t, mask=hit)
+
+
+@triton.jit
 def fold_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
-    ahead,  # as `teacher_ahead` gives it
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
-    teacher,  # its logits (tokens, vocab), the stride of their rows in groups of GROUP, its bias and steps
+    teacher,  # its logits as READ takes them, the stride of their rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
     kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
     steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr,
-    COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
+    LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Write what the fold leaves of one pair of tiles; `vocab` counts the entries of the product at hand.
+    """Write what the fold leaves of one pair of tiles but the teacher's targets; `vocab` counts the entries at hand.
 
     The student's peak is that of the tile, the teacher's rises from part to part.
     """
@@ -160,6 +162,7 @@ def fold_pair_tile(
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
+    raw = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
     z, _ = transformed(logits, steps)
     if not WHOLE:
         z = tl.where((first + COLUMNS(z) < vocab)[None, :], z, float("-inf"))
@@ -167,24 +170,15 @@ def fold_pair_tile(
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     if tiles.target is not None:
-        hit = live & (target >= 0) & (target < TILE_VOCAB)
-        if not WHOLE:
-            hit = hit & (first + target < vocab)
+        hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
         tl.store(tiles.target + token, AT_COLUMN(z, target, 3), mask=hit)
-        teacher_logits, stride, teacher_bias, teacher_steps = teacher
-        t_hit = tl.load(teacher_logits + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
-        if teacher_bias is not None:
-            t_hit += tl.load(teacher_bias + first + target, mask=hit, other=0.0).to(tl.float32)
-        t_hit, _ = transformed(t_hit, teacher_steps)
-        tl.store(tiles.teacher_target + token, t_hit, mask=hit)
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        raw = ahead[0]
-        ahead = teacher_next(ahead, teacher, z, token, live, first, vocab, part, PARTS, WHOLE, ROWS, COLUMNS)
         own = part_of(z, part, PARTS)
-        column = first + part * WIDTH + COLUMNS(own)
-        t = _of_teacher(raw, teacher, column, vocab, WHOLE)
+        t = _of_teacher(raw, teacher, first + part * WIDTH + COLUMNS(own), vocab, WHOLE)
+        if part + 1 < PARTS:
+            raw = READ(teacher, z, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
         higher = tl.maximum(top, tl.max(t, 1))
         a = own - ROWS(peak, own)[:, None]
         b = t - higher[:, None]
@@ -228,8 +222,8 @@ def fold_pair_tile(
             at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
             tl.store(tops + at, LIKE(top, row), mask=inside)
-            STORE(larger_out, first_token, first + part * WIDTH, larger)
-            STORE(gaps, first_token, first + part * WIDTH, apart)
+            STORE(larger_out, first_token, first, part, larger)
+            STORE(gaps, first_token, first, part, apart)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
     tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)
@@ -244,9 +238,34 @@ def fold_pair_tile(
 
 
 @triton.jit
-def pair_tile_gradient(
+def grad_pair_tile(
+    logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
+    token, target, vocab_tile, n, vocab, teacher,  # as for `fold_pair_tile`, of n tokens
+    tokens,  # `PairGradients`
+    out,  # (n, vocab) as STORE takes it
+    steps, first_token, beta,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Write dL/dlogits of one tile."""
+    first, live = vocab_tile * logits.shape[1], token < n
+    raw = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    for part in tl.static_range(PARTS):
+        own, beside = part_of(logits, part, PARTS), raw
+        if part + 1 < PARTS:
+            raw = READ(teacher, logits, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
+        column = part * own.shape[1] + COLUMNS(own)
+        grad = _part_gradient(
+            own, beside, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, first, teacher, vocab, tokens,
+            steps, beta, KIND, WHOLE,
+        )  # fmt: skip
+        STORE(out, first_token, first, part, grad)
+
+
+@triton.jit
+def _part_gradient(
     own,  # (TILE_TOKENS, WIDTH) float32 of the student
-    raw,  # the teacher's numbers beside them, the first of `teacher_ahead`
+    raw,  # the teacher's numbers beside them
     token, live,  # (TILE_TOKENS,)
     target,  # (TILE_TOKENS,) column of each token's target in the tile
     column,  # (WIDTH,) in the tile

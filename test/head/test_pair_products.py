@@ -3,6 +3,8 @@
 `test_divergence.py` holds the latter to float64.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -34,6 +36,7 @@ from liger_rl.kernels.divergence_tiles import bound_parts
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter makes no bfloat16 products
 ALL = LogitTransform(softcap=3.0, scale=1.4), LogitTransform(temperature=0.6)
 
@@ -46,16 +49,27 @@ def heads(n, size, other_size, vocab, spread=3.0):
     return normal(n, size), own, normal(n, other_size), other
 
 
+@pytest.fixture(params=[True, False] if HOPPER and pair_epilogue.makes_teacher(DEVICE) else [True])
+def case(request):
+    """-> `Case`, whose teacher's logits are in memory, or made by the same kernel."""
+    return partial(Case, in_memory=request.param)
+
+
 class Case:
     """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
 
-    def __init__(self, measure, transforms, *, more, n=20, size=48, vocab=700, gap=None):
-        self.measure, self.more, self.n, self.vocab = measure, more, n, vocab
-        self.hidden, self.weight, *_ = heads(n, size, 8, vocab)
+    def __init__(self, measure, transforms, *, more, n=20, size=48, other_size=24, vocab=700, gap=None, in_memory=True):
+        self.measure, self.more, self.n, self.vocab, self.in_memory = measure, more, n, vocab, in_memory
+        *own, other, other_weight = heads(n, size, other_size, vocab)
+        self.hidden, self.weight = own
+        if gap is not None:
+            near = (self.weight[:, :8].float() * gap).to(DTYPE)
+            other, other_weight = torch.cat([self.hidden, other[:, :8]], 1), torch.cat([self.weight, near], 1)
+        self.other = other, other_weight
         self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
         logits = self.hidden.float() @ self.weight.float().T
-        teacher = torch.full((n, vocab + 4), torch.nan, device=DEVICE)[:, :vocab]  # rows are longer than they are wide
-        teacher.copy_(3 * torch.randn(n, vocab) if gap is None else logits + gap * torch.randn(n, vocab).to(DEVICE))
+        teacher = torch.full((n, -(-vocab // 8) * 8 + 8), torch.nan, device=DEVICE)[:, :vocab]  # rows are longer
+        teacher.copy_(other.float() @ other_weight.float().T)
         self.targets = torch.randint(vocab, (n,)).to(DEVICE)
         self.student, self.teacher = Tile(logits, self.bias, transforms[0]), Tile(teacher, other_bias, transforms[1])
         state = PairFold.start(n, DEVICE, measure, entropy=more, targets=True)
@@ -72,12 +86,12 @@ class Case:
     def tile(self, first=0, last=None):
         """What the epilogue takes of some columns."""
         at = slice(first, last)
-        bias = None if self.bias is None else self.bias[at]
-        teacher = self.teacher._replace(logits=self.teacher.logits[:, at])
-        if teacher.bias is not None:
-            teacher = teacher._replace(bias=teacher.bias[at])
-        student = pair_epilogue.Student(self.hidden, self.weight[at], bias, self.targets, first, self.student.transform)
-        return student, teacher
+        bias, other_bias = (None if bias is None else bias[at] for bias in (self.bias, self.teacher.bias))
+        factors = pair_epilogue.Factors(self.hidden, self.weight[at], bias, self.student.transform)
+        teacher = Tile(self.teacher.logits[:, at], other_bias, self.teacher.transform)
+        if not self.in_memory:
+            teacher = pair_epilogue.Factors(self.other[0], self.other[1][at], other_bias, self.teacher.transform)
+        return pair_epilogue.Student(factors, self.targets, first), teacher
 
     def tokens(self):
         w, g, e = torch.randn(3, self.n).to(DEVICE)
@@ -101,9 +115,9 @@ class Case:
 
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
-def test_sums_of_several_tiles(measure):
+def test_sums_of_several_tiles(measure, case):
     """Of more tokens than a program joins the sums of, and of a last tile that is short."""
-    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, n=140, size=16, vocab=2 * TILE_VOCAB + 300)
+    case = case(measure, (LogitTransform(), LogitTransform()), more=False, n=140, size=16, vocab=2 * TILE_VOCAB + 300)
     parts, _ = case.folded(squares=True, kept=False)
     sums = TileSums.unwritten(case.n, case.vocab, DEVICE, measure)
     parts.tile_sums(measure, sums)
@@ -143,9 +157,9 @@ def test_merged_tiles(measure, tiles):
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.3)])
 @pytest.mark.parametrize("more", [False, True])
-def test_kernels(measure, more):
+def test_kernels(measure, more, case):
     """Fold, sums of tiles, gradient and what is kept for one, over two products, the last tile not a whole one."""
-    case = Case(measure, ALL if more else (LogitTransform(), LogitTransform()), more=more)
+    case = case(measure, ALL if more else (LogitTransform(), LogitTransform()), more=more)
     squares = measure.kind != MIXTURE
     parts, kept = case.folded(squares=squares)
     found = PairStatistics.of(parts.merged(measure), measure)
@@ -176,9 +190,9 @@ def test_kernels(measure, more):
 
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)])
-def test_what_is_kept_of_heads_that_are_near(measure):
+def test_what_is_kept_of_heads_that_are_near(measure, case):
     """p - q and log p - log q of heads a thousandth of a nat apart to float16's digits, not to those of p."""
-    case = Case(measure, (LogitTransform(), LogitTransform()), more=False, gap=1e-3)
+    case = case(measure, (LogitTransform(), LogitTransform()), more=False, gap=1e-3)
     _, kept = case.folded(squares=False)
     tokens = case.tokens()
     exact, found = case.gradient(tokens).double(), torch.empty(case.n, case.vocab, device=DEVICE)
@@ -187,9 +201,9 @@ def test_what_is_kept_of_heads_that_are_near(measure):
     assert (found.double() - exact).norm() <= 2e-3 * exact.norm()
 
 
-def test_ids_that_a_head_bans_and_rows_past_the_last_token():
+def test_ids_that_a_head_bans_and_rows_past_the_last_token(case):
     """Of the student alone: a gradient of -q. Of both: as if they were not there."""
-    case = Case(Measure(FORWARD), (LogitTransform(), LogitTransform()), more=True, n=3)
+    case = case(Measure(FORWARD), (LogitTransform(), LogitTransform()), more=True, n=3)
     case.bias[5] = -torch.inf
     case.bias[100:500] = case.teacher.bias[100:500] = -torch.inf
     parts, kept = case.folded(squares=False)
@@ -208,9 +222,9 @@ def test_ids_that_a_head_bans_and_rows_past_the_last_token():
 
 
 @pytest.mark.parametrize("measure", [Measure(FORWARD), Measure(REVERSE)])
-def test_the_lowest_finite_logits_have_no_probability(measure):
+def test_the_lowest_finite_logits_have_no_probability(measure, case):
     """Of the teacher, in all columns of a part before the others."""
-    case = Case(measure, (LogitTransform(), LogitTransform()), more=True, n=3)
+    case = case(measure, (LogitTransform(), LogitTransform()), more=True, n=3)
     case.teacher.bias[:64] = torch.finfo(torch.float32).min
     case.bias[:64] = -torch.inf
     parts, _ = case.folded(squares=True, kept=False)
@@ -274,27 +288,60 @@ def test_what_keeps_a_pair_from_the_epilogue(monkeypatch):
     assert not taken
 
 
+def everything(case, tokens):
+    """-> fold, what is kept and the gradient."""
+    parts, kept = case.folded(squares=case.measure.kind != MIXTURE)
+    made = pair_epilogue.grad_pair(*case.tile(), case.measure, tokens)
+    fold = [part for part in PairStatistics.of(parts.merged(case.measure), case.measure) if part is not None]
+    return [*fold, kept.larger, kept.gaps, made]
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("kind", [FORWARD, REVERSE, MIXTURE])
 def test_families_agree(kind, monkeypatch):
-    """Hopper's halves in turns, TMA and pointers: the same up to the order of sums."""
+    """TMA and pointers: the same up to the order of sums."""
     from liger_rl.kernels.devices import PORTABLE, TMA
 
-    measure = Measure(kind, 0.3 if kind == MIXTURE else 0.0)
-    case = Case(measure, ALL, more=True, n=300, size=144, vocab=1100)
+    case = Case(Measure(kind, 0.3 if kind == MIXTURE else 0.0), ALL, more=True, n=300, size=144, vocab=1100)
     tokens, results = case.tokens(), []
-    for family, gluon in ((TMA, True), (TMA, False), (PORTABLE[0], False), (PORTABLE[2], False)):
+    for family in (TMA, PORTABLE[0], PORTABLE[2]):
         with monkeypatch.context() as context:
             context.setattr(pair_epilogue, "family_of", lambda device, family=family: family)
-            if not gluon:
-                context.setattr(pair_epilogue, "gluon_for", lambda device: None)
-            parts, kept = case.folded(squares=kind != MIXTURE)
-            made = pair_epilogue.grad_pair(*case.tile(), measure, tokens)
-        fold = [part for part in PairStatistics.of(parts.merged(measure), measure) if part is not None]
-        results.append([*fold, kept.larger, kept.gaps, made])
+            results.append(everything(case, tokens))
     for found in results[1:]:
         for mine, other in zip(found, results[0], strict=True):
             torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("kind", [FORWARD, REVERSE, MIXTURE])
+@pytest.mark.parametrize(
+    ("n", "size", "other_size", "vocab"),
+    [
+        # Fewer tiles than programs and several for each; one step of either product, as many as there are buffers and
+        # more; tails on every side, and whole tiles.
+        (1, 8, 8, 700),
+        (64, 32, 160, 1024),
+        (65, 72, 32, 1025),
+        (600, 136, 8, 1000),
+        (1030, 8, 136, 9000),
+        (1030, 128, 128, 9000),
+        (8192, 200, 520, 5003),
+    ],
+)
+def test_both_products_in_one_kernel(n, size, other_size, vocab, kind):
+    """As with the teacher's logits in memory, up to the order of their sums; the same bits each time."""
+    if not pair_epilogue.makes_teacher(DEVICE):
+        pytest.skip("this Triton's Gluon is not known")
+    measure = Measure(kind, 0.3 if kind == MIXTURE else 0.0)
+    case = Case(measure, ALL, more=True, n=n, size=size, other_size=other_size, vocab=vocab)
+    tokens = case.tokens()
+    expected = everything(case, tokens)
+    case.in_memory = False
+    found, again = everything(case, tokens), everything(case, tokens)
+    for mine, same, other in zip(found, again, expected, strict=True):
+        assert torch.equal(mine, same)
+        torch.testing.assert_close(mine, other, rtol=4e-3, atol=1e-4)
 
 
 def test_whole_waves():

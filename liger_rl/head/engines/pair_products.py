@@ -1,7 +1,7 @@
 """One head's side of a pair, and what is made where the student's product has an epilogue of its own.
 
 The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so that no tile of the
-student's logits reaches memory.
+student's logits reaches memory. Where one kernel can make both products, neither does.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,8 @@ from liger_rl.kernels.divergence import (
     TileSums,
 )
 
-# Of the teacher's logits at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged at a time.
+# Of the teacher's logits in memory at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged
+# at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
 ROW_MULTIPLE = 8  # numbers that rows of logits take a multiple of
 # Of an entry, with what a gradient needs of both heads; and of a chunk of one pass. Few chunks, because each reads and
@@ -115,6 +116,13 @@ class PairProducts:
     def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
         self.epilogue, self.student, self.teacher = epilogue, student, teacher
         self.vocab, self.measure = vocab, measure
+        # Whether one kernel makes the teacher's logits, too.
+        self.both = (
+            epilogue.makes_teacher(student.factor.device)
+            and not teacher.converts
+            and teacher.factor.dtype == student.factor.dtype
+            and devices.applies(teacher.factor, teacher.rows.weight)
+        )
 
     @staticmethod
     def apply(student: Head, options: EngineOptions) -> bool:
@@ -131,33 +139,34 @@ class PairProducts:
             return None
         return cls(for_pairs(), student, teacher, vocab, measure)
 
+    def _factors(self, side: Side, part: slice, first: int, last: int) -> tuple:
+        rows = side.rows
+        bias = None if rows.bias is None else rows.bias[first:last]
+        return self.epilogue.Factors(side.factor[part], rows.weight[first:last], bias, side.options.transform)
+
     def _tile(self, part: slice, first: int, last: int) -> tuple:
-        """What the epilogue takes of tokens and of entries: the student's factors and the teacher's logits."""
-        rows, teacher = self.student.rows, self.teacher
-        student = self.epilogue.Student(
-            self.student.factor[part],
-            rows.weight[first:last],
-            None if rows.bias is None else rows.bias[first:last],
-            rows.targets[part],
-            first,
-            self.student.options.transform,
-        )
-        return student, teacher.tile(part, teacher.factor_tile(teacher.weight_tile(first, last), first), first)
+        """What the epilogue takes of tokens and of entries, of the student and of the teacher."""
+        factors = self._factors(self.student, part, first, last)
+        student = self.epilogue.Student(factors, self.student.rows.targets[part], first)
+        if self.both:
+            return student, self._factors(self.teacher, part, first, last)
+        weight_tile = self.teacher.weight_tile(first, last)
+        return student, self.teacher.tile(part, self.teacher.factor_tile(weight_tile, first), first)
 
     def _columns(self, tokens: int, bytes_per_logit: int, most_bytes: int) -> int:
-        """Entries of a tile of so many tokens."""
+        """Entries of a tile of so many tokens, with the teacher's logits where they are in memory."""
         programs = self.epilogue.device_programs(self.student.factor.device)
-        bytes_per_column = bytes_per_logit * tokens
+        bytes_per_column = (bytes_per_logit + (0 if self.both else 4)) * tokens
         if self.teacher.converts:
             bytes_per_column += 4 * self.teacher.factor.shape[1]
-        return min(whole_waves(tokens, most_bytes // bytes_per_column, programs), self.vocab)
+        return min(whole_waves(tokens, most_bytes // max(bytes_per_column, 1), programs), self.vocab)
 
     def gradient_tiles(self, tokens: int) -> Tiles:
         """Those of `gradient`, of so many tokens in all."""
         kind = kind_of(self.student.factor.device)
         tokens = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
-        per_logit = 4 + self.student.options.compute_dtype.itemsize
-        return Tiles(tokens, self._columns(tokens, per_logit, WORKSPACE_BYTES[kind]))
+        itemsize = self.student.options.compute_dtype.itemsize
+        return Tiles(tokens, self._columns(tokens, itemsize, WORKSPACE_BYTES[kind]))
 
     def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
         """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
@@ -166,10 +175,11 @@ class PairProducts:
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
         )
         kept = parts.kept(self.vocab) if keep else None
-        for first, last in spans(self.vocab, self._columns(n, 4, TEACHER_BYTES)):
+        columns = self.vocab if self.both else self._columns(n, 0, TEACHER_BYTES)
+        for first, last in spans(self.vocab, columns):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
-            del teacher  # or it would stay alive while the next one is allocated
+            del teacher  # or a tile would stay alive while the next one is allocated
         if sums is not None:
             parts.tile_sums(self.measure, sums)
         return parts.merged(self.measure), kept
