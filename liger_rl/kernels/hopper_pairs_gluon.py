@@ -32,7 +32,8 @@ from liger_rl.kernels.hopper_gluon import (
     with_bias,
 )
 from liger_rl.kernels.launches import Launched
-from liger_rl.kernels.pair_tiles import fold_pair_tile, grad_pair_tile, store_teacher_target
+from liger_rl.kernels.pair_tiles import fold_pair_tile, grad_pair_tile, of_teacher, store_at_target
+from liger_rl.kernels.softmax import LOWEST
 from liger_rl.kernels.tile_epilogues import column_of, part_of, tile_place, tokens_together
 
 # One H200, bf16, V = 151808, 8,192 tokens, hidden sizes 2048 and 4096, the fold in turns with both bare products: 20.5
@@ -75,8 +76,7 @@ def _read_teacher(
     teacher, tile, token, live, first, vocab, PART: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    numbers, _stride, _bias, _steps = teacher
-    return numbers.index(PART).load(part_of(tile, PART, PARTS).type.layout)
+    return teacher.index(PART).load(part_of(tile, PART, PARTS).type.layout)
 
 
 @gluon.jit
@@ -99,10 +99,10 @@ def _pairs(
         given
     )
     out, larger, gaps = stored
-    teacher = (numbers, 0, teacher_bias, teacher_steps)
     kept = ((larger, slots, 0), (gaps, slots, 1), peaks[0], peaks[1], peaks[2])
     teacher_size, hidden_size = sizes
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
+    column = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         logits = begin(rows, entries, barriers, step, teacher_size, LOWER)
@@ -111,14 +111,13 @@ def _pairs(
         live, first_token = token < tokens, token_tile * (2 * HALF) + LOWER * HALF
         target = column_of(targets, token, live, first + start)
         logits, step = product(logits, rows, entries, barriers, step, teacher_size, LOWER, True)
-        teacher_target = None
+        logits = of_teacher(logits, teacher_bias, teacher_steps, start + column, vocab, WHOLE)
+        teacher_peak = None
         if out is None:
-            teacher_target = folds.teacher_target
-        if teacher_target is not None:
-            store_teacher_target(
-                at_column(logits, target, 3), teacher_target, token, live, target, start, vocab, teacher, TILE_VOCAB,
-                WHOLE,
-            )  # fmt: skip
+            teacher_peak = gl.maximum(gl.max(logits, 1), LOWEST)
+            if folds.teacher_target is not None:
+                found = at_column(logits, target, 3)
+                store_at_target(found, folds.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
         tma.store_wait(0)  # what is stored of the tile before has left the memory
         for part in gl.static_range(PARTS):
             numbers.index(part).store(part_of(logits, part, PARTS))
@@ -127,12 +126,12 @@ def _pairs(
         logits = with_bias(logits, bias, vocab_tile, vocab)
         if out is None:
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, teacher, folds, squares, kept, steps, first_token,
-                KIND, WHOLE, PARTS, _read_teacher, _rows_of, _like, _columns_of, at_column, _store_part,
+                logits, token, target, vocab_tile, tokens, vocab, numbers, teacher_peak, folds, squares, kept, steps,
+                first_token, KIND, WHOLE, PARTS, _read_teacher, _rows_of, _like, _columns_of, at_column, _store_part,
             )  # fmt: skip
         else:
             grad_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, teacher, gradients, (out, slots, 0), steps,
+                logits, token, target, vocab_tile, tokens, vocab, numbers, gradients, (out, slots, 0), steps,
                 first_token, beta, KIND, WHOLE, PARTS, _read_teacher, _rows_of, _columns_of, _store_part,
             )  # fmt: skip
     tma.store_wait(0)

@@ -26,11 +26,11 @@ from liger_rl.kernels.pair_tiles import (
     fold_pair_tile,
     grad_pair_tile,
     like,
+    read_at_target,
     read_teacher,
     rows_of,
+    store_at_target,
     store_part,
-    store_teacher_target,
-    teacher_at_target,
 )
 from liger_rl.kernels.softmax import LOWEST
 from liger_rl.kernels.tile_epilogues import at_column, column_of, tile_place, tokens_together
@@ -284,12 +284,10 @@ def _gemm_pair_kernel(
         target = column_of(targets, token, live, first + start)
         if out is None:
             if parts.teacher_target is not None:
-                raw = teacher_at_target(of_teacher, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
-                store_teacher_target(
-                    raw, parts.teacher_target, token, live, target, start, vocab, of_teacher, TILE_VOCAB, WHOLE
-                )
+                found = read_at_target(of_teacher, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, of_teacher, parts, squares, kept, steps,
+                logits, token, target, vocab_tile, tokens, vocab, of_teacher, None, parts, squares, kept, steps,
                 token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, read_teacher, rows_of, like, columns_of, at_column,
                 store_part,
             )  # fmt: skip

@@ -77,21 +77,29 @@ def _readable(column, vocab):
 
 
 @triton.jit
+def of_teacher(raw, bias, steps, column, vocab, WHOLE: tl.constexpr):
+    """-> transformed logits of a product's numbers; -inf past the last entry."""
+    known = column < vocab
+    if bias is not None:
+        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    t, _ = transformed(raw, steps)
+    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
+
+
+@triton.jit
 def read_teacher(
     teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """-> the teacher's float32 numbers in memory beside one part of a tile of the student's, which begins at `first`.
-
-    The student's own numbers need not be there yet.
-    """
-    logits, stride, _bias, _steps = teacher
+    """-> the teacher's logits beside one part of a tile of the student's that begins at `first`, from memory."""
+    numbers, stride, bias, steps = teacher
     own = part_of(tile, PART, PARTS)
     column = first + PART * own.shape[1] + COLUMNS(own)
     row, inside = ROWS(token, own), ROWS(live, own)[:, None]
     if not WHOLE:
         inside = inside & _readable(column, vocab)[None, :]
-    return tl.load(logits + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
+    raw = tl.load(numbers + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
+    return of_teacher(raw, bias, steps, column, vocab, WHOLE)
 
 
 @triton.jit
@@ -101,41 +109,27 @@ def store_part(out, row, first, PART: tl.constexpr, values):
 
 
 @triton.jit
-def _of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
-    """-> transformed logits; -inf past the last entry."""
-    _logits, _stride, bias, steps = teacher
-    known = column < vocab
-    if bias is not None:
-        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    t, _ = transformed(raw, steps)
-    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
-
-
-@triton.jit
 def _target_is_here(target, live, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
     hit = live & (target >= 0) & (target < TILE_VOCAB)
     return hit if WHOLE else hit & (first + target < vocab)
 
 
 @triton.jit
-def teacher_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    """-> the teacher's number in memory at each token's target, where the tile that begins at `first` has it."""
-    logits, stride, _bias, _steps = teacher
-    hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
-    return tl.load(logits + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
+def store_at_target(logits, out, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
+    """Each token's logit at its target, where the tile that begins at `first` has it."""
+    tl.store(out + token, logits, mask=_target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE))
 
 
 @triton.jit
-def store_teacher_target(
-    raw, out, token, live, target, first, vocab, teacher, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Of a tile of the teacher's whose numbers at the targets are `raw`."""
-    _logits, _stride, bias, steps = teacher
+def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
+    """-> the teacher's there, from memory."""
+    numbers, stride, bias, steps = teacher
     hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
+    raw = tl.load(numbers + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
     if bias is not None:
         raw += tl.load(bias + first + target, mask=hit, other=0.0).to(tl.float32)
     t, _ = transformed(raw, steps)
-    tl.store(out + token, t, mask=hit)
+    return t
 
 
 @triton.jit
@@ -144,7 +138,8 @@ def fold_pair_tile(
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
-    teacher,  # its logits as READ takes them, the stride of their rows in groups of GROUP, its bias and steps
+    teacher,  # as READ takes it: numbers in memory, the stride of their rows in groups of GROUP, bias and steps
+    teacher_peak,  # (TILE_TOKENS,) of its tile, or None
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
     kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
@@ -154,15 +149,15 @@ def fold_pair_tile(
 ):  # fmt: skip
     """Write what the fold leaves of one pair of tiles but the teacher's targets; `vocab` counts the entries at hand.
 
-    The student's peak is that of the tile, the teacher's rises from part to part.
+    The student's peak is that of the tile. The teacher's rises from part to part where it is not known.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
-    WIDTH: tl.constexpr = TILE_VOCAB // PARTS
+    RISING: tl.constexpr = teacher_peak is None
     larger_out, gaps, own_tops, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
-    raw = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    ahead = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
     z, _ = transformed(logits, steps)
     if not WHOLE:
         z = tl.where((first + COLUMNS(z) < vocab)[None, :], z, float("-inf"))
@@ -170,21 +165,19 @@ def fold_pair_tile(
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     if tiles.target is not None:
-        hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
-        tl.store(tiles.target + token, AT_COLUMN(z, target, 3), mask=hit)
+        store_at_target(AT_COLUMN(z, target, 3), tiles.target, token, live, target, first, vocab, TILE_VOCAB, WHOLE)
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        own = part_of(z, part, PARTS)
-        t = _of_teacher(raw, teacher, first + part * WIDTH + COLUMNS(own), vocab, WHOLE)
+        own, t = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
-            raw = READ(teacher, z, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
-        higher = tl.maximum(top, tl.max(t, 1))
+            ahead = READ(teacher, z, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
+        higher = tl.maximum(top, tl.max(t, 1)) if RISING else ROWS(teacher_peak, own)
         a = own - ROWS(peak, own)[:, None]
         b = t - higher[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
-        if part > 0:
+        if RISING and part > 0:
             # To the new peak. From the lowest number the difference may be infinite, and 0 * inf is NaN.
             lower = tl.maximum(top - higher, LOWEST)
             scale = flushed_exp(lower)
@@ -214,9 +207,13 @@ def fold_pair_tile(
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
             # Around the peaks of the same columns of both heads, which are as near as the heads are.
-            own_top = tl.maximum(own_top, tl.max(own, 1))
-            a = own - own_top[:, None]
-            larger = tl.maximum(flushed_exp(a), y)
+            if RISING:
+                own_top = tl.maximum(own_top, tl.max(own, 1))
+                a = own - own_top[:, None]
+                x = flushed_exp(a)
+            else:
+                own_top = ROWS(peak, own)
+            larger = tl.maximum(x, y)
             apart = tl.where(larger > 0.0, a - b, 0.0)
             row, inside = ROWS(token, own), ROWS(live, own)
             at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
@@ -249,35 +246,31 @@ def grad_pair_tile(
 ):  # fmt: skip
     """Write dL/dlogits of one tile."""
     first, live = vocab_tile * logits.shape[1], token < n
-    raw = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    ahead = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
     for part in tl.static_range(PARTS):
-        own, beside = part_of(logits, part, PARTS), raw
+        own, t = part_of(logits, part, PARTS), ahead
         if part + 1 < PARTS:
-            raw = READ(teacher, logits, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
+            ahead = READ(teacher, logits, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
         column = part * own.shape[1] + COLUMNS(own)
         grad = _part_gradient(
-            own, beside, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, first, teacher, vocab, tokens,
-            steps, beta, KIND, WHOLE,
-        )  # fmt: skip
+            own, t, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, tokens, steps, beta, KIND
+        )
         STORE(out, first_token, first, part, grad)
 
 
 @triton.jit
 def _part_gradient(
     own,  # (TILE_TOKENS, WIDTH) float32 of the student
-    raw,  # the teacher's numbers beside them
+    t,  # the teacher's logits beside them
     token, live,  # (TILE_TOKENS,)
     target,  # (TILE_TOKENS,) column of each token's target in the tile
     column,  # (WIDTH,) in the tile
-    first,  # column of the tile in the product at hand
-    teacher, vocab,  # as for `fold_pair_tile`
     tokens,  # `PairGradients`
     steps, beta,
-    KIND: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """-> dL/dlogits of one part of a tile in float32; rows that are not live and columns past the last id are noise."""
     z, square = transformed(own, steps)
-    t = _of_teacher(raw, teacher, first + column, vocab, WHOLE)
     log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
     p = flushed_exp(log_p)

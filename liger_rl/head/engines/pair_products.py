@@ -34,6 +34,7 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
+from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 # Of the teacher's logits in memory at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged
 # at a time.
@@ -175,7 +176,9 @@ class PairProducts:
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
         )
         kept = parts.kept(self.vocab) if keep else None
-        columns = self.vocab if self.both else self._columns(n, 0, TEACHER_BYTES)
+        # The last tile by itself: others need not look where the vocabulary ends.
+        whole = max(self.vocab // BLOCK_VOCAB, 1) * BLOCK_VOCAB
+        columns = whole if self.both else self._columns(n, 0, TEACHER_BYTES)
         for first, last in spans(self.vocab, columns):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
