@@ -49,9 +49,7 @@ def _load(heads, upper, lower, entries, barriers, where, tiles):
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, vocab_tile = tile_place(tile, *where)
         token, entry = token_tile * (2 * HALF), vocab_tile * TILE_VOCAB
-        step = load_steps(
-            teacher, teacher_weight, token, entry, teacher_size, upper, lower, entries, barriers, step
-        )  # fmt: skip
+        step = load_steps(teacher, teacher_weight, token, entry, teacher_size, upper, lower, entries, barriers, step)
         step = load_steps(hidden, weight, token, entry, hidden_size, upper, lower, entries, barriers, step)
 
 
