@@ -74,7 +74,13 @@ def _read_teacher(
     teacher, tile, token, live, first, vocab, PART: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    return teacher.index(PART).load(part_of(tile, PART, PARTS).type.layout)
+    numbers, _stride, _bias, _steps = teacher
+    return numbers.index(PART).load(part_of(tile, PART, PARTS).type.layout)
+
+
+@gluon.jit
+def _finished(logits, teacher, column, vocab, WHOLE: gl.constexpr):
+    return logits
 
 
 @gluon.jit
@@ -98,6 +104,7 @@ def _pairs(
     )
     out, larger, gaps = stored
     kept = ((larger, slots, 0), (gaps, slots, 1), peaks[0], peaks[1], peaks[2])
+    teacher = (numbers, 0, teacher_bias, teacher_steps)
     teacher_size, hidden_size = sizes
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + LOWER * HALF
     column = gl.arange(0, TILE_VOCAB, gl.SliceLayout(0, LAYOUT))
@@ -109,7 +116,7 @@ def _pairs(
         live, first_token = token < tokens, token_tile * (2 * HALF) + LOWER * HALF
         target = column_of(targets, token, live, first + start)
         logits, step = product(logits, rows, entries, barriers, step, teacher_size, LOWER, True)
-        logits = of_teacher(logits, teacher_bias, teacher_steps, start + column, vocab, WHOLE)
+        logits = of_teacher(logits, teacher, start + column, vocab, WHOLE)
         teacher_peak = None
         if out is None:
             teacher_peak = gl.maximum(gl.max(logits, 1), LOWEST)
@@ -124,13 +131,14 @@ def _pairs(
         logits = with_bias(logits, bias, vocab_tile, vocab)
         if out is None:
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, numbers, teacher_peak, folds, squares, kept, steps,
-                first_token, KIND, WHOLE, PARTS, _read_teacher, _rows_of, _like, _columns_of, at_column, _store_part,
+                logits, token, target, vocab_tile, tokens, vocab, teacher, teacher_peak, folds, squares, kept, steps,
+                first_token, KIND, WHOLE, PARTS, _read_teacher, _finished, _rows_of, _like, _columns_of, at_column,
+                _store_part,
             )  # fmt: skip
         else:
             grad_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, numbers, gradients, (out, slots, 0), steps,
-                first_token, beta, KIND, WHOLE, PARTS, _read_teacher, _rows_of, _columns_of, _store_part,
+                logits, token, target, vocab_tile, tokens, vocab, teacher, gradients, (out, slots, 0), steps,
+                first_token, beta, KIND, WHOLE, PARTS, _read_teacher, _finished, _rows_of, _columns_of, _store_part,
             )  # fmt: skip
     tma.store_wait(0)
 

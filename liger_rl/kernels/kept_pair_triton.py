@@ -42,7 +42,7 @@ class KeptPair(NamedTuple):
 
     larger: Tensor  # (n, V) float16
     gaps: Tensor  # (n, V) float16
-    peaks: Tensor  # (n, parts) float32, over a part of as many entries each and some before it, the same of both heads
+    peaks: Tensor  # (n, parts) float32, over a part of as many entries each and others near it, the same of both heads
     teacher_peaks: Tensor  # (n, parts) float32
 
     @classmethod

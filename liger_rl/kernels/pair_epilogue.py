@@ -26,6 +26,7 @@ from liger_rl.kernels.pair_tiles import (
     fold_pair_tile,
     grad_pair_tile,
     like,
+    of_teacher,
     read_at_target,
     read_teacher,
     rows_of,
@@ -271,7 +272,7 @@ def _gemm_pair_kernel(
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
-    of_teacher = (teacher, teacher_stride, teacher_bias, teacher_steps)
+    source = (teacher, teacher_stride, teacher_bias, teacher_steps)
     kept = (larger, gaps, own_tops, tops, tops_stride)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
@@ -284,17 +285,18 @@ def _gemm_pair_kernel(
         target = column_of(targets, token, live, first + start)
         if out is None:
             if parts.teacher_target is not None:
-                found = read_at_target(of_teacher, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                found = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
                 store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, of_teacher, None, parts, squares, kept, steps,
-                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, read_teacher, rows_of, like, columns_of, at_column,
-                store_part,
+                logits, token, target, vocab_tile, tokens, vocab, source, None, parts, squares, kept, steps,
+                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, like, columns_of,
+                at_column, store_part,
             )  # fmt: skip
         else:
             grad_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, of_teacher, gradients, out, steps,
-                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, rows_of, columns_of, store_part,
+                logits, token, target, vocab_tile, tokens, vocab, source, gradients, out, steps,
+                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, columns_of,
+                store_part,
             )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ these functions: what they are given says which thread has which number, and not
     ROWS(vector, tile)      a number of each row, laid out for the tile's rows
     LIKE(vector, other)     the same, laid out as another vector is
     COLUMNS(tile)           0, 1, ... of each column
-    READ, STORE, AT_COLUMN  as `read_teacher`, `store_part` and `tile_epilogues.at_column`
+    READ, FINISH            as `read_teacher` and `of_teacher`: a part is read while the one before is worked on
+    STORE, AT_COLUMN        as `store_part` and `tile_epilogues.at_column`
 """
 
 import triton
@@ -77,29 +78,29 @@ def _readable(column, vocab):
 
 
 @triton.jit
-def of_teacher(raw, bias, steps, column, vocab, WHOLE: tl.constexpr):
-    """-> transformed logits of a product's numbers; -inf past the last entry."""
-    known = column < vocab
-    if bias is not None:
-        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    t, _ = transformed(raw, steps)
-    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
-
-
-@triton.jit
 def read_teacher(
     teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """-> the teacher's logits beside one part of a tile of the student's that begins at `first`, from memory."""
-    numbers, stride, bias, steps = teacher
+    """-> the teacher's numbers in memory beside one part of a tile of the student's, which begins at `first`."""
+    numbers, stride, _bias, _steps = teacher
     own = part_of(tile, PART, PARTS)
     column = first + PART * own.shape[1] + COLUMNS(own)
     row, inside = ROWS(token, own), ROWS(live, own)[:, None]
     if not WHOLE:
         inside = inside & _readable(column, vocab)[None, :]
-    raw = tl.load(numbers + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
-    return of_teacher(raw, bias, steps, column, vocab, WHOLE)
+    return tl.load(numbers + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
+    """-> transformed logits of a product's numbers; -inf past the last entry."""
+    _numbers, _stride, bias, steps = teacher
+    known = column < vocab
+    if bias is not None:
+        raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    t, _ = transformed(raw, steps)
+    return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
 
 
 @triton.jit
@@ -144,8 +145,8 @@ def fold_pair_tile(
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
     kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
     steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
-    LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
+    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write what the fold leaves of one pair of tiles but the teacher's targets; `vocab` counts the entries at hand.
 
@@ -169,9 +170,10 @@ def fold_pair_tile(
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        own, t = part_of(z, part, PARTS), ahead
+        own, raw = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = READ(teacher, z, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
+        t = FINISH(raw, teacher, first + part * own.shape[1] + COLUMNS(own), vocab, WHOLE)
         higher = tl.maximum(top, tl.max(t, 1)) if RISING else ROWS(teacher_peak, own)
         a = own - ROWS(peak, own)[:, None]
         b = t - higher[:, None]
@@ -241,17 +243,18 @@ def grad_pair_tile(
     tokens,  # `PairGradients`
     out,  # (n, vocab) as STORE takes it
     steps, first_token, beta,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write dL/dlogits of one tile."""
     first, live = vocab_tile * logits.shape[1], token < n
     ahead = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
     for part in tl.static_range(PARTS):
-        own, t = part_of(logits, part, PARTS), ahead
+        own, raw = part_of(logits, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = READ(teacher, logits, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
         column = part * own.shape[1] + COLUMNS(own)
+        t = FINISH(raw, teacher, first + column, vocab, WHOLE)
         grad = _part_gradient(
             own, t, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, tokens, steps, beta, KIND
         )

@@ -197,17 +197,18 @@ def test_kernels(measure, more, case):
 @triton.jit
 def fold_around_known_peaks(
     logits, token, target, vocab_tile, tokens, vocab, teacher, _peak, tiles, sums, kept, steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
-    LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
+    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     peak = LOWEST
     for part in tl.static_range(PARTS):
         first, live = vocab_tile * logits.shape[1], token < tokens
-        t = READ(teacher, logits, token, live, first, vocab, part, PARTS, WHOLE, ROWS, COLUMNS)
-        peak = tl.maximum(peak, tl.max(t, 1))
+        raw = READ(teacher, logits, token, live, first, vocab, part, PARTS, WHOLE, ROWS, COLUMNS)
+        column = first + part * raw.shape[1] + tl.arange(0, raw.shape[1])
+        peak = tl.maximum(peak, tl.max(FINISH(raw, teacher, column, vocab, WHOLE), 1))
     fold_pair_tile(
         logits, token, target, vocab_tile, tokens, vocab, teacher, peak, tiles, sums, kept, steps, first_token, KIND,
-        WHOLE, PARTS, READ, ROWS, LIKE, COLUMNS, AT_COLUMN, STORE,
+        WHOLE, PARTS, READ, FINISH, ROWS, LIKE, COLUMNS, AT_COLUMN, STORE,
     )  # fmt: skip
 
 
