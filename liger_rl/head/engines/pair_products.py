@@ -154,20 +154,33 @@ class PairProducts:
         weight_tile = self.teacher.weight_tile(first, last)
         return student, self.teacher.tile(part, self.teacher.factor_tile(weight_tile, first), first)
 
-    def _columns(self, tokens: int, bytes_per_logit: int, most_bytes: int) -> int:
+    def _columns(self, tokens: int, bytes_per_column: int, most_bytes: int) -> int:
         """Entries of a tile of so many tokens, with the teacher's logits where they are in memory."""
         programs = self.epilogue.device_programs(self.student.factor.device)
-        bytes_per_column = (bytes_per_logit + (0 if self.both else 4)) * tokens
+        if not self.both:
+            bytes_per_column += 4 * tokens
         if self.teacher.converts:
             bytes_per_column += 4 * self.teacher.factor.shape[1]
-        return min(whole_waves(tokens, most_bytes // max(bytes_per_column, 1), programs), self.vocab)
+        most = min(most_bytes // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
+        return min(whole_waves(tokens, most, programs), self.vocab)
 
     def gradient_tiles(self, tokens: int) -> Tiles:
         """Those of `gradient`, of so many tokens in all."""
         kind = kind_of(self.student.factor.device)
-        tokens = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
-        itemsize = self.student.options.compute_dtype.itemsize
-        return Tiles(tokens, self._columns(tokens, itemsize, WORKSPACE_BYTES[kind]))
+        chunk = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
+        bytes_per_column = self.student.options.compute_dtype.itemsize * chunk
+        if tokens > chunk:  # whose gradients of a tile's weight are added up in float32
+            bytes_per_column += 4 * self.student.factor.shape[1]
+        return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
+
+    def _fold_spans(self, tokens: int) -> list[tuple[int, int]]:
+        """Columns of a product each."""
+        if not self.both:
+            return spans(self.vocab, self._columns(tokens, 0, TEACHER_BYTES))
+        # The last tiles by themselves: others need not look where the vocabulary ends. Two, because one may be narrow.
+        ragged = self.vocab % BLOCK_VOCAB
+        whole = self.vocab - ragged - BLOCK_VOCAB if ragged else 0
+        return [(0, whole), (whole, self.vocab)] if whole > 0 else [(0, self.vocab)]
 
     def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
         """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
@@ -176,10 +189,7 @@ class PairProducts:
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
         )
         kept = parts.kept(self.vocab) if keep else None
-        # The last tile by itself: others need not look where the vocabulary ends.
-        whole = max(self.vocab // BLOCK_VOCAB, 1) * BLOCK_VOCAB
-        columns = whole if self.both else self._columns(n, 0, TEACHER_BYTES)
-        for first, last in spans(self.vocab, columns):
+        for first, last in self._fold_spans(n):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
             del teacher  # or a tile would stay alive while the next one is allocated
