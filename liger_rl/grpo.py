@@ -76,8 +76,8 @@ class FusedLinearGRPOLoss(nn.Module):
             the gradients then wait for the backward, which multiplies them by what is on the loss, as in one pass. The
             rule is that of `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
             grad_tolerance above 0, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel,
-            DTensors) or torch.compile, where the backward has to be a second pass, nor with
-            fixed_shape or batch_invariant: it picks rows, and has tiles of its own.
+            DTensors) or torch.compile, where the backward has to be a second pass, nor with fixed_shape or
+            batch_invariant: it picks rows, and has tiles of its own.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
