@@ -81,7 +81,7 @@ MIRRORS = {
     "integrations.openrlhf": {"_forward"},
     "integrations.skyrl": {"fused_lm_head_logprob_apply"},
     "integrations.trl": {"FusedLogProbs.apply"},
-    "integrations.trl_divergence": {"FusedDivergence.apply"},
+    "integrations.trl_divergence": {"FusedDivergence.apply", "_chunked_divergence_loss"},
 }
 # A product's operands and what its epilogue is to do with them, which go to the kernel as they are.
 LONG = {"kernels.epilogue": {"gemm_fold", "_fold_tiles"}}

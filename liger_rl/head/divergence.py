@@ -312,6 +312,31 @@ def in_one_pass(
     return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
 
 
+def in_one_pass_if_free(
+    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
+) -> tuple[Divergence, Tensor | None]:
+    """Results of a call of which a loss takes the sums, with these factors () of its divergences and log-probabilities.
+
+    In one pass the results have no gradient. The second result is then a 0 () to be added to the loss, with all
+    gradients. In two passes it is None.
+    """
+    return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
+
+
+def _in_one_pass_if_free(
+    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
+) -> tuple[Divergence, Tensor | None]:
+    def gradients_of(_part: slice, values: Tensor, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
+        grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(values)
+        return on_divergence.expand_as(values), grad_logps, None
+
+    with paired(given) as (call, pair, options):
+        if not one_pass_is_free(call, pair, options):
+            return in_two_passes(call, pair, options), None
+        found, gradients = in_one_pass(call, pair, options, gradients_of)
+        return found, with_gradients(call, on_divergence.new_zeros(()), gradients)
+
+
 def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
     """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
     weight's gradient."""

@@ -8,16 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from liger_rl.head.divergence import (
-    DivergenceCall,
-    check_not_compiling,
-    in_one_pass,
-    in_two_passes,
-    measure_of,
-    one_pass_is_free,
-    paired,
-    with_gradients,
-)
+from liger_rl.head.divergence import DivergenceCall, check_not_compiling, in_one_pass_if_free, measure_of
 from liger_rl.head.options import HeadOptions
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -126,22 +117,14 @@ class LigerFusedLinearJSDLoss(nn.Module):
             targets_name="true_labels",
         )
         on_soft, on_hard = soft_weight / count, -hard_weight / count
-        with paired(call) as (call, pair, options):
-            if one_pass_is_free(call, pair, options):
-                found, made = in_one_pass(
-                    call, pair, options,
-                    lambda _, values, known: (
-                        on_soft.expand_as(values), None if known.logps is None else on_hard.expand_as(values), None
-                    ),
-                )  # fmt: skip
-            else:
-                found, made = in_two_passes(call, pair, options), None
+        found, made = in_one_pass_if_free(call, on_soft, on_hard)
         soft, hard = found.divergence.sum() / count, None
         loss = soft_weight * soft
         if found.logps is not None:
             hard = -found.logps.sum() / count
             loss = loss + hard_weight * hard
-        loss = with_gradients(call, loss, made)
+        if made is not None:
+            loss = loss + made
         if wants_hard and hard is None:
             hard = -linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps.sum() / count
             loss = loss + hard_weight * hard

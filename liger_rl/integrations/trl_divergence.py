@@ -1,51 +1,53 @@
-"""TRL's distillation on this package's divergence of two heads: the op that DistillationTrainer calls.
+"""TRL's distillation on this package's divergence of two heads: the loss of DistillationTrainer, and the op in it.
 
-With PEFT two things are replaced beside the op, so that a LoRA adapter on the student's lm_head is trained. One is the
-trainer's refusal of such an adapter. The other is the method that calls the op with the head's weight and bias
+The loss divides the sum of all tokens' divergences by one number. So it knows each token's factor, and makes the
+gradients in the forward where that is free. The op gives the divergences to a caller whose factors it does not know,
+and makes them in the backward.
+
+With PEFT two more things are replaced, so that a LoRA adapter on the student's lm_head is trained. One is the
+trainer's refusal of such an adapter. The other is the method that calls the loss with the head's weight and bias
 alone: the new one also says which head it is. Once an adapter was accepted, that method stays when the patch is undone,
 and raises if TRL's op would leave the adapter out.
 
-TRL 1.15 has no such op, and then nothing is replaced.
+TRL 1.15 has none of this, and then nothing is replaced.
 """
 
 import functools
 import importlib
+import inspect
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from liger_rl.head.divergence import DivergenceCall, divergence_of, measure_of
+from liger_rl.head.divergence import DivergenceCall, divergence_of, in_one_pass_if_free, measure_of
 from liger_rl.head.options import HeadOptions
 from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import GlobalPatch, check_parameters
 from liger_rl.kernels.transform import LogitTransform
 
 MODULE, NAME = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"
-TRAINER, METHOD = "trl.trainer.distillation_trainer", "_compute_loss"
+TRAINER, LOSS, METHOD = "trl.trainer.distillation_trainer", "_chunked_divergence_loss", "_compute_loss"
 METHOD_PARAMETERS = ("self", "unwrapped_student", "inputs", "num_items_in_batch")
-# TRL passes them by position, in this order.
-PARAMETERS = (
-    "student_hidden",
-    "student_weight",
-    "student_bias",
-    "teacher_hidden",
-    "teacher_weight",
-    "teacher_bias",
-    "beta",
-    "temperature",
-    "student_logit_scale",
-    "student_final_logit_softcapping",
-    "teacher_logit_scale",
-    "teacher_final_logit_softcapping",
-)
+
+
+class _Side(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    def transform(self, temperature: float) -> LogitTransform:
+        return LogitTransform(temperature=temperature, softcap=self.softcap, scale=self.scale)
 
 
 @dataclass
 class FusedDivergence:
-    """In place of TRL's `ChunkedDivergenceFunction`. The trainer calls its `apply`."""
+    """In place of TRL's `ChunkedDivergenceFunction`, whose `apply` is called."""
 
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -70,39 +72,44 @@ class FusedDivergence:
         Raises:
             TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in TRL.
         """
-        compute_dtype = None
-        if not torch.is_autocast_enabled(student_hidden.device.type) and student_hidden.dtype == teacher_hidden.dtype:
-            compute_dtype = student_hidden.dtype  # as in TRL, whatever the weights are
-        options = HeadOptions(
-            transform=LogitTransform(
-                temperature=temperature, softcap=student_final_logit_softcapping, scale=student_logit_scale
-            ),
-            entropy=True,
-            compute_dtype=compute_dtype,
-            gather=_gather,
-            chunk_tokens=self.chunk_tokens,
-            chunk_vocab=self.chunk_vocab,
+        student = _Side(
+            student_hidden, student_weight, student_bias, student_logit_scale, student_final_logit_softcapping
         )
-        head = trl_adapters.adapted_head()
-        found = divergence_of(
-            DivergenceCall(
-                hidden=student_hidden,
-                weight=student_weight,
-                bias=student_bias if head is None else head.bias(),
-                low_rank=() if head is None else head.low_rank(student_hidden),
-                teacher_hidden=teacher_hidden,
-                teacher_weight=teacher_weight,
-                teacher_bias=teacher_bias,
-                teacher_transform=LogitTransform(
-                    temperature=temperature, softcap=teacher_final_logit_softcapping, scale=teacher_logit_scale
-                ),
-                teacher_may_require_grad=True,
-                measure=measure_of("jsd", beta),
-                options=options,
-            )
+        teacher = _Side(
+            teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_final_logit_softcapping
         )
+        found = divergence_of(self.call(student, teacher, beta, temperature))
         assert found.entropy is not None
         return found.divergence, found.entropy.detach()
+
+    def call(
+        self, student: _Side, teacher: _Side, beta: float, temperature: float, mask: Tensor | None = None
+    ) -> DivergenceCall:
+        compute_dtype = None
+        if not torch.is_autocast_enabled(student.hidden.device.type) and student.hidden.dtype == teacher.hidden.dtype:
+            compute_dtype = student.hidden.dtype  # as in TRL, whatever the weights are
+        head = trl_adapters.adapted_head()
+        return DivergenceCall(
+            hidden=student.hidden,
+            weight=student.weight,
+            bias=student.bias if head is None else head.bias(),
+            low_rank=() if head is None else head.low_rank(student.hidden),
+            teacher_hidden=teacher.hidden,
+            teacher_weight=teacher.weight,
+            teacher_bias=teacher.bias,
+            teacher_transform=teacher.transform(temperature),
+            teacher_may_require_grad=True,
+            measure=measure_of("jsd", beta),
+            mask=mask,
+            options=HeadOptions(
+                transform=student.transform(temperature),
+                entropy=True,
+                compute_dtype=compute_dtype,
+                gather=_gather,
+                chunk_tokens=self.chunk_tokens,
+                chunk_vocab=self.chunk_vocab,
+            ),
+        )
 
 
 def _gather(*parameters: Tensor) -> AbstractContextManager:
@@ -115,7 +122,66 @@ def _find_op() -> Any:
     original = vars(importlib.import_module(MODULE)).get(NAME)
     if original is None:
         raise RuntimeError(f"{MODULE} has no {NAME} here; nothing was patched")
-    check_parameters(f"{MODULE}.{NAME}", original.forward, ("ctx", *PARAMETERS))
+    check_parameters(f"{MODULE}.{NAME}", original.forward, ("ctx", *inspect.signature(op.apply).parameters))
+    return original
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def _chunked_divergence_loss(
+    student_hidden_states: Tensor,  # (B, T, H)
+    teacher_hidden_states: Tensor,  # (B, T, H')
+    student_lm_head_weight: Tensor,  # (V, H)
+    teacher_lm_head_weight: Tensor,  # (V, H')
+    completion_mask: Tensor,  # (B, T)
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,  # (V,)
+    teacher_lm_head_bias: Tensor | None = None,  # (V,)
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (sum of the divergences / num_items_in_batch, sum of the student's entropies, number of tokens that count).
+
+    None of them is divided by the number of tokens that count here.
+
+    Raises:
+        TypeError, ValueError: as `FusedDivergence.apply`.
+    """
+    student = _Side(
+        student_hidden_states, student_lm_head_weight, student_lm_head_bias,
+        student_logit_scale, student_final_logit_softcapping,
+    )  # fmt: skip
+    teacher = _Side(
+        teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias,
+        teacher_logit_scale, teacher_final_logit_softcapping,
+    )  # fmt: skip
+    counted = completion_mask != 0
+    count = counted.sum()
+    divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
+    call = op.call(_unsharded(student), _unsharded(teacher), beta, temperature, counted)
+    found, made = in_one_pass_if_free(call, 1.0 / divisor)
+    assert found.entropy is not None
+    loss = found.divergence.sum() / divisor
+    return loss if made is None else loss + made, found.entropy.detach().sum(), count
+
+
+def _unsharded(side: _Side) -> _Side:
+    """Whole under FSDP2, as TRL's loss has a head."""
+    if not isinstance(side.weight, DTensor):
+        return side
+    bias = side.bias.full_tensor() if isinstance(side.bias, DTensor) else side.bias
+    return side._replace(weight=side.weight.full_tensor().to(side.hidden.dtype), bias=bias)
+
+
+def _find_loss() -> Any:
+    original = vars(importlib.import_module(TRAINER)).get(LOSS)
+    check_parameters(f"{TRAINER}.{LOSS}", original, tuple(inspect.signature(_chunked_divergence_loss).parameters))
     return original
 
 
@@ -127,15 +193,15 @@ class _RemembersAdapters(type(trl_adapters.RefusedLayer)):  # type: ignore[misc]
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         refused = super().__instancecheck__(layer)
-        LOSS_PATCH.needed = LOSS_PATCH.needed or isinstance(layer, BaseTunerLayer)
+        METHOD_PATCH.needed = METHOD_PATCH.needed or isinstance(layer, BaseTunerLayer)
         return refused
 
 
 class RefusedLayer(metaclass=_RemembersAdapters):
-    """`trl_adapters.RefusedLayer` for the trainer whose loss must go on naming its head."""
+    """`trl_adapters.RefusedLayer` for the trainer whose method must go on naming its head."""
 
 
-class _LossPatch(GlobalPatch):
+class _MethodPatch(GlobalPatch):
     """Replaces a method of the trainer's class."""
 
     needed = False
@@ -149,23 +215,25 @@ class _LossPatch(GlobalPatch):
         return [(trainer, METHOD)] if TRAINER in names and vars(trainer).get(METHOD) is value else []
 
 
-def _find_loss() -> Any:
+def _find_method() -> Any:
     original = vars(importlib.import_module(TRAINER).DistillationTrainer).get(METHOD)
     check_parameters(f"{TRAINER}.DistillationTrainer.{METHOD}", original, METHOD_PARAMETERS)
     return original
 
 
 def _compute_loss(self: Any, unwrapped_student: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of the trainer's: says which head the op is working for."""
+    """In place of the trainer's: says which head its loss is of."""
     with trl_adapters.naming_head(unwrapped_student):
-        return LOSS_PATCH.original(self, unwrapped_student, *args, **kwargs)
+        return METHOD_PATCH.original(self, unwrapped_student, *args, **kwargs)
 
 
 op = FusedDivergence()
 PATCH = GlobalPatch(op, _find_op, modules=("trl",))
-LOSS_PATCH = _LossPatch(_compute_loss, _find_loss, modules=(TRAINER,))
+LOSS_PATCH = GlobalPatch(_chunked_divergence_loss, _find_loss, modules=(TRAINER,))
+METHOD_PATCH = _MethodPatch(_compute_loss, _find_method, modules=(TRAINER,))
 REFUSAL_PATCH = GlobalPatch(RefusedLayer, functools.partial(trl_adapters.find_refusal, (TRAINER,)), modules=(TRAINER,))
-PATCHES = (PATCH, LOSS_PATCH, REFUSAL_PATCH)
+WITHOUT_PEFT = (PATCH, LOSS_PATCH)
+PATCHES = (*WITHOUT_PEFT, METHOD_PATCH, REFUSAL_PATCH)
 
 
 def patches() -> tuple[GlobalPatch, ...]:
@@ -176,4 +244,4 @@ def patches() -> tuple[GlobalPatch, ...]:
         importlib.import_module(MODULE)
     except ModuleNotFoundError:
         return ()
-    return PATCHES if is_peft_available() else (PATCH,)
+    return PATCHES if is_peft_available() else WITHOUT_PEFT

@@ -221,6 +221,32 @@ def test_shards_of_data_parallelism_are_gathered(ranks):
         torch.testing.assert_close(result[2], grads[1] / 2, rtol=1e-5, atol=1e-5)
 
 
+def loss_of_trl(rank, patched, chunk_vocab):
+    from trl.trainer import distillation_trainer
+
+    from liger_rl.integrations import trl_divergence
+
+    trl_divergence.op.chunk_vocab = chunk_vocab
+    loss = vars(trl_divergence if patched else distillation_trainer)[trl_divergence.LOSS]
+    parts = problem()
+    heads = [distribute_tensor(parts[name], rank.mesh("dp"), [Shard(0)]) for name in ("weight", "teacher_weight")]
+    leaves = [parts["hidden"].requires_grad_(), heads[0].requires_grad_()]
+    mask = torch.arange(8) < torch.tensor([[8], [5], [1 + rank.index], [0]])
+    found = loss(parts["hidden"], parts["teacher_hidden"], *heads, mask, 0.5, 7)
+    grads = torch.autograd.grad(found[0], leaves)
+    return [found[0].detach(), *found[1:], grads[0], grads[1].full_tensor()]
+
+
+@pytest.mark.parametrize("chunk_vocab", [None, 16])
+def test_trls_loss_of_heads_that_are_dtensors(chunk_vocab, ranks):
+    """Gathered as TRL gathers them, in one pass and in two."""
+    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not installed")
+    runs = (ranks.run(loss_of_trl, patched, chunk_vocab) for patched in (True, False))
+    for found, theirs in zip(*runs, strict=True):
+        for mine, truth in zip(found, theirs, strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
+
+
 # --- the exact KL of a policy loss ------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,7 @@
-"""TRL's distillation on our divergence: the op against TRL's own, and whole runs."""
+"""TRL's distillation on our divergence: the op and the loss against TRL's own, and whole runs."""
+
+import inspect
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -7,16 +10,21 @@ pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 is not in
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 import trl.trainer.distillation_trainer as module
+import trl.trainer.utils as trl_utils
 from peft import LoraConfig
 from trl import DistillationTrainer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as THEIRS
 
+import oracles
 import trl_runs
 from distillation_runs import assert_same_run, build, run, train
+from head_calls import Products
 from liger_rl.integrations.trl import patch_trl, patched_trl, unpatch_trl
-from liger_rl.integrations.trl_divergence import LOSS_PATCH, FusedDivergence
+from liger_rl.integrations.trl_divergence import LOSS, METHOD_PATCH, FusedDivergence, op
+from liger_rl.integrations.trl_divergence import _chunked_divergence_loss as patched_loss
 
 NAME = "ChunkedDivergenceFunction"
+THEIR_LOSS = vars(module)[LOSS]
 
 
 def solve(op, beta, rest, dtype=torch.float32, n=23, device="cpu"):
@@ -49,15 +57,134 @@ def test_float32_tensors_under_autocast(beta, device):
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+STUDENT = ("student_hidden_states", "student_lm_head_weight", "student_lm_head_bias")
+H, TEACHER_H, VOCAB = 32, 48, 301
+
+
+def loss_call(dtype=torch.float32, device="cpu", *, mask=None, bias=True):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*size, scale=1.0):
+        return (torch.randn(*size, generator=generator) * scale).to(device, dtype)
+
+    return {
+        "student_hidden_states": random(3, 9, H),
+        "teacher_hidden_states": random(3, 9, TEACHER_H),
+        "student_lm_head_weight": random(VOCAB, H, scale=0.2),
+        "teacher_lm_head_weight": random(VOCAB, TEACHER_H, scale=0.2),
+        "completion_mask": (torch.arange(9) < torch.tensor([[9], [4], [0]])).to(device) if mask is None else mask,
+        "student_lm_head_bias": random(VOCAB) if bias else None,
+        "teacher_lm_head_bias": random(VOCAB) if bias else None,
+    }
+
+
+def solve_loss(loss, call, **options):
+    """-> the three results, and the student's gradients of 3 times the loss."""
+    leaves = {name: call[name].clone().requires_grad_() for name in STUDENT if call[name] is not None}
+    found = loss(**{**call, **leaves, **options})
+    assert not found[1].requires_grad
+    return *found, *torch.autograd.grad(3 * found[0], list(leaves.values()))
+
+
+def test_the_loss_has_trls_signature():
+    ours, theirs = (inspect.signature(loss).parameters for loss in (patched_loss, THEIR_LOSS))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(52.0)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "student_logit_scale": 1.3, "student_final_logit_softcapping": 3.0}],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_loss_agrees_with_trls(beta, items, options, bias, device):
+    call = loss_call(device=device, bias=bias)
+    options = {"beta": beta, "num_items_in_batch": items, **options}
+    mine, theirs = (solve_loss(loss, call, **options) for loss in (patched_loss, THEIR_LOSS))
+    for found, expected in zip(mine, theirs, strict=True):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+
+
+def test_a_rank_without_tokens():
+    call = loss_call(mask=torch.zeros(3, 9, dtype=torch.int64))
+    for items in (None, torch.tensor(5)):
+        for mine, theirs in zip(
+            *(solve_loss(loss, call, beta=0.5, num_items_in_batch=items) for loss in (patched_loss, THEIR_LOSS)),
+            strict=True,
+        ):
+            assert not mine.any()
+            assert not theirs.any()
+
+
+def test_16_bit_heads_are_no_further_from_float64_than_trls():
+    call = loss_call(torch.bfloat16)
+    wide = {name: None if part is None else part.double() for name, part in call.items()}
+    truth = solve_loss(THEIR_LOSS, wide | {"completion_mask": call["completion_mask"]}, beta=0.5)
+    mine, theirs = (solve_loss(loss, call, beta=0.5) for loss in (patched_loss, THEIR_LOSS))
+    assert abs(mine[0] - truth[0]) < 1e-5
+    for found, other, gold in zip(mine[3:], theirs[3:], truth[3:], strict=True):
+        assert oracles.norm_error(found, gold) <= oracles.norm_budget(other, gold, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("more", "one"), [({}, True), ({"chunk_vocab": 64}, False)])
+def test_the_loss_makes_its_gradients_in_the_forward(more, one, monkeypatch):
+    """Where nothing stands in the way; of the tokens that count alone."""
+    call = loss_call(bias=False)
+    for name, value in more.items():
+        monkeypatch.setattr(op, name, value)
+    with Products() as products:
+        solve_loss(patched_loss, call, beta=0.5)
+    tokens = int(call["completion_mask"].sum())
+    units = 3 * H + TEACHER_H if one else 5 * H + 3 * TEACHER_H  # the forward of a named chunk takes two sweeps
+    assert products.flops == tokens * 2 * VOCAB * units
+    with Products() as products, torch.no_grad():
+        patched_loss(**call, beta=0.0)
+    assert products.flops == tokens * 2 * VOCAB * (H + TEACHER_H)
+
+
+@pytest.mark.parametrize("chunk_vocab", [None, 64])
+def test_heads_that_are_whole_inside_of_trls_context_alone(chunk_vocab, monkeypatch):
+    """As under ZeRO-3, which empties them again. In one pass the forward alone needs them."""
+    monkeypatch.setattr(op, "chunk_vocab", chunk_vocab)
+    call, whole, entered = loss_call(), {}, []
+    expected = solve_loss(patched_loss, call, beta=0.5)
+
+    @contextmanager
+    def gather(*parameters):
+        entered.append(parameters)
+        for part in parameters:
+            part.data.copy_(whole[id(part)])
+        yield
+        for part in parameters:
+            part.data.fill_(torch.nan)
+
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    heads = [call[f"{side}_lm_head_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
+    for part in heads:
+        whole[id(part)] = part.clone()
+        part.fill_(torch.nan)
+    leaves = [call[name].requires_grad_() for name in STUDENT]
+    found = patched_loss(**call, beta=0.5)
+    torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
+    for mine, other in zip(torch.autograd.grad(3 * found[0], leaves), expected[3:], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert len(entered) == (2 if chunk_vocab is None else 4)
+
+
 def test_options_come_and_go_with_the_patch():
     patch_trl(chunk_vocab=64)
-    op = vars(module)[NAME]
-    assert isinstance(op, FusedDivergence)
+    assert vars(module)[NAME] is op
+    assert vars(module)[LOSS] is patched_loss
     with patched_trl(chunk_tokens=7):
         assert (op.chunk_tokens, op.chunk_vocab) == (7, None)
     assert (op.chunk_tokens, op.chunk_vocab) == (None, 64)
     unpatch_trl()
     assert vars(module)[NAME] is THEIRS
+    assert vars(module)[LOSS] is THEIR_LOSS
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +260,8 @@ def test_an_adapter_on_the_head_is_trained(models, tmp_path, monkeypatch):
         adapted_under_the_patch(models, tmp_path).train()
     with patched_trl(), pytest.raises(ValueError, match="DoraLinearVariant"):
         adapted(models, tmp_path, use_dora=True)
-    monkeypatch.setattr(LOSS_PATCH, "needed", False)
-    LOSS_PATCH.undo()
+    monkeypatch.setattr(METHOD_PATCH, "needed", False)
+    METHOD_PATCH.undo()
     assert vars(DistillationTrainer)["_compute_loss"] is before
 
 
