@@ -266,7 +266,8 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
         pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
-        if not (call.auto_tolerance and PairProducts.apply(pair.student, own)):
+        # Kernels of parts read a weight as it is.
+        if not (call.auto_tolerance and call.weight.dtype == dtype and PairProducts.apply(pair.student, own)):
             own = replace(own, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)

@@ -265,8 +265,12 @@ def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """The same of a product whose epilogue reads another head's logits."""
-    return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
+    """The same of a product whose epilogue reads another head's logits; a weight in another dtype is copied for it."""
+    if weight.dtype == dtype:
+        return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
+    if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
+        return False
+    return call_lacks(tokens, hidden_size, dtype, dtype) is None and runs_pairs(gpu_of(weight.device))
 
 
 def runs_pairs(gpu: Gpu) -> bool:

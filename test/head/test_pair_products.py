@@ -299,14 +299,24 @@ def step(given, kind, *, factors, **options):
     return [part.detach().double() for part in (*values, *(leaf.grad for leaf in leaves)) if part is not None]
 
 
+@pytest.mark.parametrize("wide", ["", "both", "student's", "teacher's"])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_engines(kind, monkeypatch):
-    """Two passes, one and blocks, of a padded vocabulary, in several products, with tokens that do not count."""
+def test_engines(kind, wide, monkeypatch):
+    """Two passes, one and blocks, of a padded vocabulary, in several products, with tokens that do not count; beside
+    float32 weights, which are copied, one of them laid out the other way."""
     n, vocab = (600, 9000) if DEVICE.type == "cuda" else (64, 608)
-    given, factors = heads(n, 32, 16, vocab), torch.rand(n).to(DEVICE)
-    options = {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
+    hidden, weight, other, other_weight = heads(n, 32, 16, vocab)
+    if wide in ("both", "student's"):
+        weight = weight.float().T.contiguous().T
+    if wide in ("both", "teacher's"):
+        other_weight = other_weight.float()
+    given, factors = (hidden, weight, other, other_weight), torch.rand(n).to(DEVICE)
+    options = {"compute_dtype": DTYPE} if wide else {}
+    options |= {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
-    ways = [{}, {"token_weights": factors}] + ([{"grad_tolerance": 1e-3}] if kind == "reverse_kl" else [])
+    ways = [{}, {"token_weights": factors}]
+    if kind == "reverse_kl" and not wide:
+        ways.append({"grad_tolerance": 1e-3})
     with monkeypatch.context() as context:
         context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
         expected = [step(given, kind, factors=factors, **way, **options) for way in ways]
@@ -396,11 +406,27 @@ def test_when_one_kernel_makes_both_products(both_products, monkeypatch):
 
     assert both()
     assert not both(low=2)  # a part of the teacher's logits is made elsewhere
-    assert not both(weight=torch.randn(300, 16))
+    assert both(weight=torch.randn(300, 16))  # copied in parts
     assert not both(hidden=torch.randn(40, 16).bfloat16(), weight=torch.randn(300, 16).bfloat16())
     assert not both(hidden=torch.randn(40, 12).to(DTYPE), weight=torch.randn(300, 12).to(DTYPE))
     monkeypatch.setattr(pair_epilogue, "makes_teacher", lambda device: False)
     assert not both()
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_weights_in_another_dtype_are_copied_in_parts(one, both_products, monkeypatch):
+    """In a fold, and in a tile of gradients, whose student's products copy its part once more."""
+    n, vocab = 40, 1025
+    hidden, weight, other, other_weight = heads(n, 16, 24, vocab)
+    per_entry = 2 * (16 + 24)
+    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 512 * per_entry)
+    monkeypatch.setattr(pair_products, "WORKSPACE_BYTES", {"cpu": 256 * (per_entry + 2 * 16 + 2 * n)})
+    given = hidden, weight.float(), other, other_weight.float()
+    options = {"token_weights": torch.ones(n)} if one else {}
+    step(given, "forward_kl", factors=torch.ones(n), compute_dtype=DTYPE, **options)
+    forward = [(0, 512), (512, 768), (768, 1025)]
+    assert both_products[:3] == forward
+    assert both_products[3:] == ([] if one else [(at, min(at + 256, vocab)) for at in range(0, vocab, 256)])
 
 
 def test_memory_of_both_products(both_products, monkeypatch):

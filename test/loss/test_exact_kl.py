@@ -25,7 +25,7 @@ from liger_rl import (
     ppo_loss_fn,
 )
 from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines import divergence_parts
+from liger_rl.head.engines import divergence_parts, pair_products
 from liger_rl.kernels import divergence, divergence_tiles
 from loss_calls import HIDDEN, VOCAB, Batch, batch
 
@@ -376,17 +376,22 @@ def test_a_tolerance(monkeypatch):
     assert all(part.double().mean() < 0.6 for part in kept)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_the_default_tolerance(entropy_coef, monkeypatch):
-    """In the interpreter. With a bonus, whose gradient is exact, no sums are made either."""
+@pytest.mark.parametrize(("entropy_coef", "dtype"), [(0.0, torch.float16), (0.1, torch.float16), (0.0, torch.float32)])
+def test_the_default_tolerance(entropy_coef, dtype, monkeypatch):
+    """In the interpreter. With a bonus, whose gradient is exact, no sums are made either, and none beside a weight that
+    is copied for its products."""
     skip_without_interpreter()
     run_triton(monkeypatch, epilogue=True)
     called, choose, sums = [], divergence_parts.choose, divergence.TileSums.unwritten
     monkeypatch.setattr(divergence_parts, "choose", lambda *given: called.append("choose") or choose(*given))
     monkeypatch.setattr(divergence.TileSums, "unwritten", lambda *given: called.append("sums") or sums(*given))
-    data, reference = heads(dtype=torch.float16, rows=2)
-    step(module(passes="two", entropy_coef=entropy_coef), data, reference)
-    assert called == ([] if entropy_coef else ["sums", "choose"])
+    folds, fold = [], pair_products.PairProducts.fold
+    monkeypatch.setattr(pair_products.PairProducts, "fold", lambda *a, **k: folds.append("fold") or fold(*a, **k))
+    data, reference = heads(dtype=dtype, rows=2)
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        step(module(passes="two", entropy_coef=entropy_coef), data, reference)
+    assert folds == ["fold"]
+    assert called == ([] if entropy_coef or dtype == torch.float32 else ["sums", "choose"])
 
 
 def test_without_beta_nothing_is_asked_for():

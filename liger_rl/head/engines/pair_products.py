@@ -36,8 +36,8 @@ from liger_rl.kernels.divergence import (
 )
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
-# Of the teacher's logits in memory at a time, and the tokens whose parts of a fold, 24 bytes for each tile, are merged
-# at a time.
+# Of the teacher's logits, or of copies of weights, in memory at a time in a fold, and the tokens whose parts of it, 24
+# bytes for each tile, are merged at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
 ROW_MULTIPLE = 8  # numbers that rows of logits take a multiple of
 # Of an entry, with what a gradient needs of both heads; and of a chunk of one pass. Few chunks, because each reads and
@@ -58,11 +58,18 @@ class Side:
         """Whether a tile of the weight is a copy of a part of it, in another dtype or beside a low-rank factor."""
         dtype, weight = self.options.compute_dtype, self.rows.weight
         as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, products of 16-bit numbers are made in float32
-        return weight.dtype != dtype or self.low_rank is not None or not as_it_is
+        return self.bytes_per_entry > 0 or self.low_rank is not None or not as_it_is
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Of an entry's row of the weight, where a tile of it is a copy in another dtype."""
+        dtype = self.options.compute_dtype
+        return 0 if self.rows.weight.dtype == dtype else dtype.itemsize * self.rows.weight.shape[1]
 
     def weight_tile(self, first: int, last: int) -> Tensor:
-        """(v, H) in the compute dtype, without a low-rank term."""
-        return self.rows.weight[first:last].to(self.options.compute_dtype)
+        """(v, H) in the compute dtype, without a low-rank term; a copy is laid out as a product of our own needs it."""
+        weight, dtype = self.rows.weight[first:last], self.options.compute_dtype
+        return weight if weight.dtype == dtype else weight.to(dtype, memory_format=torch.contiguous_format)
 
     def factor_tile(self, weight_tile: Tensor, first: int) -> Tensor:
         return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
@@ -117,13 +124,16 @@ class PairProducts:
     def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
         self.epilogue, self.student, self.teacher = epilogue, student, teacher
         self.vocab, self.measure = vocab, measure
+        tokens, hidden_size = teacher.factor.shape
         # Whether one kernel makes the teacher's logits, too.
         self.both = (
             epilogue.makes_teacher(student.factor.device)
-            and not teacher.converts
+            and teacher.low_rank is None
             and teacher.factor.dtype == student.factor.dtype
-            and devices.applies(teacher.factor, teacher.rows.weight)
+            and devices.pairs_apply_to(tokens, hidden_size, teacher.factor.dtype, teacher.rows.weight)
+            and devices.aligned(teacher.factor)
         )
+        self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # of an entry
 
     @staticmethod
     def apply(student: Head, options: EngineOptions) -> bool:
@@ -143,7 +153,7 @@ class PairProducts:
     def _factors(self, side: Side, part: slice, first: int, last: int) -> tuple:
         rows = side.rows
         bias = None if rows.bias is None else rows.bias[first:last]
-        return self.epilogue.Factors(side.factor[part], rows.weight[first:last], bias, side.options.transform)
+        return self.epilogue.Factors(side.factor[part], side.weight_tile(first, last), bias, side.options.transform)
 
     def _tile(self, part: slice, first: int, last: int) -> tuple:
         """What the epilogue takes of tokens and of entries, of the student and of the teacher."""
@@ -157,10 +167,7 @@ class PairProducts:
     def _columns(self, tokens: int, bytes_per_column: int, most_bytes: int) -> int:
         """Entries of a tile of so many tokens, with the teacher's logits where they are in memory."""
         programs = self.epilogue.device_programs(self.student.factor.device)
-        if not self.both:
-            bytes_per_column += 4 * tokens
-        if self.teacher.converts:
-            bytes_per_column += 4 * self.teacher.factor.shape[1]
+        bytes_per_column += self.copied_bytes + (0 if self.both else 4 * tokens)
         most = min(most_bytes // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return min(whole_waves(tokens, most, programs), self.vocab)
 
@@ -168,7 +175,8 @@ class PairProducts:
         """Those of `gradient`, of so many tokens in all."""
         kind = kind_of(self.student.factor.device)
         chunk = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
-        bytes_per_column = self.student.options.compute_dtype.itemsize * chunk
+        # The student's products copy its weight once more.
+        bytes_per_column = self.student.options.compute_dtype.itemsize * chunk + self.student.bytes_per_entry
         if tokens > chunk:  # whose gradients of a tile's weight are added up in float32
             bytes_per_column += 4 * self.student.factor.shape[1]
         return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
@@ -179,8 +187,11 @@ class PairProducts:
             return spans(self.vocab, self._columns(tokens, 0, TEACHER_BYTES))
         # The last tiles by themselves: others need not look where the vocabulary ends. Two, because one may be narrow.
         ragged = self.vocab % BLOCK_VOCAB
-        whole = self.vocab - ragged - BLOCK_VOCAB if ragged else 0
-        return [(0, whole), (whole, self.vocab)] if whole > 0 else [(0, self.vocab)]
+        whole = self.vocab - ragged - BLOCK_VOCAB if ragged else self.vocab
+        if whole <= 0:
+            return [(0, self.vocab)]
+        step = self._columns(tokens, 0, TEACHER_BYTES) if self.copied_bytes else whole
+        return spans(whole, step) + ([(whole, self.vocab)] if ragged else [])
 
     def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
         """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
@@ -192,7 +203,7 @@ class PairProducts:
         for first, last in self._fold_spans(n):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
-            del teacher  # or a tile would stay alive while the next one is allocated
+            del student, teacher  # or a tile would stay alive while the next one is allocated
         if sums is not None:
             parts.tile_sums(self.measure, sums)
         return parts.merged(self.measure), kept
@@ -200,7 +211,8 @@ class PairProducts:
     def fold(self, *, targets: bool, sums: TileSums | None) -> PairFold:
         """Of all tokens; `sums` are written."""
         folds = []
-        for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS):
+        # More of them where each time copies both weights.
+        for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS * (2 if self.copied_bytes else 1)):
             part = slice(start, stop)
             here = None if sums is None else sums.part(part, 0)
             folds.append(self._fold(part, targets=targets, sums=here, keep=False)[0])
