@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from benchmark import (
+    distillation_loss,
     divergence,
     divergence_policy,
     float32_head,
@@ -25,6 +26,7 @@ OTHERS = {
     support.PREFIX: support.summary,
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
+    distillation_loss.PREFIX: distillation_loss.markdown,
     float32_head.PREFIX: float32_head.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
