@@ -3,17 +3,15 @@
 Under autocast in bfloat16, as TRL trains. TRL loads models in float32 unless it is told otherwise.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmark.command import run
 from benchmark.divergence import SHAPES as HEADS
 from benchmark.divergence import gold_of_some, make_heads
-from benchmark.environment import describe, output_directory, slug, write_results
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.pairs import ENTRIES, Heads
@@ -103,19 +101,10 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ('trl',))}\n\n{markdown_table(COLUMNS, lines)}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.distillation_loss", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
-    arguments = parser.parse_args()
-    environment = describe("auto")
-    device = environment["device"]
+def measure_all(device: str) -> dict[str, Any]:
     cases = ((tokens, dtype, kind) for tokens in TOKENS[device] for dtype in DTYPES for kind in BETAS)
-    results = {"environment": environment, "rows": [row for case in cases for row in rows_of(*case, device)]}
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+    return {"rows": [row for case in cases for row in rows_of(*case, device)]}
 
 
 if __name__ == "__main__":
-    main()
+    run("distillation_loss", __doc__, PREFIX, measure_all, markdown)

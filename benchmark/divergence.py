@@ -1,15 +1,13 @@
 """Divergence of two heads beside TRL's op, and a loss with an exact KL beside k3: `python -m benchmark.divergence`."""
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmark import exact_kl
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.command import run
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.pairs import ENTRIES, Heads, gradients_of, log_probs, value_and_slopes
@@ -167,24 +165,15 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{table}\n{markdown_table(exact_kl.COLUMNS, losses)}\n" if losses else table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.divergence", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
-    arguments = parser.parse_args()
-    environment = describe("auto")
-    device = environment["device"]
+def measure_all(device: str) -> dict[str, Any]:
     rows = [row for shape in SHAPES[device] for kind in KINDS for row in rows_of(shape, kind, device)]
     penalties = [
         shape._asdict() | {"dtype": str(shape.dtype).split(".")[1]} | row
         for shape in SHAPES[device]
         for row in exact_kl.rows_of(make_heads(shape, device), device)
     ]
-    results = {"environment": environment, "rows": rows, "penalties": penalties}
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+    return {"rows": rows, "penalties": penalties}
 
 
 if __name__ == "__main__":
-    main()
+    run("divergence", __doc__, PREFIX, measure_all, markdown)

@@ -6,19 +6,18 @@ time, both on held-out text and at each of TEMPERATURES, by which their hidden s
 learning the vocabulary take a minute more.
 """
 
-import argparse
 import gc
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmark import exact_kl, real_policy
+from benchmark.command import parser_of, write
 from benchmark.divergence import COLUMNS, WAYS, Gold, Way, in_float64, measure
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.environment import describe
 from benchmark.pairs import GOLD_TOKENS, Heads
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import linear_divergence
@@ -140,22 +139,13 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.divergence_policy", description=__doc__.splitlines()[0])
+    parser = parser_of("divergence_policy", __doc__)
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
     arguments = parser.parse_args()
     environment = describe("auto")
-    device = environment["device"]
-    pair = make_pair(arguments.minutes, device)
-    results = {
-        "environment": environment,
-        "rows": list(rows_of(pair, device)),
-        "penalties": list(penalty_rows(pair, device)),
-    }
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+    pair = make_pair(arguments.minutes, environment["device"])
+    rows, penalties = (list(of_pair(pair, environment["device"])) for of_pair in (rows_of, penalty_rows))
+    write(PREFIX, {"environment": environment, "rows": rows, "penalties": penalties}, arguments.output, markdown)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ bf16x2, bf16x3       the float32 weight as two or three bfloat16 matrices
 TF32, IEEE           float32 products
 """
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.command import run
 from benchmark.table import Columns, environment_line, markdown_table, number
 from benchmark.targets import COLUMNS, Problem, Values, Way, make_problem, measure
 from benchmark.timing import measure_ms
@@ -80,18 +78,9 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ())}\n\n{markdown_table(TABLE, lines)}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.float32_head", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
-    arguments = parser.parse_args()
-    environment = describe("auto")
-    device = environment["device"]
-    results = {"environment": environment, "rows": [row for shape in SHAPES[device] for row in rows_of(shape, device)]}
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+def measure_all(device: str) -> dict[str, Any]:
+    return {"rows": [row for shape in SHAPES[device] for row in rows_of(shape, device)]}
 
 
 if __name__ == "__main__":
-    main()
+    run("float32_head", __doc__, PREFIX, measure_all, markdown)

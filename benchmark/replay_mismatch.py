@@ -12,18 +12,17 @@ Two bfloat16 passes of one model differ by rounding. So no gap is 0, and the one
 The reward is the share of letters in a completion: any would do, because the mismatch is what is measured.
 """
 
-import argparse
 import copy
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.command import parser_of, write
+from benchmark.environment import describe
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import FusedLinearGRPOLoss, Support
 
@@ -227,8 +226,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.replay_mismatch", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    parser = parser_of("replay_mismatch", __doc__)
     parser.add_argument("--seconds", type=float, help="of the policy's training")
     parser.add_argument("--steps", type=int, help="of each run")
     arguments = parser.parse_args()
@@ -240,10 +238,7 @@ def main() -> None:
     plan, recipe = (TOY, real_policy.TOY) if toy else (Plan(), real_policy.FULL)
     plan = replace(plan, **{name: value for name in ("seconds", "steps") if (value := getattr(arguments, name))})
     results = {"environment": environment, "plan": asdict(plan), **measure(plan, recipe, device)}
-    target = output_directory(arguments.output, whole=not toy) / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+    write(PREFIX, results, arguments.output, markdown)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Per-token GRPO losses of logits that are already there, timed beside each other: `python -m benchmark.row_losses`."""
 
-import argparse
 import math
 import os
 import statistics
@@ -8,13 +7,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, first_line, output_directory, slug, version, write_results
+from benchmark.command import parser_of, write
+from benchmark.environment import describe, first_line, version
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
@@ -289,14 +288,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.row_losses", description=__doc__)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="where to write; default: benchmark/results on CUDA, a temporary folder on CPU, where it is a smoke test",
-    )
-    arguments = parser.parse_args()
+    arguments = parser_of("row_losses", __doc__).parse_args()
     environment = describe("auto") | {"helion": version("helion")}
     device = environment["device"]
     if device == "cpu":
@@ -314,11 +306,7 @@ def main() -> None:
         "beta": BETA,
         "rows": rows,
     }
-    output = output_directory(arguments.output, whole=device == "cuda")
-    target = output / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+    write(PREFIX, results, arguments.output, markdown)
     # A peer that fails is a finding, and its row says so.
     if any(row["status"] == "failed" for row in rows if row["variant"].startswith("liger_rl")):
         raise SystemExit(1)

@@ -16,7 +16,6 @@ gathered logits          the operations of SkyRL: the whole product, the listed 
 Errors are those against float64, each against its own distribution: of all tokens with few ids, else of SAMPLED ones.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, output_directory, read_results, slug, write_results
+from benchmark.command import parser_of, write
+from benchmark.environment import describe, read_results
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
@@ -322,8 +322,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.support", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    parser = parser_of("support", __doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results in FILE and measure nothing")
     arguments = parser.parse_args()
     if arguments.plot is not None:
@@ -334,11 +333,7 @@ def main() -> None:
     shape, means = SIZES[device]
     rows = [row for mean in means for row in rows_of(mean, shape, device)]
     results = {"environment": environment, "shape": shape, "rows": rows}
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    plot(results, target.with_suffix(".png"))
-    print(markdown(results))
-    print(f"written: {target}")
+    plot(results, write(PREFIX, results, arguments.output, markdown).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ liger_rl, forward       without a gradient: one target alone, and with `topk`
 full logits             verl's operations: bfloat16 logits, `log_softmax`, `gather`
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.command import run
 from benchmark.errors import relative
 from benchmark.memory import PeakMemory
 from benchmark.table import Columns, environment_line, markdown_table, number
@@ -194,18 +192,9 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{environment_line(results['environment'], ())}\n\n{markdown_table(COLUMNS, lines)}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.targets", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
-    arguments = parser.parse_args()
-    environment = describe("auto")
-    device = environment["device"]
-    results = {"environment": environment, "rows": [row for shape in SHAPES[device] for row in rows_of(shape, device)]}
-    target = output_directory(arguments.output, whole=device == "cuda") / f"{PREFIX}{slug(environment)}.json"
-    write_results(target, results)
-    print(markdown(results))
-    print(f"written: {target}")
+def measure_all(device: str) -> dict[str, Any]:
+    return {"rows": [row for shape in SHAPES[device] for row in rows_of(shape, device)]}
 
 
 if __name__ == "__main__":
-    main()
+    run("targets", __doc__, PREFIX, measure_all, markdown)
