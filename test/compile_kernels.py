@@ -279,7 +279,8 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
         pair_epilogue.grad_pair(student, teacher, measure, tokens)
         out = kept.larger.view(torch.bfloat16)
         kept_pair_triton.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
-    kept_pair_triton.mix_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+    for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
 
 
 def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:

@@ -266,8 +266,9 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
         pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
-        # Kernels of parts read a weight as it is.
-        if not (call.auto_tolerance and call.weight.dtype == dtype and PairProducts.apply(pair.student, own)):
+        # Kernels of parts read weights as they are.
+        as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
+        if not (call.auto_tolerance and as_they_are and PairProducts.apply(pair.student, own)):
             own = replace(own, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)
@@ -348,7 +349,10 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> 
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
-    return weight.dtype == own.compute_dtype and pair.student.live.count <= engine.one_pass_tokens(pair, options)
+    # Ranks that gather a head together must all take as many passes, and none knows the others' tokens.
+    if own.gather is not None or weight.dtype != own.compute_dtype:
+        return False
+    return pair.student.live.count <= engine.one_pass_tokens(pair, options)
 
 
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:

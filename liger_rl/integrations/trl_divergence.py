@@ -89,6 +89,7 @@ class FusedDivergence:
         if not torch.is_autocast_enabled(student.hidden.device.type) and student.hidden.dtype == teacher.hidden.dtype:
             compute_dtype = student.hidden.dtype  # as in TRL, whatever the weights are
         head = trl_adapters.adapted_head()
+        parts = student.weight, student.bias, teacher.weight, teacher.bias
         return DivergenceCall(
             hidden=student.hidden,
             weight=student.weight,
@@ -105,7 +106,8 @@ class FusedDivergence:
                 transform=student.transform(temperature),
                 entropy=True,
                 compute_dtype=compute_dtype,
-                gather=_gather,
+                # The mark is DeepSpeed's, on every parameter under ZeRO-3.
+                gather=_gather if any(hasattr(part, "ds_id") for part in parts) else None,
                 chunk_tokens=self.chunk_tokens,
                 chunk_vocab=self.chunk_vocab,
             ),

@@ -9,6 +9,9 @@ in float16. The smaller exponential is the larger one times exp(-|gap|). What un
 entry of its head beside it. Both exponentials share the rounding of the larger one, and a gap is rounded relative to
 itself. So p - q and log p - log q have a relative error of 2^-11 however near the heads are, an eighth of what rounding
 the gradient to bfloat16 adds. Two exponentials would have p - q to 2^-11 of p alone.
+
+A reverse KL divergence and a mixture subtract a mean of log ratios. It nearly cancels that of an entry with almost all
+of the probability, so it is made of what is kept, too.
 """
 
 from typing import NamedTuple
@@ -21,7 +24,7 @@ from torch import Tensor
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
 from liger_rl.kernels.launches import Launched, cdiv
-from liger_rl.kernels.pair_tiles import FORWARD, divergence_gradient, over_mixture
+from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -88,7 +91,7 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
 
 @Launched
 @triton.jit
-def _mix_kept_kernel(
+def _sum_kept_kernel(
     kept,  # `KeptPair`
     strides,
     lse,
@@ -96,6 +99,7 @@ def _mix_kept_kernel(
     sums,  # `MixtureSums`, written
     columns,
     beta,
+    KIND: tl.constexpr,
     TILES: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -109,9 +113,11 @@ def _mix_kept_kernel(
         _column, _inside, p, q, gap, _peak = _loaded(
             kept, row, tile, columns, strides, norm, teacher_norm, TILE_VOCAB, ENTRIES
         )
-        over, teacher_over = over_mixture(-gap, beta)
+        over = gap
+        if KIND != REVERSE:
+            over, teacher_over = over_mixture(-gap, beta)
+            teacher_total += tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0), 1)
         total += tl.sum(tl.where(p > 0.0, p * over, 0.0), 1)
-        teacher_total += tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0), 1)
     tl.store(sums.student + row, tl.sum(total))
     tl.store(sums.teacher + row, tl.sum(teacher_total))
 
@@ -165,14 +171,17 @@ def _grad_kept_pair_kernel(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def mix_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
-    """As `divergence.mix_pair` over the whole vocabulary; the sums (n,) are written."""
+def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
+    """As `divergence.mix_pair` over the whole vocabulary; a reverse KL divergence is the mixture of the teacher alone.
+
+    The sums (n,) are written.
+    """
     n, columns = kept.larger.shape
     if n:
         with on(lse.device):
-            _mix_kept_kernel[(n,)](
-                kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums,
-                columns, measure.beta, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=2 * WARPS,
+            _sum_kept_kernel[(n,)](
+                kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
+                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=2 * WARPS,
             )  # fmt: skip
 
 

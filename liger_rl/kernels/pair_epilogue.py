@@ -17,7 +17,7 @@ from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
-from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, mix_kept
+from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, sum_kept
 from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.matrix_triton import GROUP, matrix
 from liger_rl.kernels.pair_tiles import (
@@ -39,7 +39,7 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 __all__ = [
     "Factors", "Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "makes_teacher",
-    "mix_kept",
+    "sum_kept",
 ]  # fmt: skip
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.

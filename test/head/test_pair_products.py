@@ -190,10 +190,11 @@ def test_kernels(measure, more, case):
     rounding = torch.finfo(DTYPE).eps
     for mine, bound in ((made, 0.6 * rounding), (of_kept, 1.5e-3)):
         assert (mine.double() - exact).norm() <= bound * exact.norm()
-    if measure.kind == MIXTURE:
-        mixed = MixtureSums.start(case.known.lse)
-        kept_pair_triton.mix_kept(kept, measure, *case.known[:2], mixed)
-        for mine, other in zip(mixed, case.mixed, strict=True):
+    if measure.kind != FORWARD:
+        sums = MixtureSums.start(case.known.lse)
+        kept_pair_triton.sum_kept(kept, measure, *case.known[:2], sums)
+        expected = case.mixed if measure.kind == MIXTURE else (case.value, torch.zeros_like(case.value))
+        for mine, other in zip(sums, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=5e-4, atol=1e-4)
 
 
@@ -414,6 +415,32 @@ def test_when_one_kernel_makes_both_products(both_products, monkeypatch):
     assert not both(hidden=torch.randn(40, 12).to(DTYPE), weight=torch.randn(300, 12).to(DTYPE))
     monkeypatch.setattr(pair_epilogue, "makes_teacher", lambda device: False)
     assert not both()
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_sure_tokens_whose_teacher_prefers_an_id_nearby(kind, monkeypatch):
+    """A token's own gradient in one pass: what is rounded of the likeliest id's log ratio nearly cancels its mean's."""
+    if DEVICE.type == "cpu":
+        run_triton(monkeypatch, epilogue=True)
+    n, vocab = 512 if DEVICE.type == "cuda" else 64, 600
+    given = heads(n, 32, 32, vocab, spread=1.0)
+    bias, teacher_bias = torch.zeros(2, vocab, device=DEVICE).unbind()
+    bias[7], teacher_bias[7], teacher_bias[8] = 12.0, 12.0, 13.0
+    hidden = given[0].clone().requires_grad_()
+    options = {"kind": kind, "bias": bias, "teacher_bias": teacher_bias}
+    one = linear_divergence(hidden, *given[1:], token_weights=torch.ones(n, device=DEVICE), **options)
+    exact = given[0].double().requires_grad_()
+    log_p = (exact @ given[1].double().T + bias).log_softmax(1)
+    log_q = (given[2].double() @ given[3].double().T + teacher_bias).log_softmax(1)
+    assert log_p[:, 7].exp().mean() > 0.98
+    p, q = log_p.exp(), log_q.exp()
+    log_m = ((p + q) / 2).log()
+    parts = {"forward_kl": q * (log_q - log_p), "reverse_kl": p * (log_p - log_q)}
+    parts["jsd"] = (p * (log_p - log_m) + q * (log_q - log_m)) / 2
+    (truth,) = torch.autograd.grad(parts[kind].sum(), exact)
+    (found,) = torch.autograd.grad(one.loss, hidden)
+    errors = (found.double() - truth).norm(dim=1) / truth.norm(dim=1)
+    assert errors.median() < 2 * torch.finfo(DTYPE).eps
 
 
 @pytest.mark.parametrize("one", [True, False])

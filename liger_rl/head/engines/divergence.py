@@ -250,7 +250,7 @@ def one_pass(
     weight, vocab = student.rows.weight, pair.vocab
     chunks = even_spans(n, one_pass_tokens(pair, options))
     same_dtype = weight.dtype == options.student.compute_dtype
-    sum_dtype = weight.dtype if len(chunks) == 1 and same_dtype else torch.float32
+    sum_dtype = weight.dtype if len(chunks) <= 1 and same_dtype else torch.float32
     totals = Totals(
         pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
     )

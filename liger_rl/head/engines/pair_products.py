@@ -25,7 +25,7 @@ from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import devices, for_pairs, gemm
 from liger_rl.kernels.divergence import (
-    MIXTURE,
+    FORWARD,
     Measure,
     MixtureSums,
     PairFold,
@@ -100,15 +100,15 @@ class PairValues(NamedTuple):
 
     divergence: Tensor
     statistics: PairStatistics
-    # What a gradient needs: the divergence itself, or a mixture's sum over the student's probabilities.
+    # What a gradient needs: the divergence itself, or the student's sum of a mixture or of what is kept.
     value: Tensor
     tile_sums: TileSums | None = None  # where they were asked for and there can be some
 
     @classmethod
     def of(cls, known: PairStatistics, measure: Measure, sums: MixtureSums | None) -> "PairValues":
-        """`sums` are those of a mixture."""
+        """`sums` are those of a mixture, or of what is kept of a reverse KL divergence."""
         if known.divergence is not None:
-            return cls(known.divergence, known, known.divergence)
+            return cls(known.divergence, known, known.divergence if sums is None else sums.student)
         assert sums is not None
         mixed = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
         return cls(mixed, known, sums.student)
@@ -222,9 +222,9 @@ class PairProducts:
         """Of some tokens, which keep what the gradient takes the place of."""
         fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
         known, sums = PairStatistics.of(fold, self.measure), None
-        if self.measure.kind == MIXTURE:
+        if self.measure.kind != FORWARD:
             sums = MixtureSums.start(known.lse)
-            self.epilogue.mix_kept(kept, self.measure, known.lse, known.teacher_lse, sums)
+            self.epilogue.sum_kept(kept, self.measure, known.lse, known.teacher_lse, sums)
         options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:
