@@ -55,11 +55,12 @@ def linear_divergence(
     (`LigerFusedLinearJSDLoss`, `LigerJSD`), both with the KL divergences at the ends, where the formula itself is 0.
     docs/distillation.md says what Liger's loss adds to it.
 
-    Logits stay float32 from the products' accumulators on and exist one tile of both heads at a time; for a "jsd",
-    where the workspace holds them, as whole rows of a few hundred tokens. The backward recomputes them, for tokens with
-    a non-zero gradient only. Only the student's side is differentiable: hidden, weight, bias and low_rank. Under
-    autocast the products run in autocast's dtype. Host syncs on CUDA: one in the forward if there is a mask or targets,
-    which counts the live tokens, and one in the backward for the tokens with a gradient.
+    In two passes, logits stay float32 from the products' accumulators on and exist one tile of both heads at a time;
+    for a "jsd", where the workspace holds them, as whole rows of a few hundred tokens. The backward recomputes them, for
+    tokens with a non-zero gradient only. Only the student's side is differentiable: hidden, weight, bias and low_rank.
+    Under autocast the products run in autocast's dtype. Host syncs on CUDA: one in the forward if there is a mask,
+    targets or token_weights, which counts the live tokens, and in two passes one in the backward for the tokens with a
+    gradient.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16.
@@ -76,9 +77,10 @@ def linear_divergence(
         low_rank: terms of the student's head, as in `linear_logprobs`; adapters, say.
         token_weights: (B, T) or (N,), float32, bfloat16 or float16, no gradient: each token's factor in a loss that is
             sum(token_weights * divergence), `1 / mask.sum()` of a mean, say. Its gradients are then made in the
-            forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. It takes a chunk
-            of at most 1 GiB on CUDA, and 4 V H bytes if one chunk does not hold all tokens. Not with low_rank,
-            fixed_shape, chunk_vocab or grad_tolerance.
+            forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. A chunk of tokens
+            is kept over the whole vocabulary: two float16 numbers for each entry, at most 1.25 GiB, where products have
+            an epilogue, else float32 logits, at most 1 GiB on CUDA. If one chunk does not hold all tokens, it takes
+            4 V H bytes more. Not with low_rank, fixed_shape, chunk_vocab or grad_tolerance.
         vocab_parallel: where both weights are this rank's rows of sharded heads, as in `linear_logprobs`: bias,
             teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
             none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the

@@ -72,6 +72,27 @@ def test_the_whole_step_is_that_of_the_results():
     assert f"{smaller:.0%} of its memory" in README
 
 
+def test_exactness_is_that_of_the_results():
+    """How many times bfloat16 logits are further from float64, in every case that has them."""
+    environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
+    logps, gradients = [], []
+    for name in ("nvidia-h200", "nvidia-h200-policy"):
+        results = environment.read_results(environment.RESULTS / f"{name}.json")
+        found = {(row["case"], row["variant"]): row for row in results["rows"] if row.get("logp_max_error")}
+        for case, ours in ((case, row) for (case, variant), row in found.items() if variant == "ours"):
+            other = found.get((case, "eager")) or found.get((case, "trl_chunked"))
+            if other is None:
+                continue
+            logps.append(other["logp_max_error"] / ours["logp_max_error"])
+            names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
+            gradients += [other[name] / ours[name] for name in names]
+    least, lowest, highest = map(int, re.search(
+        r"at least (\d+)\s+times closer to the truth, and gradients (\d+) to (\d+) times", README
+    ).groups())  # fmt: skip
+    assert least <= min(logps) < 1.1 * least
+    assert (lowest, highest) == (round(min(gradients)), round(max(gradients)))
+
+
 def test_every_preset_has_its_row():
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|[^|]*\|$", LOSSES, re.MULTILINE))
     assert rows.keys() == PRESETS.keys()

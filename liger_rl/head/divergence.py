@@ -28,7 +28,7 @@ from liger_rl.head.engines.one_pass import WithGradients
 from liger_rl.head.engines.pair_products import PairProducts
 from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank, check_low_rank, low_rank_factors
-from liger_rl.head.options import IDENTITY, Gather, HeadOptions, resolved
+from liger_rl.head.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
 from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.head.tokens import TokenSelection, counted_tokens, live_tokens
 from liger_rl.kernels import gemm
@@ -60,7 +60,7 @@ class PairKeywords(TypedDict, total=False):
 
     transform: LogitTransform
     entropy: bool
-    grad_tolerance: float
+    grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
     gather: Gather | None
     chunk_tokens: int | None

@@ -51,7 +51,7 @@ class HeadOptions:
             Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
             backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
             the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
-            to bfloat16 does to it. The gradient of weight follows; that of hidden may be several times further off, see
+            to bfloat16 does to it. The gradients of hidden and weight may be about three times further off, see
             docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
             products of our own (see docs/design.md), in float32, with a precision, with rows of the weight that do not
             start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank

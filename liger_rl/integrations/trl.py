@@ -4,9 +4,9 @@
 
     patch_trl()  # then GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer, DistillationTrainer as ever
 
-TRL computes its losses and metrics itself. It asks one op for log-probabilities, entropies and statistics: that op is
-replaced. Beside it, the trainers' refusal of LoRA adapters on the lm_head is (`trl_adapters`), and the op that
-DistillationTrainer asks for divergences (`trl_divergence`).
+TRL computes metrics itself, and every loss but DistillationTrainer's. Three things are replaced: the op for
+log-probabilities, entropies and statistics; the trainers' refusal of LoRA adapters on the lm_head (`trl_adapters`); and
+DistillationTrainer's loss with its op (`trl_divergence`).
 """
 
 import importlib

@@ -150,7 +150,7 @@ class TileSums(NamedTuple):
     xx: Tensor  # sum_v x_v^2
     xy: Tensor
     yy: Tensor
-    peak: Tensor | None  # running ones, of the tiles up to this one; None of a mixture
+    peak: Tensor | None  # what x and y are around, running ones or the tile's own; None of a mixture
     teacher_peak: Tensor | None
 
     @classmethod
@@ -182,7 +182,7 @@ class PairGradients(NamedTuple):
     lse: Tensor
     teacher_lse: Tensor
     grad: Tensor  # dL/d divergence
-    value: Tensor | None  # the reverse divergence, or S of a mixture; None for FORWARD
+    value: Tensor | None  # mean log ratio of REVERSE, S of a mixture; FORWARD does not read it
     grad_logps: Tensor | None  # dL/dlogp
     at_target: Tensor | None  # dL/dlogp (1 - p_target), given together with it
     grad_entropy: Tensor | None  # dL/dentropy

@@ -333,7 +333,7 @@ def fold_pair(
     parts: Parts,  # of the whole vocabulary, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written
 ) -> None:
-    """The fold of the student's product beside the teacher's tile, where `devices.applies` says so."""
+    """The fold of the student's product beside the teacher's tile, where `devices.pairs_apply_to` says so."""
     assert student.first % PRODUCT_VOCAB == 0
     here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
@@ -344,7 +344,7 @@ def fold_pair(
 
 
 def grad_pair(student: Student, teacher: Teacher, measure: Measure, tokens: PairGradients) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.pairs_apply_to` says so."""
     hidden, n, vocab = student.factors.hidden, student.targets.numel(), student.factors.weight.shape[0]
     per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment

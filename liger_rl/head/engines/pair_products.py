@@ -96,7 +96,7 @@ class Side:
 
 
 class PairValues(NamedTuple):
-    """What the forward gives of the tokens that count, (n,) float32 each."""
+    """What the forward gives of the n tokens that count, float32."""
 
     divergence: Tensor
     statistics: PairStatistics
