@@ -56,8 +56,8 @@ def linear_divergence(
     docs/distillation.md says what Liger's loss adds to it.
 
     In two passes, logits stay float32 from the products' accumulators on and exist one tile of both heads at a time;
-    for a "jsd", where the workspace holds them, as whole rows of a few hundred tokens. The backward recomputes them, for
-    tokens with a non-zero gradient only. Only the student's side is differentiable: hidden, weight, bias and low_rank.
+    for a "jsd", where the workspace holds them, as whole rows of a few hundred tokens. The backward recomputes them for
+    tokens with a non-zero gradient. Only the student's side is differentiable: hidden, weight, bias and low_rank.
     Under autocast the products run in autocast's dtype. Host syncs on CUDA: one in the forward if there is a mask,
     targets or token_weights, which counts the live tokens, and in two passes one in the backward for the tokens with a
     gradient.

@@ -268,7 +268,7 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
         pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
         # Kernels of parts read weights as they are.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
-        if not (call.auto_tolerance and as_they_are and PairProducts.apply(pair.student, own)):
+        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, own)):
             own = replace(own, grad_tolerance=call.options.named_tolerance)
         other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
         yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)

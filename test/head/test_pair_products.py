@@ -286,7 +286,7 @@ def test_the_lowest_finite_logits_have_no_probability(measure, case):
 
 
 def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
-    monkeypatch.setattr(pair_products.PairProducts, "apply", lambda *_: True)
+    monkeypatch.setattr(pair_products.PairProducts, "applies_to", lambda *_: True)
     assert pair_products.PairProducts.of(None, None, 0, Measure(FORWARD)) is None
 
 
@@ -322,7 +322,7 @@ def test_engines(kind, wide, monkeypatch):
     if kind == "reverse_kl":
         ways.append({"grad_tolerance": 1e-3})
     with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
+        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
         expected = [step(given, kind, factors=factors, **way, **options) for way in ways]
     if DEVICE.type == "cpu":
         run_triton(monkeypatch, epilogue=True)
@@ -382,7 +382,7 @@ def test_what_both_products_are_given(kind, vocab, way, both_products, monkeypat
     given = hidden, weight, other, other_weight
     monkeypatch.setattr(pair_products, "WORKSPACE_BYTES", {"cpu": n * 2 * 2 * BLOCK_VOCAB})
     with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
+        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
         expected = step(given, kind, factors=factors, **options)
     found = step(given, kind, factors=factors, **options)
     for place, (mine, other) in enumerate(zip(found, expected, strict=True)):
@@ -585,7 +585,7 @@ def test_exact_kl_takes_the_epilogue(passes, monkeypatch):
         return [loss.detach().double(), *(leaf.grad.double() for leaf in leaves)]
 
     with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "apply", lambda *_: False)
+        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
         expected = run()
     for mine, other in zip(run(), expected, strict=True):
         assert (mine - other).norm() <= 3e-3 * other.norm()

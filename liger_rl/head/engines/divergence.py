@@ -30,7 +30,14 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.engines.pair_products import KEPT_BYTES, KEPT_MOST_BYTES, Folded, PairProducts, PairValues, Side
+from liger_rl.head.engines.pair_products import (
+    KEPT_BYTES,
+    KEPT_MOST_BYTES,
+    PairProducts,
+    PairValues,
+    Side,
+    ValuesAndGradient,
+)
 from liger_rl.head.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, spans
 from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
@@ -261,9 +268,9 @@ def one_pass(
     for start, stop in chunks:
         part = slice(start, stop)
         if products is None:
-            values, gradient = _folded(student, teacher, part, vocab, options)
+            values, gradient = _values_and_gradient(student, teacher, part, vocab, options)
         else:
-            values, gradient = products.folded(part, targets=options.targets)
+            values, gradient = products.values_and_gradient(part, targets=options.targets)
         grads = gradients_of(part, values.divergence, values.statistics)
         tile = gradient(PairGradients.of(values.statistics, values.value, *grads))
         del gradient  # or what it reads would stay alive while the products, and the next pair, are allocated
@@ -275,7 +282,9 @@ def one_pass(
     return _joined(found), totals.finish()
 
 
-def _folded(student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions) -> Folded:
+def _values_and_gradient(
+    student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions
+) -> ValuesAndGradient:
     """From float32 rows of both heads, which the gradient takes the place of where it is float32, too."""
     own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
     measure, targets, dtype = options.measure, student.rows.targets[part], options.student.compute_dtype
@@ -339,7 +348,7 @@ def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     device, dtype = pair.student.hidden.device, options.student.compute_dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
     most = ONE_PASS_BYTES[kind_of(device)]
-    if PairProducts.apply(pair.student, options.student):
+    if PairProducts.applies_to(pair.student, options.student):
         per_token, most = KEPT_BYTES * pair.vocab, KEPT_MOST_BYTES
     tokens = most // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)

@@ -115,7 +115,7 @@ class PairValues(NamedTuple):
 
 
 # The values of some tokens, and what makes dL/dlogits (n, V) of their gradients, once.
-Folded = tuple[PairValues, Callable[[PairGradients], Tensor]]
+ValuesAndGradient = tuple[PairValues, Callable[[PairGradients], Tensor]]
 
 
 class PairProducts:
@@ -136,7 +136,7 @@ class PairProducts:
         self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # of an entry
 
     @staticmethod
-    def apply(student: Head, options: EngineOptions) -> bool:
+    def applies_to(student: Head, options: EngineOptions) -> bool:
         """Whether the student's product has such an epilogue; `student` need not be gathered."""
         if student.low_inputs is not None or not options.chunks_are_free:
             return False
@@ -146,7 +146,7 @@ class PairProducts:
     @classmethod
     def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
         """None where they do not apply, as on a rank whose part of the vocabulary is padding alone."""
-        if not vocab or not cls.apply(student.rows, student.options) or not devices.aligned(student.factor):
+        if not vocab or not cls.applies_to(student.rows, student.options) or not devices.aligned(student.factor):
             return None
         return cls(for_pairs(), student, teacher, vocab, measure)
 
@@ -218,7 +218,7 @@ class PairProducts:
             folds.append(self._fold(part, targets=targets, sums=here, keep=False)[0])
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
-    def folded(self, part: slice, *, targets: bool) -> Folded:
+    def values_and_gradient(self, part: slice, *, targets: bool) -> ValuesAndGradient:
         """Of some tokens, which keep what the gradient takes the place of."""
         fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
         known, sums = PairStatistics.of(fold, self.measure), None
