@@ -38,6 +38,8 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 TILES, WARPS = 4, 2  # vocabulary tiles of a program, or of a step of its loop
+LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
+SMALLEST_MASS = tl.constexpr(1e-30)  # of a row whose ids are all banned, in place of 0
 
 
 class KeptPair(NamedTuple):
@@ -79,6 +81,8 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
     stride, peak_stride = strides
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    # A larger one is infinite in float16, and 0 * inf is NaN.
+    gap = tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP)
     place = row * peak_stride + column // ENTRIES
     peak = tl.load(kept.peaks + place, mask=inside, other=LOWEST)
     below = peak - lse
@@ -108,6 +112,8 @@ def _sum_kept_kernel(
     norm, teacher_norm = tl.load(lse + row), tl.load(teacher_lse + row)
     total = tl.zeros((TILES,), tl.float32)
     teacher_total = tl.zeros((TILES,), tl.float32)
+    mass = tl.zeros((TILES,), tl.float32)
+    teacher_mass = tl.zeros((TILES,), tl.float32)
     for first in range(0, tl.cdiv(columns, TILE_VOCAB), TILES):
         tile = first + tl.arange(0, TILES)
         _column, _inside, p, q, gap, _peak = _loaded(
@@ -117,9 +123,12 @@ def _sum_kept_kernel(
         if KIND != REVERSE:
             over, teacher_over = over_mixture(-gap, beta)
             teacher_total += tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0), 1)
+            teacher_mass += tl.sum(q, 1)
         total += tl.sum(tl.where(p > 0.0, p * over, 0.0), 1)
-    tl.store(sums.student + row, tl.sum(total))
-    tl.store(sums.teacher + row, tl.sum(teacher_total))
+        mass += tl.sum(p, 1)
+    # Means: the probabilities of what is kept add up to 1 but for their rounding, and a row's gradient to 0.
+    tl.store(sums.student + row, tl.sum(total) / tl.maximum(tl.sum(mass), SMALLEST_MASS))
+    tl.store(sums.teacher + row, tl.sum(teacher_total) / tl.maximum(tl.sum(teacher_mass), SMALLEST_MASS))
 
 
 @Launched

@@ -66,9 +66,22 @@ def case(request):
 class Case:
     """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
 
-    def __init__(self, measure, transforms, *, more, n=20, size=48, other_size=24, vocab=700, gap=None, in_memory=True):
+    def __init__(
+        self,
+        measure,
+        transforms,
+        *,
+        more,
+        n=20,
+        size=48,
+        other_size=24,
+        vocab=700,
+        gap=None,
+        in_memory=True,
+        spread=3.0,
+    ):
         self.measure, self.more, self.n, self.vocab, self.in_memory = measure, more, n, vocab, in_memory
-        *own, other, other_weight = heads(n, size, other_size, vocab)
+        *own, other, other_weight = heads(n, size, other_size, vocab, spread)
         self.hidden, self.weight = own
         if gap is not None:
             near = (self.weight[:, :8].float() * gap).to(DTYPE)
@@ -415,6 +428,33 @@ def test_when_one_kernel_makes_both_products(both_products, monkeypatch):
     assert not both(hidden=torch.randn(40, 12).to(DTYPE), weight=torch.randn(300, 12).to(DTYPE))
     monkeypatch.setattr(pair_epilogue, "makes_teacher", lambda device: False)
     assert not both()
+
+
+@pytest.mark.parametrize("measure", [Measure(REVERSE), Measure(MIXTURE, 0.3)])
+def test_a_row_of_the_kept_gradient_adds_up_to_0(measure, case):
+    """Whatever rounding has done to the probabilities, of which the mean is taken."""
+    case = case(measure, (LogitTransform(), LogitTransform()), more=False, spread=6.0)
+    parts, kept = case.folded(squares=False)
+    known = PairStatistics.of(parts.merged(measure), measure)
+    sums = MixtureSums.start(known.lse)
+    kept_pair_triton.sum_kept(kept, measure, known.lse, known.teacher_lse, sums)
+    tokens = PairGradients(known.lse, known.teacher_lse, torch.ones_like(known.lse), sums.student, *[None] * 4)
+    grad = torch.empty(case.n, case.vocab, device=DEVICE)
+    kept_pair_triton.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, grad)
+    assert (grad.double().sum(1).abs() <= 1e-5 * grad.double().abs().sum(1)).all()
+
+
+@pytest.mark.parametrize("ban", [-1e5, -1e9])
+def test_ids_that_a_finite_number_bans(ban, monkeypatch):
+    """Log ratios beyond float16, of ids that the student may say."""
+    if DEVICE.type == "cpu":
+        run_triton(monkeypatch, epilogue=True)
+    n = 512 if DEVICE.type == "cuda" else 32
+    given = heads(n, 16, 16, 300)
+    bias, teacher_bias = torch.zeros(2, 300, device=DEVICE).unbind()
+    bias[40:44], teacher_bias[40:44] = -9.0, ban
+    options = {"bias": bias, "teacher_bias": teacher_bias, "token_weights": torch.full((n,), 1e-3, device=DEVICE)}
+    assert all(part.isfinite().all() for part in step(given, "reverse_kl", factors=None, **options))
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])

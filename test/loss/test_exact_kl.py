@@ -23,6 +23,7 @@ from liger_rl import (
     TokenMean,
     grpo_loss_from_logits,
     ppo_loss_fn,
+    reference_loss,
 )
 from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines import divergence_parts, pair_products
@@ -392,6 +393,28 @@ def test_the_default_tolerance(entropy_coef, dtype, monkeypatch):
         step(module(passes="two", entropy_coef=entropy_coef), data, reference)
     assert folds == ["fold"]
     assert called == ([] if entropy_coef or dtype == torch.float32 else ["sums", "choose"])
+
+
+def test_a_target_that_is_far_below_under_a_softcap(monkeypatch):
+    """20 nats below the likeliest id, where what one pass keeps of either head underflows."""
+    skip_without_interpreter()
+    run_triton(monkeypatch, epilogue=True)
+    monkeypatch.setattr(reference_loss, "one_pass_lacks", lambda *_: None)  # the interpreter has float16 alone
+    n, vocab = 16, 300
+    weight = torch.randn(vocab, 32) / 8
+    weight[:, :2] = 0
+    weight[7, 0], weight[9, 1] = 8.0, 1.0
+    hidden = torch.randn(n, 32)
+    hidden[:, 0], hidden[:, 1] = 1.5, -8.0
+    hidden, weight = hidden.half(), weight.half()
+    reference = ReferenceHead(hidden=hidden, weight=(weight.float() + 0.005 * torch.randn(vocab, 32)).half())
+    found = {}
+    for passes in ("one", "two"):
+        leaf = hidden.clone().requires_grad_()
+        loss = module(passes=passes, softcap=30.0)
+        out = loss(leaf, weight, torch.full((n,), 9), torch.ones(n), torch.ones(n), reference=reference).loss * n
+        (found[passes],) = torch.autograd.grad(out, leaf)
+    assert (found["one"] - found["two"]).norm() <= 2e-3 * found["two"].norm()
 
 
 def test_without_beta_nothing_is_asked_for():

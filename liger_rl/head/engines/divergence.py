@@ -18,8 +18,8 @@ if a weight is converted tile by tile, and if the vocabulary is sharded, because
 
 If every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T and at
 most 2 S in all. It keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens, or with the
-epilogue four bytes for both. The weight's gradient is summed over the chunks in float32. Each chunk reads and writes
-this sum once.
+epilogue four bytes for both, unless the student has a softcap. The weight's gradient is summed over the chunks in
+float32. Each chunk reads and writes this sum once.
 """
 
 from collections.abc import Callable, Sequence
@@ -263,7 +263,7 @@ def one_pass(
     )
     if totals.weight is not None:
         totals.weight[vocab:] = 0
-    products = PairProducts.of(student, teacher, vocab, measure)
+    products = PairProducts.of(student, teacher, vocab, measure) if _keeps_pairs(pair, options) else None
     found: list[PairValues] = []
     for start, stop in chunks:
         part = slice(start, stop)
@@ -341,6 +341,11 @@ def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live
             for_device(hidden.device).scatter_rows(grad_rows, live.index[part], totals.hidden)
 
 
+def _keeps_pairs(pair: Pair, options: PairOptions) -> bool:
+    """Whether one pass keeps two numbers of an entry. Where both underflow, a softcap's derivative would be lost."""
+    return options.student.transform.softcap is None and PairProducts.applies_to(pair.student, options.student)
+
+
 def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     """Tokens of a chunk of one pass."""
     if options.student.chunk_tokens is not None:
@@ -348,7 +353,7 @@ def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
     device, dtype = pair.student.hidden.device, options.student.compute_dtype
     per_token = pair.vocab * (_bytes_per_logit(device) + (dtype.itemsize if dtype != torch.float32 else 0))
     most = ONE_PASS_BYTES[kind_of(device)]
-    if PairProducts.applies_to(pair.student, options.student):
+    if _keeps_pairs(pair, options):
         per_token, most = KEPT_BYTES * pair.vocab, KEPT_MOST_BYTES
     tokens = most // per_token
     return max(tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS, MIN_WHOLE_ROWS)
