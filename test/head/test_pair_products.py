@@ -441,7 +441,8 @@ def test_a_row_of_the_kept_gradient_adds_up_to_0(measure, case):
     tokens = PairGradients(known.lse, known.teacher_lse, torch.ones_like(known.lse), sums.student, *[None] * 4)
     grad = torch.empty(case.n, case.vocab, device=DEVICE)
     kept_pair_triton.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, grad)
-    assert (grad.double().sum(1).abs() <= 1e-5 * grad.double().abs().sum(1)).all()
+    room = 1e-5 * grad.double().abs().sum(1) + 2e-6 * sums.student.double().abs()
+    assert (grad.double().sum(1).abs() <= room).all()
 
 
 @pytest.mark.parametrize("ban", [-1e5, -1e9])
