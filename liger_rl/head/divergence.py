@@ -317,10 +317,10 @@ def in_one_pass(
 def in_one_pass_if_free(
     given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
-    """Results of a call of which a loss takes the sums, with these factors () of its divergences and log-probabilities.
+    """For a loss on_divergence * divergence.sum() + on_logps * logps.sum(), whose factors are (): its values.
 
-    In one pass the results have no gradient. The second result is then a 0 () to be added to the loss, with all
-    gradients. In two passes it is None.
+    In one pass these values have no gradient. The second result is then a 0 () that has the loss's gradients: add it to
+    the loss. In two passes it is None.
     """
     return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
 

@@ -147,9 +147,10 @@ def _chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (sum of the divergences / num_items_in_batch, sum of the student's entropies, number of tokens that count).
+    """-> (loss, sum of the student's entropies in nats, number of tokens that count), () each.
 
-    None of them is divided by the number of tokens that count here.
+    The loss is the sum of the divergences over num_items_in_batch, or without it over the number of tokens that count.
+    It alone has a gradient.
 
     Raises:
         TypeError, ValueError: as `FusedDivergence.apply`.
