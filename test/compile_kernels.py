@@ -280,7 +280,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
         out = kept.larger.view(torch.bfloat16)
         kept_pair_triton.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
     for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)))
+        kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N))
 
 
 def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:

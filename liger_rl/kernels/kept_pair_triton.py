@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
 from liger_rl.kernels.launches import Launched, cdiv
@@ -37,9 +38,9 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-TILES, WARPS = 4, 2  # vocabulary tiles of a program, or of a step of its loop
+TILES, WARPS = 4, 2  # vocabulary tiles of a program
 LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
-SMALLEST_MASS = tl.constexpr(1e-30)  # of a row whose ids are all banned, in place of 0
+SMALLEST_MASS = 1e-30  # of a row whose ids are all banned, in place of 0
 
 
 class KeptPair(NamedTuple):
@@ -100,7 +101,7 @@ def _sum_kept_kernel(
     strides,
     lse,
     teacher_lse,
-    sums,  # `MixtureSums`, written
+    sums,  # of each program's tiles, (4, programs of a row, n), written: p, its log ratios, q, its log ratios
     columns,
     beta,
     KIND: tl.constexpr,
@@ -109,26 +110,18 @@ def _sum_kept_kernel(
     ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    norm, teacher_norm = tl.load(lse + row), tl.load(teacher_lse + row)
-    total = tl.zeros((TILES,), tl.float32)
-    teacher_total = tl.zeros((TILES,), tl.float32)
-    mass = tl.zeros((TILES,), tl.float32)
-    teacher_mass = tl.zeros((TILES,), tl.float32)
-    for first in range(0, tl.cdiv(columns, TILE_VOCAB), TILES):
-        tile = first + tl.arange(0, TILES)
-        _column, _inside, p, q, gap, _peak = _loaded(
-            kept, row, tile, columns, strides, norm, teacher_norm, TILE_VOCAB, ENTRIES
-        )
-        over = gap
-        if KIND != REVERSE:
-            over, teacher_over = over_mixture(-gap, beta)
-            teacher_total += tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0), 1)
-            teacher_mass += tl.sum(q, 1)
-        total += tl.sum(tl.where(p > 0.0, p * over, 0.0), 1)
-        mass += tl.sum(p, 1)
-    # Means: the probabilities of what is kept add up to 1 but for their rounding, and a row's gradient to 0.
-    tl.store(sums.student + row, tl.sum(total) / tl.maximum(tl.sum(mass), SMALLEST_MASS))
-    tl.store(sums.teacher + row, tl.sum(teacher_total) / tl.maximum(tl.sum(teacher_mass), SMALLEST_MASS))
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    _column, _inside, p, q, over, _peak = _loaded(
+        kept, row, tile, columns, strides, tl.load(lse + row), tl.load(teacher_lse + row), TILE_VOCAB, ENTRIES
+    )
+    n = tl.num_programs(0)
+    out, step = sums + tl.program_id(1).to(tl.int64) * n + row, tl.num_programs(1).to(tl.int64) * n
+    if KIND != REVERSE:
+        over, teacher_over = over_mixture(-over, beta)
+        tl.store(out + 2 * step, tl.sum(q))
+        tl.store(out + 3 * step, tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0)))
+    tl.store(out, tl.sum(p))
+    tl.store(out + step, tl.sum(tl.where(p > 0.0, p * over, 0.0)))
 
 
 @Launched
@@ -180,18 +173,26 @@ def _grad_kept_pair_kernel(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor, sums: MixtureSums) -> None:
-    """As `divergence.mix_pair` over the whole vocabulary; a reverse KL divergence is the mixture of the teacher alone.
+def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
+    """The sums (n,) of `divergence.mix_pair` over the whole vocabulary.
 
-    The sums (n,) are written.
+    A reverse KL divergence is the mixture of the teacher alone, whose own sum is 0. Both are means: the probabilities
+    that are kept add up to 1 but for their rounding, and a row's gradient to 0.
     """
     n, columns = kept.larger.shape
+    programs = cdiv(columns, TILES * BLOCK_VOCAB)
+    sums = torch.empty(
+        2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
+    )
     if n:
         with on(lse.device):
-            _sum_kept_kernel[(n,)](
+            _sum_kept_kernel[(n, programs)](
                 kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
-                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=2 * WARPS,
+                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
             )  # fmt: skip
+    masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
+    means = totals / masses.clamp(min=SMALLEST_MASS)
+    return MixtureSums(means[0], means[1] if len(means) > 1 else torch.zeros_like(means[0]))
 
 
 def grad_kept_pair(

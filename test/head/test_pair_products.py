@@ -204,8 +204,7 @@ def test_kernels(measure, more, case):
     for mine, bound in ((made, 0.6 * rounding), (of_kept, 1.5e-3)):
         assert (mine.double() - exact).norm() <= bound * exact.norm()
     if measure.kind != FORWARD:
-        sums = MixtureSums.start(case.known.lse)
-        kept_pair_triton.sum_kept(kept, measure, *case.known[:2], sums)
+        sums = kept_pair_triton.sum_kept(kept, measure, *case.known[:2])
         expected = case.mixed if measure.kind == MIXTURE else (case.value, torch.zeros_like(case.value))
         for mine, other in zip(sums, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=5e-4, atol=1e-4)
@@ -436,8 +435,7 @@ def test_a_row_of_the_kept_gradient_adds_up_to_0(measure, case):
     case = case(measure, (LogitTransform(), LogitTransform()), more=False, spread=6.0)
     parts, kept = case.folded(squares=False)
     known = PairStatistics.of(parts.merged(measure), measure)
-    sums = MixtureSums.start(known.lse)
-    kept_pair_triton.sum_kept(kept, measure, known.lse, known.teacher_lse, sums)
+    sums = kept_pair_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
     tokens = PairGradients(known.lse, known.teacher_lse, torch.ones_like(known.lse), sums.student, *[None] * 4)
     grad = torch.empty(case.n, case.vocab, device=DEVICE)
     kept_pair_triton.grad_kept_pair(kept, case.targets, LogitTransform(), measure, tokens, grad)

@@ -223,8 +223,7 @@ class PairProducts:
         fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
         known, sums = PairStatistics.of(fold, self.measure), None
         if self.measure.kind != FORWARD:
-            sums = MixtureSums.start(known.lse)
-            self.epilogue.sum_kept(kept, self.measure, known.lse, known.teacher_lse, sums)
+            sums = self.epilogue.sum_kept(kept, self.measure, known.lse, known.teacher_lse)
         options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:
