@@ -2,14 +2,15 @@
 
 Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks: the largest z of every few vocabulary
 entries. The probability of an entry is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside
-bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding, and what underflows is under
-2^-24 of the largest one beside it. They are as wide as the gradient that takes their place.
+bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding. As multiples of 1 / KEPT_ONE
+they use all of its exponents, and what underflows is under 2^-39 of the largest one beside it. They are as wide as the
+gradient that takes their place.
 
 Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of
 a value, 2^-11 in float16, z is off by u, and dz/dx = 1 - (z temperature / softcap)^2 is off by at most
 2 u temperature / softcap. For softcap >= temperature, which one pass asks for, this adds less to the gradient's error
 than rounding it to bfloat16 does, unless all ids with a high probability are within 1% of the cap. The largest logit
-of a tile has the value 1, and its z is exact. So is the target's, which the fold gives.
+of a tile has the value KEPT_ONE, and its z is exact. So is the target's, which the fold gives.
 """
 
 from typing import NamedTuple
@@ -21,13 +22,14 @@ from liger_rl.kernels import eager
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
+KEPT_ONE = 2.0**15  # what an exponential of 1 is kept as: the largest power of two in float16
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
 
 
 class Kept(NamedTuple):
     """The exponentials of n tokens over the whole vocabulary."""
 
-    values: Tensor  # (n, V) float16 or float32, exp(z - peak)
+    values: Tensor  # (n, V) float16 or float32, KEPT_ONE exp(z - peak)
     peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every id is banned
     tile_vocab: int  # vocabulary entries in a tile, a power of two
 
@@ -64,7 +66,7 @@ def keep(
     peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
     tile = first // tile_vocab
     kept.peaks[tile : tile + peaks.shape[1]] = peaks.T
-    kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().flatten(1)[:, :columns]
+    kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().mul_(KEPT_ONE).flatten(1)[:, :columns]
 
 
 def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
@@ -93,7 +95,7 @@ def grad_kept(
     values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
-    exp, peaks = values.float(), peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
+    exp, peaks = values.float() / KEPT_ONE, peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
     # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
     log_exp = exp.log().clamp_(min=eager.LOWEST_LOG_PROBABILITY)
     lse = tokens.lse[:, None]

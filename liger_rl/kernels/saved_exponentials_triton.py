@@ -11,6 +11,7 @@ from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import (
+    KEPT_ONE,
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     gradient,
@@ -53,7 +54,7 @@ def _keep_kernel(
     z, _ = transformed(loaded(logits + row * stride, bias, column, inside), steps)
     z = tl.where(inside, z, float("-inf"))
     peak = tl.maximum(tl.max(z, 1), LOWEST)
-    exp = tl.exp(z - peak[:, None])
+    exp = tl.exp(z - peak[:, None]) * KEPT_ONE
     tl.store(values + row * value_stride + column, exp.to(values.dtype.element_ty), mask=inside)
     tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
@@ -84,7 +85,7 @@ def _grad_kept_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
-    exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32)
+    exp = tl.load(values + source * value_stride + column, mask=inside, other=0.0).to(tl.float32) * (1.0 / KEPT_ONE)
     known = tile * TILE_VOCAB < columns
     peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
     lse = tl.load(tokens.lse + row)

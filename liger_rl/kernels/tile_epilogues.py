@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from liger_rl.kernels.softmax import (
+    KEPT_ONE,
     LN_2,
     LOG2_E,
     LOWEST,
@@ -175,7 +176,7 @@ def fold_tile(
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
         if kept is not None:
-            STORE(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * factor[:, None])
+            STORE(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * (factor * KEPT_ONE)[:, None])
     tl.store(tiles.sum_exp + place, total * factor, mask=live)
     if tiles.moment is not None:
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
