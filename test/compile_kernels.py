@@ -269,19 +269,19 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
-        parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given, kept=not squares)
+        parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)
         pair_epilogue.fold_pair(student, teacher, measure, parts, None if squares else kept)
         parts.merged(measure)
         if measure.kind != MIXTURE:
-            given |= {"entropy": False, "targets": False, "squares": True}
-            whole = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given, kept=False)
+            whole = pair_epilogue.Parts.unwritten(N, V, CPU, measure, entropy=False, targets=False, squares=True)
             whole.tile_sums(measure, TileSums.unwritten(N, V, CPU, measure))
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
         pair_epilogue.grad_pair(student, teacher, measure, tokens)
         if transform.softcap is None:
             out = kept.larger.view(torch.bfloat16)
             kept_pair_triton.grad_kept_pair(kept, student.targets, transform, measure, tokens, out)
-    kept_pair_triton.sum_kept(kept, 0.5, ones(N), ones(N))
+    for measure in (Measure(REVERSE), Measure(MIXTURE, 0.5)):
+        kept_pair_triton.sum_kept(kept, measure, ones(N), ones(N))
 
 
 def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:

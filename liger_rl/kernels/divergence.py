@@ -57,13 +57,9 @@ class PairFold(NamedTuple):
     moment: Tensor | None  # sum_v exp(a_v) a_v, kept for the student's entropy
     target: Tensor | None  # z at the target id, once its tile has passed; None without targets
     teacher_target: Tensor | None  # t at the target id
-    # REVERSE whose gaps a_v - b_v are kept in 16 bits: sum_v exp(a_v) times what their rounding adds to them.
-    rounding: Tensor | None = None
 
     @classmethod
-    def start(
-        cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool, kept: bool = False
-    ) -> "PairFold":
+    def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
 
         def full(value: float = 0.0, *, wanted: bool = True) -> Tensor | None:
@@ -72,8 +68,7 @@ class PairFold(NamedTuple):
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
         gap, moment = full(wanted=measure.kind != MIXTURE), full(wanted=entropy)
         target, teacher_target = full(wanted=targets), full(wanted=targets)
-        rounding = full(wanted=kept and measure.kind == REVERSE)
-        return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target, rounding)  # type: ignore[arg-type]
+        return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target)  # type: ignore[arg-type]
 
     def take(self, rows: slice) -> "PairFold":
         """Views, so that what a kernel writes to them is written here."""

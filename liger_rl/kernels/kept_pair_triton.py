@@ -2,16 +2,16 @@
 
 With a = z - peak and b = t - teacher_peak, the peaks those of the same entries, each entry keeps
 
-    larger  KEPT_ONE max(exp(a), exp(b))
-    gap     a - b
+    larger  max(exp(a), exp(b)), in (0, 1]
+    gap   a - b
 
-in float16. The smaller exponential is the larger one times exp(-|gap|). What underflows is under 2^-39 of the largest
+in float16. The smaller exponential is the larger one times exp(-|gap|). What underflows is under 2^-24 of the largest
 entry of its head beside it. Both exponentials share the rounding of the larger one, and a gap is rounded relative to
 itself. So p - q and log p - log q have a relative error of 2^-11 however near the heads are, an eighth of what rounding
 the gradient to bfloat16 adds. Two exponentials would have p - q to 2^-11 of p alone.
 
 A reverse KL divergence and a mixture subtract a mean of log ratios. It nearly cancels that of an entry with almost all
-of the probability, so it is a mean of what is kept, too. That of a reverse KL divergence is made by the fold.
+of the probability, so it is made of what is kept, too.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
 from liger_rl.kernels.launches import Launched, cdiv
-from liger_rl.kernels.pair_tiles import FORWARD, divergence_gradient, over_mixture
+from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
-    KEPT_ONE,
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     flushed_exp,
@@ -37,6 +37,7 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 TILES, WARPS = 4, 2  # vocabulary tiles of a program
+LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
 SMALLEST_MASS = 1e-30  # of a row whose ids are all banned, in place of 0
 
 
@@ -44,7 +45,7 @@ class KeptPair(NamedTuple):
     """Of n tokens over the whole vocabulary."""
 
     larger: Tensor  # (n, V) float16
-    gaps: Tensor  # (n, V) float16, finite
+    gaps: Tensor  # (n, V) float16
     peaks: Tensor  # (n, parts) float32, over a part of as many entries each and others near it, the same of both heads
     teacher_peaks: Tensor  # (n, parts) float32
 
@@ -77,8 +78,10 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
     column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
     inside = column < columns
     stride, peak_stride = strides
-    larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32) * (1.0 / KEPT_ONE)
+    larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    # A larger one is infinite in float16, and 0 * inf is NaN.
+    gap = tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP)
     place = row * peak_stride + column // ENTRIES
     below = tl.load(kept.peaks + place, mask=inside, other=LOWEST) - lse
     teacher_below = tl.load(kept.teacher_peaks + place, mask=inside, other=LOWEST) - teacher_lse
@@ -98,22 +101,24 @@ def _sum_kept_kernel(
     sums,  # of each program's tiles, (4, programs of a row, n), written: p, its log ratios, q, its log ratios
     columns,
     beta,
+    KIND: tl.constexpr,
     TILES: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    _column, _inside, p, q, gap = _loaded(
+    _column, _inside, p, q, over = _loaded(
         kept, row, tile, columns, strides, tl.load(lse + row), tl.load(teacher_lse + row), TILE_VOCAB, ENTRIES
     )
-    over, teacher_over = over_mixture(-gap, beta)
     n = tl.num_programs(0)
     out, step = sums + tl.program_id(1).to(tl.int64) * n + row, tl.num_programs(1).to(tl.int64) * n
+    if KIND != REVERSE:
+        over, teacher_over = over_mixture(-over, beta)
+        tl.store(out + 2 * step, tl.sum(q))
+        tl.store(out + 3 * step, tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0)))
     tl.store(out, tl.sum(p))
     tl.store(out + step, tl.sum(tl.where(p > 0.0, p * over, 0.0)))
-    tl.store(out + 2 * step, tl.sum(q))
-    tl.store(out + 3 * step, tl.sum(tl.where(q > 0.0, q * teacher_over, 0.0)))
 
 
 @Launched
@@ -158,22 +163,26 @@ def _grad_kept_pair_kernel(
     tl.store(out + row * out_stride + column, (grad * slope).to(out.dtype.element_ty), mask=inside)
 
 
-def sum_kept(kept: KeptPair, beta: float, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
+def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
     """The sums (n,) of `divergence.mix_pair` over the whole vocabulary.
 
-    Both are means: the probabilities that are kept add up to 1 but for their rounding, and a row's gradient to 0.
+    A reverse KL divergence is the mixture of the teacher alone, whose own sum is 0. Both are means: the probabilities
+    that are kept add up to 1 but for their rounding, and a row's gradient to 0.
     """
     n, columns = kept.larger.shape
     programs = cdiv(columns, TILES * BLOCK_VOCAB)
-    sums = torch.empty(4, programs, n, dtype=torch.float32, device=lse.device)
+    sums = torch.empty(
+        2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
+    )
     if n:
         with on(lse.device):
             _sum_kept_kernel[(n, programs)](
-                kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, beta,
-                TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
+                kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
+                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
             )  # fmt: skip
-    mass, total, teacher_mass, teacher_total = sums.sum(1)
-    return MixtureSums(total / mass.clamp(min=SMALLEST_MASS), teacher_total / teacher_mass.clamp(min=SMALLEST_MASS))
+    masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
+    means = totals / masses.clamp(min=SMALLEST_MASS)
+    return MixtureSums(means[0], means[1] if len(means) > 1 else torch.zeros_like(means[0]))
 
 
 def grad_kept_pair(

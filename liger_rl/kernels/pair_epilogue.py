@@ -63,18 +63,9 @@ class Parts(NamedTuple):
 
     @classmethod
     def unwritten(
-        cls,
-        n: int,
-        vocab: int,
-        device: torch.device,
-        measure: Measure,
-        *,
-        entropy: bool,
-        targets: bool,
-        squares: bool,
-        kept: bool,
+        cls, n: int, vocab: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool, squares: bool
     ) -> "Parts":
-        empty = PairFold.start(0, device, measure, entropy=entropy, targets=targets, kept=kept)
+        empty = PairFold.start(0, device, measure, entropy=entropy, targets=targets)
         tiles = -(-vocab // PRODUCT_VOCAB)
         names = [name for name, part in empty._asdict().items() if part is not None and "target" not in name]
         # Of memory of their own: Triton compiles a kernel anew for each pattern of aligned and other addresses.
@@ -152,7 +143,6 @@ def _merge_pair_kernel(
     teacher_total = tl.zeros((TOKENS,), tl.float32)
     gap = tl.zeros((TOKENS,), tl.float32)
     moment = tl.zeros((TOKENS,), tl.float32)
-    rounding = tl.zeros((TOKENS,), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & live[None, :]
@@ -174,8 +164,6 @@ def _merge_pair_kernel(
         if parts.moment is not None:
             tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
             moment += tl.sum(_around(tile_moment, kept, lower, tile_total), 0)
-        if parts.rounding is not None:
-            rounding += tl.sum(kept * tl.load(parts.rounding + place, mask=inside, other=0.0), 0)
     tl.store(whole.peak + token, peak, mask=live)
     tl.store(whole.sum_exp + token, total, mask=live)
     tl.store(whole.teacher_peak + token, teacher_peak, mask=live)
@@ -184,8 +172,6 @@ def _merge_pair_kernel(
         tl.store(whole.gap + token, gap, mask=live)
     if parts.moment is not None:
         tl.store(whole.moment + token, moment, mask=live)
-    if parts.rounding is not None:
-        tl.store(whole.rounding + token, rounding, mask=live)
 
 
 @Launched

@@ -18,7 +18,6 @@ import triton.language as tl
 from liger_rl.kernels import divergence
 from liger_rl.kernels.matrix_triton import GROUP, store
 from liger_rl.kernels.softmax import (
-    KEPT_ONE,
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     flushed_exp,
@@ -30,7 +29,6 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.tile_epilogues import part_of
 
 FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
-LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has: a larger one would be infinite, and 0 * inf is NaN
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def fold_pair_tile(
     if tiles.target is not None:
         store_at_target(AT_COLUMN(z, target, 3), tiles.target, token, live, target, first, vocab, TILE_VOCAB, WHOLE)
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
-    sum_xx, sum_xy, sum_yy, rounding = 0.0, 0.0, 0.0, 0.0
+    sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         own, raw = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
@@ -211,7 +209,6 @@ def fold_pair_tile(
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
             # Around the peaks of the same columns of both heads, which are as near as the heads are.
-            of_tile = x
             if RISING:
                 own_top = tl.maximum(own_top, tl.max(own, 1))
                 a = own - own_top[:, None]
@@ -220,15 +217,12 @@ def fold_pair_tile(
                 own_top = ROWS(peak, own)
             larger = tl.maximum(x, y)
             apart = tl.where(larger > 0.0, a - b, 0.0)
-            rounded = tl.minimum(tl.maximum(apart, -LARGEST_GAP), LARGEST_GAP).to(tl.float16)
-            if tiles.rounding is not None:
-                rounding += tl.sum(tl.where(of_tile > 0.0, of_tile * (rounded.to(tl.float32) - apart), 0.0), 1)
             row, inside = ROWS(token, own), ROWS(live, own)
             at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
             tl.store(tops + at, LIKE(top, row), mask=inside)
-            STORE(larger_out, first_token, first, part, larger * KEPT_ONE)
-            STORE(gaps, first_token, first, part, rounded)
+            STORE(larger_out, first_token, first, part, larger)
+            STORE(gaps, first_token, first, part, apart)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
     tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)
@@ -236,8 +230,6 @@ def fold_pair_tile(
         tl.store(tiles.moment + place, LIKE(moment, token), mask=live)
     if tiles.gap is not None:
         tl.store(tiles.gap + place, LIKE(gap, token), mask=live)
-    if tiles.rounding is not None:
-        tl.store(tiles.rounding + place, LIKE(rounding, token), mask=live)
     if sums.xx is not None:
         tl.store(sums.xx + place, LIKE(sum_xx, token), mask=live)
         tl.store(sums.xy + place, LIKE(sum_xy, token), mask=live)

@@ -25,7 +25,7 @@ from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import devices, for_pairs, gemm
 from liger_rl.kernels.divergence import (
-    MIXTURE,
+    FORWARD,
     Measure,
     MixtureSums,
     PairFold,
@@ -100,14 +100,15 @@ class PairValues(NamedTuple):
 
     divergence: Tensor
     statistics: PairStatistics
-    value: Tensor  # what a gradient needs: the mean log ratio of what it is made of, or the student's sum of a mixture
+    # What a gradient needs: the divergence itself, or the student's sum of a mixture or of what is kept.
+    value: Tensor
     tile_sums: TileSums | None = None  # where they were asked for and there can be some
 
     @classmethod
     def of(cls, known: PairStatistics, measure: Measure, sums: MixtureSums | None) -> "PairValues":
-        """`sums` are those of a mixture."""
+        """`sums` are those of a mixture, or of what is kept of a reverse KL divergence."""
         if known.divergence is not None:
-            return cls(known.divergence, known, known.divergence)
+            return cls(known.divergence, known, known.divergence if sums is None else sums.student)
         assert sums is not None
         mixed = (measure.beta * sums.teacher + (1.0 - measure.beta) * sums.student).clamp_(min=0.0)
         return cls(mixed, known, sums.student)
@@ -196,9 +197,8 @@ class PairProducts:
         """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
         n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
         parts = self.epilogue.Parts.unwritten(
-            n, self.vocab, device, self.measure,
-            entropy=options.entropy, targets=targets, squares=sums is not None, kept=keep,
-        )  # fmt: skip
+            n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
+        )
         kept = parts.kept(self.vocab) if keep else None
         for first, last in self._fold_spans(n):
             student, teacher = self._tile(part, first, last)
@@ -222,11 +222,8 @@ class PairProducts:
         """Of some tokens, which keep what the gradient takes the place of."""
         fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
         known, sums = PairStatistics.of(fold, self.measure), None
-        if self.measure.kind == MIXTURE:
-            sums = self.epilogue.sum_kept(kept, self.measure.beta, known.lse, known.teacher_lse)
-        values = PairValues.of(known, self.measure, sums)
-        if fold.rounding is not None:
-            values = values._replace(value=values.value + fold.rounding / fold.sum_exp)
+        if self.measure.kind != FORWARD:
+            sums = self.epilogue.sum_kept(kept, self.measure, known.lse, known.teacher_lse)
         options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:
@@ -234,7 +231,7 @@ class PairProducts:
             self.epilogue.grad_kept_pair(kept, ids, options.transform, self.measure, tokens, out)
             return out
 
-        return values, gradient
+        return PairValues.of(known, self.measure, sums), gradient
 
     def gradient(self, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
         """-> dL/dlogits of the student in some tokens' columns, in the compute dtype."""
