@@ -96,7 +96,7 @@ def _store_part(out, row, first, PART: gl.constexpr, values):
 @gluon.jit
 def _pairs(
     rows, entries, barriers, slots, numbers, stored, where, tiles, sizes, given, LOWER: gl.constexpr,
-    KIND: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
+    KIND: gl.constexpr, WHOLE: gl.constexpr, BANS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The fold of two heads, or with somewhere to store it the gradient."""
     bias, targets, teacher_bias, teacher_steps, folds, squares, peaks, gradients, tokens, vocab, first, steps, beta = (
@@ -132,8 +132,8 @@ def _pairs(
         if out is None:
             fold_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, teacher, teacher_peak, folds, squares, kept, steps,
-                first_token, KIND, WHOLE, PARTS, _read_teacher, _finished, _rows_of, _like, _columns_of, at_column,
-                _store_part,
+                first_token, KIND, WHOLE, BANS, PARTS, _read_teacher, _finished, _rows_of, _like, _columns_of,
+                at_column, _store_part,
             )  # fmt: skip
         else:
             grad_pair_tile(
@@ -172,6 +172,7 @@ def pair_kernel(
     beta,
     KIND: gl.constexpr,
     WHOLE: gl.constexpr,
+    BANS: gl.constexpr,
     PARTS: gl.constexpr,
 ):
     """The other arguments are those of `pair_epilogue._gemm_pair_kernel`."""
@@ -198,11 +199,11 @@ def pair_kernel(
         [
             (_pairs, (
                 upper, entries, barriers, upper_slots, upper_numbers, stored, where, tiles, sizes, given, False, KIND,
-                WHOLE, PARTS,
+                WHOLE, BANS, PARTS,
             )),
             (_pairs, (
                 lower, entries, barriers, lower_slots, lower_numbers, stored, where, tiles, sizes, given, True, KIND,
-                WHOLE, PARTS,
+                WHOLE, BANS, PARTS,
             )),
             (_load, (heads, upper, lower, entries, barriers, where, tiles)),
         ],

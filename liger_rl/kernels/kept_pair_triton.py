@@ -32,6 +32,7 @@ from liger_rl.kernels.softmax import (
     flushed_exp,
     gradient,
     rough_log,
+    times_slope,
 )
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -80,8 +81,8 @@ def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.
     stride, peak_stride = strides
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    # A larger one is infinite in float16, and 0 * inf is NaN.
-    gap = tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP)
+    # A larger one is infinite in float16, and 0 * inf is NaN; that of an id that both heads ban is NaN itself.
+    gap = tl.where(larger > 0.0, tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP), 0.0)
     place = row * peak_stride + column // ENTRIES
     below = tl.load(kept.peaks + place, mask=inside, other=LOWEST) - lse
     teacher_below = tl.load(kept.teacher_peaks + place, mask=inside, other=LOWEST) - teacher_lse
@@ -131,7 +132,7 @@ def _grad_kept_pair_kernel(
     targets,
     tokens,  # `PairGradients`
     columns,
-    slope,  # `LogitSteps.slope`
+    steps,
     beta,
     KIND: tl.constexpr,
     TILES: tl.constexpr,
@@ -160,7 +161,7 @@ def _grad_kept_pair_kernel(
             e = tl.load(tokens.grad_entropy + row)
             entropy = tl.load(tokens.entropy + row)
         grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
-    tl.store(out + row * out_stride + column, (grad * slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + column, times_slope(grad, steps).to(out.dtype.element_ty), mask=inside)
 
 
 def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
@@ -200,6 +201,6 @@ def grad_kept_pair(
         with on(out.device):
             _grad_kept_pair_kernel[(n, cdiv(columns, TILES * BLOCK_VOCAB))](
                 kept, kept.strides, out, out.stride(0), targets.contiguous(),
-                tokens.contiguous(), columns, LogitSteps.of(transform).slope, measure.beta,
+                tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
                 KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.bounds_triton import slope_at_target, sum_beside_target
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv
-from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, transformed
+from liger_rl.kernels.softmax import gradient_at_target, one_minus_exp, times_slope, transformed
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -94,7 +94,7 @@ def _left_out_kernel(
     target_tile = tl.load(targets + token, mask=live, other=-1) // TILE_VOCAB
     total += tl.where(tile[None, :] == target_tile[:, None], at_target[:, None], 0.0)
     kept = tl.load(keep + first // BLOCK_TOKENS * tiles + tile, mask=tile < tiles, other=1) != 0
-    total = tl.where(kept[None, :], 0.0, total * steps.slope)
+    total = tl.where(kept[None, :], 0.0, times_slope(total, steps))
     written = live[:, None] & (tile < width)[None, :]
     tl.store(out + position[:, None] * width + tile[None, :], total.to(out.dtype.element_ty), mask=written)
 

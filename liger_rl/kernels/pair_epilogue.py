@@ -264,6 +264,7 @@ def _gemm_pair_kernel(
     beta,
     KIND: tl.constexpr,
     WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
+    BANS: tl.constexpr,  # logits of -inf, which biases may make
     PARTS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -289,7 +290,7 @@ def _gemm_pair_kernel(
                 store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
             fold_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, None, parts, squares, kept, steps,
-                token_tile * TILE_TOKENS, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, like, columns_of,
+                token_tile * TILE_TOKENS, KIND, WHOLE, BANS, PARTS, read_teacher, of_teacher, rows_of, like, columns_of,
                 at_column, store_part,
             )  # fmt: skip
         else:
@@ -397,7 +398,9 @@ def _launch(
         LogitSteps.of(transform),
         measure.beta,
     )
-    constants = {"KIND": measure.kind, "WHOLE": vocab % PRODUCT_VOCAB == 0, "PARTS": PARTS}
+    whole = vocab % PRODUCT_VOCAB == 0
+    bans = not whole or bias is not None or teacher_bias is not None
+    constants = {"KIND": measure.kind, "WHOLE": whole, "BANS": bans, "PARTS": PARTS}
     programs = device_programs(device)
     with on(device):
         if isinstance(teacher, Factors):

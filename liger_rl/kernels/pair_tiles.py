@@ -19,7 +19,6 @@ from liger_rl.kernels import divergence
 from liger_rl.kernels.matrix_triton import GROUP, store
 from liger_rl.kernels.softmax import (
     LOWEST,
-    LOWEST_LOG_PROBABILITY,
     flushed_exp,
     gradient,
     one_minus_exp,
@@ -134,6 +133,13 @@ def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.co
 
 
 @triton.jit
+def _times(weight, values, BANS: tl.constexpr):
+    """As `divergence._weighted`, not added up."""
+    product = weight * values
+    return tl.where(weight > 0.0, product, 0.0) if BANS else product
+
+
+@triton.jit
 def fold_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
     token,  # (TILE_TOKENS,) of these
@@ -145,12 +151,14 @@ def fold_pair_tile(
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
     kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
     steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
-    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr,
+    FINISH: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     """Write what the fold leaves of one pair of tiles but the teacher's targets; `vocab` counts the entries at hand.
 
-    The student's peak is that of the tile. The teacher's rises from part to part where it is not known.
+    The student's peak is that of the tile. The teacher's rises from part to part where it is not known. BANS is false
+    where no logit is -inf.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     RISING: tl.constexpr = teacher_peak is None
@@ -196,11 +204,11 @@ def fold_pair_tile(
         total += tl.sum(x, 1)
         teacher_total += tl.sum(y, 1)
         if tiles.moment is not None:
-            moment += tl.sum(x * tl.maximum(a, LOWEST_LOG_PROBABILITY), 1)
+            moment += tl.sum(_times(x, a, BANS), 1)
         if KIND == FORWARD:
-            gap += tl.sum(tl.where(y > 0.0, y * (b - a), 0.0), 1)
+            gap -= tl.sum(_times(y, a - b, BANS), 1)
         elif KIND == REVERSE:
-            weighted = tl.where(x > 0.0, x * (a - b), 0.0)
+            weighted = _times(x, a - b, BANS)
             gap += tl.sum(weighted, 1)
         if sums.xx is not None:
             of_y = y if KIND == FORWARD else weighted
@@ -215,14 +223,12 @@ def fold_pair_tile(
                 x = flushed_exp(a)
             else:
                 own_top = ROWS(peak, own)
-            larger = tl.maximum(x, y)
-            apart = tl.where(larger > 0.0, a - b, 0.0)
             row, inside = ROWS(token, own), ROWS(live, own)
             at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
             tl.store(tops + at, LIKE(top, row), mask=inside)
-            STORE(larger_out, first_token, first, part, larger)
-            STORE(gaps, first_token, first, part, apart)
+            STORE(larger_out, first_token, first, part, tl.maximum(x, y))
+            STORE(gaps, first_token, first, part, a - b)
     tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
     tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
     tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)

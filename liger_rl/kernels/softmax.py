@@ -154,10 +154,15 @@ def cooled(z, steps):
 @triton.jit
 def times_derivative(grad, square, steps):
     """dL/dz and tanh^2 -> dL/dx."""
-    grad *= steps.slope
     if steps.cap is not None:
         grad *= 1.0 - square
-    return grad
+    return times_slope(grad, steps)
+
+
+@triton.jit
+def times_slope(grad, steps):
+    """dL/dz and what else depends on x -> dL/dx."""
+    return grad if steps.slope is None else grad * steps.slope
 
 
 @triton.jit

@@ -86,7 +86,7 @@ class LogitSteps(NamedTuple):
     inverse: float | None
     inverse_rest: float | None
     heat: float | None  # temperature / softcap, which makes a tanh of z
-    slope: float  # scale / temperature, the constant part of dz/dx
+    slope: float | None  # scale / temperature, the constant part of dz/dx
     temperatures: Tensor | None = None  # (n,) float32 of rows, by which kernels of rows divide after all other steps
 
     @classmethod
@@ -102,7 +102,7 @@ class LogitSteps(NamedTuple):
         # Quotients and float(), because an int would be an integer in the kernel, and some of them compiled in.
         cap, temperature = transform.softcap, transform.temperature
         assert not isinstance(temperature, Tensor)
-        gain = transform.scale / (1.0 if cap is None else cap)
+        gain, slope = transform.scale / (1.0 if cap is None else cap), transform.scale / temperature
         inverse = 1.0 / temperature
         (bits,) = struct.unpack("Q", struct.pack("d", inverse))
         (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # to float32's digits
@@ -113,5 +113,5 @@ class LogitSteps(NamedTuple):
             inverse=cut if heated else None,
             inverse_rest=max(inverse - cut, inverse * 2.0**-60) if heated else None,
             heat=None if cap is None else temperature / cap,
-            slope=transform.scale / temperature,
+            slope=None if slope == 1.0 else slope,
         )

@@ -221,8 +221,9 @@ def test_kernels(measure, transforms, case):
 @triton.jit
 def fold_around_known_peaks(
     logits, token, target, vocab_tile, tokens, vocab, teacher, _peak, tiles, sums, kept, steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
-    ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr,
+    FINISH: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     peak = LOWEST
     for part in tl.static_range(PARTS):
@@ -232,7 +233,7 @@ def fold_around_known_peaks(
         peak = tl.maximum(peak, tl.max(FINISH(raw, teacher, column, vocab, WHOLE), 1))
     fold_pair_tile(
         logits, token, target, vocab_tile, tokens, vocab, teacher, peak, tiles, sums, kept, steps, first_token, KIND,
-        WHOLE, PARTS, READ, FINISH, ROWS, LIKE, COLUMNS, AT_COLUMN, STORE,
+        WHOLE, BANS, PARTS, READ, FINISH, ROWS, LIKE, COLUMNS, AT_COLUMN, STORE,
     )  # fmt: skip
 
 

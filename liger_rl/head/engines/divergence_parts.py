@@ -90,6 +90,7 @@ def choose(pair: Pair, options: PairOptions, tile_sums: TileSums, tokens: PairGr
     bounds = kernels.bound_parts(tile_sums, measure, tokens, targets)
     shares = kernels.share_entries(of_parts.entry_sizes(inputs, kernels.draw_tokens(bounds)))
     slope, dtype = LogitSteps.of(options.student.transform).slope, options.student.compute_dtype
+    slope = 1.0 if slope is None else slope
     keep, left_out = kernels.choose_parts(bounds, shares.squares, options.student.grad_tolerance, slope, dtype)
     begun = of_parts.begin(inputs, keep, bounds.wanted)
     numbers = HostAnswer(begun.numbers)
