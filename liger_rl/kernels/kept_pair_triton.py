@@ -37,7 +37,7 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-TILES, WARPS = 4, 2  # vocabulary tiles of a program
+ENTRIES, WARPS = 1024, 2  # of a program
 LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
 SMALLEST_MASS = 1e-30  # of a row whose ids are all banned, in place of 0
 
@@ -71,24 +71,27 @@ class KeptPair(NamedTuple):
 
 
 @triton.jit
-def _loaded(kept, row, tile, columns, strides, lse, teacher_lse, TILE_VOCAB: tl.constexpr, ENTRIES: tl.constexpr):
-    """-> column, inside, p, q and log p - log q of some tiles (T, TILE_VOCAB) of a row.
+def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, ENTRIES: tl.constexpr):
+    """-> column, inside, p, q and log p - log q of a program's parts (PARTS, ENTRIES / PARTS) of a row.
 
     log p - log q is 0 where neither has a probability.
     """
-    column = tile[:, None] * TILE_VOCAB + tl.arange(0, TILE_VOCAB)[None, :]
+    WIDTH: tl.constexpr = ENTRIES // PARTS
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = column < columns
     stride, peak_stride = strides
+    known, place = part * WIDTH < columns, row * peak_stride + part
+    below = tl.load(kept.peaks + place, mask=known, other=LOWEST) - lse
+    teacher_below = tl.load(kept.teacher_peaks + place, mask=known, other=LOWEST) - teacher_lse
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     # A larger one is infinite in float16, and 0 * inf is NaN; that of an id that both heads ban is NaN itself.
     gap = tl.where(larger > 0.0, tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP), 0.0)
-    place = row * peak_stride + column // ENTRIES
-    below = tl.load(kept.peaks + place, mask=inside, other=LOWEST) - lse
-    teacher_below = tl.load(kept.teacher_peaks + place, mask=inside, other=LOWEST) - teacher_lse
-    p = larger * flushed_exp(tl.minimum(gap, 0.0) + below)
-    q = larger * flushed_exp(teacher_below - tl.maximum(gap, 0.0))
-    gap = tl.where(larger > 0.0, gap + (below - teacher_below), 0.0)
+    lesser = flushed_exp(-tl.abs(gap))
+    p = larger * tl.where(gap < 0.0, lesser, 1.0) * flushed_exp(below)[:, None]
+    q = larger * tl.where(gap < 0.0, 1.0, lesser) * flushed_exp(teacher_below)[:, None]
+    gap = tl.where(larger > 0.0, gap + (below - teacher_below)[:, None], 0.0)
     return column, inside, p, q, gap
 
 
@@ -99,18 +102,16 @@ def _sum_kept_kernel(
     strides,
     lse,
     teacher_lse,
-    sums,  # of each program's tiles, (4, programs of a row, n), written: p, its log ratios, q, its log ratios
+    sums,  # of each program, (4, programs of a row, n), written: p, its log ratios, q, its log ratios
     columns,
     beta,
     KIND: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     _column, _inside, p, q, over = _loaded(
-        kept, row, tile, columns, strides, tl.load(lse + row), tl.load(teacher_lse + row), TILE_VOCAB, ENTRIES
+        kept, row, columns, strides, tl.load(lse + row), tl.load(teacher_lse + row), PARTS, ENTRIES
     )
     n = tl.num_programs(0)
     out, step = sums + tl.program_id(1).to(tl.int64) * n + row, tl.num_programs(1).to(tl.int64) * n
@@ -135,14 +136,12 @@ def _grad_kept_pair_kernel(
     steps,
     beta,
     KIND: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     norm, teacher_norm = tl.load(tokens.lse + row), tl.load(tokens.teacher_lse + row)
-    column, inside, p, q, gap = _loaded(kept, row, tile, columns, strides, norm, teacher_norm, TILE_VOCAB, ENTRIES)
+    column, inside, p, q, gap = _loaded(kept, row, columns, strides, norm, teacher_norm, PARTS, ENTRIES)
     value = 0.0
     if KIND != FORWARD:
         value = tl.load(tokens.value + row)
@@ -171,7 +170,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
     that are kept add up to 1 but for their rounding, and a row's gradient to 0.
     """
     n, columns = kept.larger.shape
-    programs = cdiv(columns, TILES * BLOCK_VOCAB)
+    programs = cdiv(columns, ENTRIES)
     sums = torch.empty(
         2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
     )
@@ -179,7 +178,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
         with on(lse.device):
             _sum_kept_kernel[(n, programs)](
                 kept, kept.strides, lse.contiguous(), teacher_lse.contiguous(), sums, columns, measure.beta,
-                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
+                KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip
     masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
     means = totals / masses.clamp(min=SMALLEST_MASS)
@@ -199,8 +198,8 @@ def grad_kept_pair(
     n, columns = out.shape
     if n:
         with on(out.device):
-            _grad_kept_pair_kernel[(n, cdiv(columns, TILES * BLOCK_VOCAB))](
+            _grad_kept_pair_kernel[(n, cdiv(columns, ENTRIES))](
                 kept, kept.strides, out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
-                KIND=measure.kind, TILES=TILES, TILE_VOCAB=BLOCK_VOCAB, ENTRIES=kept.entries, num_warps=WARPS,
+                KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip

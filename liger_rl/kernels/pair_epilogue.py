@@ -296,7 +296,7 @@ def _gemm_pair_kernel(
         else:
             grad_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, gradients, out, steps,
-                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, columns_of,
+                token_tile * TILE_TOKENS, beta, KIND, WHOLE, BANS, PARTS, read_teacher, of_teacher, rows_of, columns_of,
                 store_part,
             )  # fmt: skip
 
