@@ -165,6 +165,21 @@ def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
 
 @BOTH
 @pytest.mark.parametrize("entropy", [False, True])
+def test_a_row_that_is_sure_of_one_id(entropy, kernels):
+    """Probabilities beside it of 1e-8, which together have half of the gradient, to float16's 11 bits."""
+    logits = (torch.randn(2, 700) - 18.0).to(DEVICE)
+    logits[:, 7] = 0.0
+    some, at = token_gradients(logits, torch.tensor([7, 7], device=DEVICE), None, LogitTransform(), entropy)
+    out = torch.full_like(logits, math.nan)
+    found = fill(kernels, logits, None, LogitTransform(), torch.bfloat16, 1024, 1024)
+    kernels.grad_kept(found, None, 0, torch.tensor([7, 7], device=DEVICE), LogitTransform(), some, at, out)
+    expected = truth_of(logits, torch.tensor([7, 7], device=DEVICE), None, LogitTransform(), some)
+    out[:, 7] = expected[:, 7] = 0.0
+    assert relative(out, expected) < 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize("entropy", [False, True])
 def test_a_banned_id_under_a_softcap(entropy, kernels):
     """tanh(-inf) is -1, so it is not banned at all; nothing changes its logit."""
     logits = torch.randn(3, 300, device=DEVICE)
