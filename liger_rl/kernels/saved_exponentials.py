@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager
-from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import KEPT_ONE, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-KEPT_ONE = 2.0**15  # what an exponential of 1 is kept as: the largest power of two in float16
 ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
 
 

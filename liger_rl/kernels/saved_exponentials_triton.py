@@ -11,7 +11,6 @@ from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import (
-    KEPT_ONE,
     LOWEST,
     LOWEST_LOG_PROBABILITY,
     gradient,
@@ -22,6 +21,7 @@ from liger_rl.kernels.softmax import (
     transformed,
 )
 from liger_rl.kernels.statistics import TokenGradients
+from liger_rl.kernels.tile_epilogues import KEPT_ONE
 from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 

@@ -15,13 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from liger_rl.kernels import saved_exponentials
-
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOWEST_LOG_PROBABILITY = tl.constexpr(-200.0)  # exp of it is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-KEPT_ONE = tl.constexpr(saved_exponentials.KEPT_ONE)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 # Triton's own functions in place of NVIDIA's instructions. The interpreter knows none of those, and AMD's compiler ends
 # the process at one.

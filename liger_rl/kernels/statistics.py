@@ -117,6 +117,7 @@ class Fold(NamedTuple):
 
 # Sides of a block of the gradient: the part of it that is kept or left out as a whole.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
+KEPT_ONE = 2.0**15  # what `saved_exponentials` keeps of 1: the largest power of two in float16
 # Tokens that say how vocabulary entries share what is left out. Of a trained model's own tokens 64 say it as well as
 # all of them.
 SAMPLES = 64

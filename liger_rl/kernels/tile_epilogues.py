@@ -6,8 +6,8 @@ Kernels of Triton and of Gluon call them: nothing in here says which thread has 
 import triton
 import triton.language as tl
 
+from liger_rl.kernels import statistics
 from liger_rl.kernels.softmax import (
-    KEPT_ONE,
     LN_2,
     LOG2_E,
     LOWEST,
@@ -24,6 +24,7 @@ from liger_rl.kernels.softmax import (
     transformed,
 )
 
+KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
 # Rows of hidden states that stay in the cache while all of the vocabulary goes by. On one H200, whose cache has 50 MB,
 # of 4, 8, 16 and 32 MB these had the fastest folds at H = 4096, and 8 and 16 MB at H = 2048: 2% less than 8 tiles of

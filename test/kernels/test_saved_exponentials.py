@@ -9,8 +9,8 @@ import oracles
 from devices import skip_where_misread
 from liger_rl import LogitTransform
 from liger_rl.kernels import compiled, eager, gemm, plain
-from liger_rl.kernels.saved_exponentials import KEPT_ONE, Kept, grad_at_targets
-from liger_rl.kernels.statistics import Fold, TokenGradients
+from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
+from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = LogitTransform(temperature=0.7, softcap=3.0, scale=0.5)
