@@ -266,7 +266,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     student = pair_epilogue.Student(factors, torch.zeros(N, dtype=torch.long), 0)
     teacher = factors if pair_epilogue.makes_teacher(CPU) else Tile(ones(N, vocab), bias, transform)
     kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5))[: None if everything else 1]:
+    for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}
         parts = pair_epilogue.Parts.unwritten(N, V, CPU, measure, **given)

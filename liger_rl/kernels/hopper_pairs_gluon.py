@@ -138,8 +138,7 @@ def _pairs(
         else:
             grad_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, teacher, gradients, (out, slots, 0), steps,
-                first_token, beta, KIND, WHOLE, BANS, PARTS, _read_teacher, _finished, _rows_of, _columns_of,
-                _store_part,
+                first_token, beta, KIND, WHOLE, PARTS, _read_teacher, _finished, _rows_of, _columns_of, _store_part,
             )  # fmt: skip
     tma.store_wait(0)
 

@@ -39,7 +39,6 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ENTRIES, WARPS = 1024, 2  # of a program
 LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
-SMALLEST_MASS = 1e-30  # of a row whose ids are all banned, in place of 0
 
 
 class KeptPair(NamedTuple):
@@ -102,7 +101,7 @@ def _sum_kept_kernel(
     strides,
     lse,
     teacher_lse,
-    sums,  # of each program, (4, programs of a row, n), written: p, its log ratios, q, its log ratios
+    sums,  # written of each program: p, its log ratios, q, its log ratios, (4 or of REVERSE 2, programs of a row, n)
     columns,
     beta,
     KIND: tl.constexpr,
@@ -181,7 +180,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
                 KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,
             )  # fmt: skip
     masses, totals = sums.sum(1).unflatten(0, (-1, 2)).unbind(1)
-    means = totals / masses.clamp(min=SMALLEST_MASS)
+    means = totals / masses
     return MixtureSums(means[0], means[1] if len(means) > 1 else torch.zeros_like(means[0]))
 
 

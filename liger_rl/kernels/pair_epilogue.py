@@ -264,7 +264,7 @@ def _gemm_pair_kernel(
     beta,
     KIND: tl.constexpr,
     WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
-    BANS: tl.constexpr,  # logits of -inf, which biases may make
+    BANS: tl.constexpr,  # logits may be -inf, as biases make them, and the end of the vocabulary
     PARTS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -296,7 +296,7 @@ def _gemm_pair_kernel(
         else:
             grad_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, gradients, out, steps,
-                token_tile * TILE_TOKENS, beta, KIND, WHOLE, BANS, PARTS, read_teacher, of_teacher, rows_of, columns_of,
+                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, columns_of,
                 store_part,
             )  # fmt: skip
 

@@ -58,25 +58,15 @@ def over_mixture(gap, beta):
 
 
 @triton.jit
-def _times(weight, values, BANS: tl.constexpr):
-    """As `divergence._weighted`, not added up."""
-    product = weight * values
-    return tl.where(weight > 0.0, product, 0.0) if BANS else product
-
-
-@triton.jit
-def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr, BANS: tl.constexpr = True):
-    """-> d divergence / dz of the student; `q` is read by FORWARD alone, `value` and the logarithms by the others.
-
-    BANS is false where no logit is -inf.
-    """
+def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
+    """-> d divergence / dz of the student; `q` is read by FORWARD alone, `value` and the logarithms by the others."""
     if KIND == FORWARD:
         grad = p - q
     elif KIND == REVERSE:
-        grad = _times(p, (log_p - log_q) - value, BANS)
+        grad = tl.where(p > 0.0, p * ((log_p - log_q) - value), 0.0)
     else:
         over, _teacher_over = over_mixture(log_q - log_p, beta)
-        grad = (1.0 - beta) * _times(p, over - value, BANS)
+        grad = tl.where(p > 0.0, (1.0 - beta) * p * (over - value), 0.0)
     return grad
 
 
@@ -140,6 +130,13 @@ def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.co
         raw += tl.load(bias + first + target, mask=hit, other=0.0).to(tl.float32)
     t, _ = transformed(raw, steps)
     return t
+
+
+@triton.jit
+def _weighted(weight, values, BANS: tl.constexpr):
+    """As `divergence._weighted`, not added up."""
+    product = weight * values
+    return tl.where(weight > 0.0, product, 0.0) if BANS else product
 
 
 @triton.jit
@@ -207,11 +204,11 @@ def fold_pair_tile(
         total += tl.sum(x, 1)
         teacher_total += tl.sum(y, 1)
         if tiles.moment is not None:
-            moment += tl.sum(_times(x, a, BANS), 1)
+            moment += tl.sum(_weighted(x, a, BANS), 1)
         if KIND == FORWARD:
-            gap -= tl.sum(_times(y, a - b, BANS), 1)
+            gap -= tl.sum(_weighted(y, a - b, BANS), 1)
         elif KIND == REVERSE:
-            weighted = _times(x, a - b, BANS)
+            weighted = _weighted(x, a - b, BANS)
             gap += tl.sum(weighted, 1)
         if sums.xx is not None:
             of_y = y if KIND == FORWARD else weighted
@@ -252,8 +249,8 @@ def grad_pair_tile(
     tokens,  # `PairGradients`
     out,  # (n, vocab) as STORE takes it
     steps, first_token, beta,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr,
-    FINISH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write dL/dlogits of one tile."""
     first, live = vocab_tile * logits.shape[1], token < n
@@ -265,7 +262,7 @@ def grad_pair_tile(
         column = part * own.shape[1] + COLUMNS(own)
         t = FINISH(raw, teacher, first + column, vocab, WHOLE)
         grad = _part_gradient(
-            own, t, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, tokens, steps, beta, KIND, BANS
+            own, t, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, tokens, steps, beta, KIND
         )
         STORE(out, first_token, first, part, grad)
 
@@ -279,7 +276,7 @@ def _part_gradient(
     column,  # (WIDTH,) in the tile
     tokens,  # `PairGradients`
     steps, beta,
-    KIND: tl.constexpr, BANS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """-> dL/dlogits of one part of a tile in float32; rows that are not live and columns past the last id are noise."""
     z, square = transformed(own, steps)
@@ -289,7 +286,7 @@ def _part_gradient(
     value = 0.0
     if KIND != FORWARD:
         value = tl.load(tokens.value + token, mask=live, other=0.0)[:, None]
-    grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND, BANS)
+    grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
     grad *= tl.load(tokens.grad + token, mask=live, other=0.0)[:, None]
     grad = with_other_gradients(grad, p, log_p, token, live, target, column, tokens)
     return times_derivative(grad, square, steps)

@@ -158,7 +158,7 @@ def times_derivative(grad, square, steps):
 
 @triton.jit
 def times_slope(grad, steps):
-    """dL/dz and what else depends on x -> dL/dx."""
+    """-> dL/dx of dL/dz that is already times what of dz/dx depends on x."""
     return grad if steps.slope is None else grad * steps.slope
 
 
