@@ -86,7 +86,8 @@ def linear_divergence(
             none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
             first call with a weight, so both should be the same objects from call to call. Not with token_weights.
         options: `beta` (0.5), in [0, 1], the teacher's share in the mixture of a "jsd", which the other kinds have not.
-            `teacher_transform`, temperature, softcap and scale of the teacher's logits; `transform` is the student's.
+            `teacher_transform`, temperature (one number), softcap and scale of the teacher's logits; `transform` is the
+            student's.
             `vocab`, the entries of the vocabulary that count: both distributions are over the first so many rows of
             their weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many
             rows. And fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
