@@ -80,7 +80,7 @@ def linear_divergence(
             forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. A chunk of tokens
             is kept over the whole vocabulary: two float16 numbers for each entry, at most 1.25 GiB, where products have
             an epilogue, else float32 logits, at most 1 GiB on CUDA. If one chunk does not hold all tokens, it takes
-            4 V H bytes more. Not with low_rank, fixed_shape, chunk_vocab or grad_tolerance.
+            4 V H bytes more. Not with low_rank, fixed_shape, chunk_vocab, grad_tolerance or float16.
         vocab_parallel: where both weights are this rank's rows of sharded heads, as in `linear_logprobs`: bias,
             teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
             none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the

@@ -104,6 +104,16 @@ def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
     return HeadOptions(**keywords)
 
 
+def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
+    """Raise if gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
+    wanted = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
+    if wanted and torch.float16 in (compute_dtype, *wanted):
+        raise ValueError(
+            "token_weights must be None with float16 products or gradients, because what is made before the loss is "
+            "scaled vanishes in float16; use bfloat16 or float32, or weigh the divergence yourself, in two passes"
+        )
+
+
 def measure_of(kind: str, beta: float) -> Measure:
     """The divergence of that name. "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
     if not isinstance(kind, str) or kind not in KINDS:
@@ -196,6 +206,7 @@ class DivergenceCall:
         check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights)
+            check_range(dtype, self.hidden, self.weight, self.bias)
         return dtype, teacher_dtype
 
     def entries(self, entries: int, teacher_entries: int) -> int:

@@ -194,6 +194,22 @@ def test_one_pass_agrees_with_two(kind, options, dtype, triton, device, monkeypa
         assert not linear_divergence(*tensors, token_weights=weights).loss.requires_grad
 
 
+@pytest.mark.parametrize("part", ["products", "weight"])
+def test_one_pass_makes_no_gradient_in_float16(part):
+    """A gradient scaler multiplies the loss only later. Values alone are made."""
+    x = problem(vocab=(131, 131), dtype=torch.float16).leaves()
+    tensors = [x.hidden, x.weight, x.teacher_hidden, x.teacher_weight]
+    weights, options = torch.ones_like(x.hidden[..., 0]), {}
+    if part == "weight":
+        tensors[0], tensors[2] = (tensor.detach().float() for tensor in (x.hidden, x.teacher_hidden))
+        options = {"compute_dtype": torch.float32}
+    with pytest.raises(ValueError, match="token_weights must be None with float16"):
+        linear_divergence(*tensors, token_weights=weights, **options)
+    linear_divergence(*tensors, **options).divergence.sum().backward()
+    with torch.no_grad():
+        assert linear_divergence(*tensors, token_weights=weights, **options).loss > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_no_further_from_float64_than_full_logits(kind):
     x = problem((64,), (64, 96), (1000, 1000), torch.bfloat16)
