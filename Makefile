@@ -49,7 +49,7 @@ test-convergence: $(STAMP) ## Train small models with full logits and with the f
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence
 
 benchmark: $(STAMP) ## Measure memory, time and error beside every peer that is installed.
-	$(BIN)/python -m benchmark.run
+	$(BIN)/python -m benchmark.run $(ARGS)
 
 dist: $(STAMP) ## Build the source distribution and the wheel into dist/, and check their metadata.
 	rm -rf dist

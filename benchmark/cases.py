@@ -20,6 +20,7 @@ EVERYTHING = ("memory", "time", "error")
 MODELS, TOKENS, VOCABULARY = "models", "tokens", "vocabulary"
 RL, POLICY, ENTROPY, FROZEN, FORWARD = "rl", "policy", "entropy", "frozen", "forward"
 GROUPS = (MODELS, RL, POLICY, ENTROPY, FROZEN, FORWARD, TOKENS, VOCABULARY)
+DENSE = "dense"
 
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
@@ -32,6 +33,9 @@ LOGPS = "logps"  # log-probabilities without a gradient, as of the old and the r
 LOGPS_AND_ENTROPY = "logps and entropy"
 
 BETA = 0.04
+
+# Of what a CPU has; on CPU a tolerance computes exactly.
+ON_CPU = ("eager", "liger_chunked", "trl_chunked", "torch_linear_ce", "ours", "ours-one-pass")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +130,15 @@ class Case:
 
 
 def cpu_preset() -> list[Case]:
-    """Sized for 2 cores and 8 GiB."""
-    main = Case(name="h1024-v32k", batch=4, tokens=512, hidden_size=1024, vocab=32000, dtype="float32")
+    """Sized for 2 cores and 8 GiB; the first two take two minutes, all of them an hour."""
+    main = Case(name="h1024-v32k", batch=4, tokens=512, hidden_size=1024, vocab=32000, dtype="float32", variants=ON_CPU)
+    dense = replace(main, name=DENSE, batch=8, tokens=64, hidden_size=256, vocab=16000)
     small = replace(main, hidden_size=512, quantities=MEMORY)
     # Where the two sweeps cross there is one case, part of both.
     crossing = replace(small, name="tokens-512", tokens=128, groups=(TOKENS, VOCABULARY))
     return [
+        dense,
+        replace(dense, name=RL, **RL_BATCH),
         main,
         replace(main, name="h1024-v32k-half-masked", mask_share=0.5),
         *(replace(small, name=f"tokens-{n}", tokens=n // 4, groups=(TOKENS,)) for n in (256, 1024, 2048)),
@@ -161,6 +168,35 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+# 42% padding, a quarter of the sequences without a signal, no penalty, a policy that is sure of most tokens.
+RL_BATCH: dict[str, Any] = {"groups": (RL,), "mask_share": 0.42, "idle_share": 0.25, "beta": 0.0, "peaks": SURE}
+# What is measured unless other cases are named: every token counts, and a batch as RL makes it.
+DEFAULT_CASES = {"cpu": (DENSE, RL), "cuda": (LLAMA, f"rl-{LLAMA}")}
+
+
+def default_cases(
+    device: str,
+    *,
+    tokens: int | None = None,  # of the batch, rounded up to whole sequences
+    vocab: int | None = None,
+    hidden: int | None = None,
+) -> list[Case]:
+    """The two default cases of a device, in another shape if any size is given."""
+    cases = [case for name in DEFAULT_CASES[device] for case in preset(device) if case.name == name]
+    if tokens is vocab is hidden is None:
+        return cases
+    return [
+        replace(
+            case,
+            name=name,
+            tokens=case.tokens if tokens is None else -(-tokens // case.batch),
+            vocab=vocab or case.vocab,
+            hidden_size=hidden or case.hidden_size,
+        )
+        for case, name in zip(cases, (DENSE, RL), strict=True)
+    ]
+
+
 def cuda_preset(policy: str | None = None) -> list[Case]:
     """Heads of three published models in bfloat16; what matters most comes first, since a run may end early."""
     llama = Case(name=LLAMA, batch=8, tokens=1024, dtype="bfloat16", groups=(MODELS, TOKENS), **HEADS[LLAMA])
@@ -168,8 +204,7 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     def of_each(prefix: str, **fields: Any) -> list[Case]:
         return [replace(llama, name=f"{prefix}{name}", **head, **fields) for name, head in HEADS.items()]
 
-    # 42% padding, a quarter of the sequences without a signal, no penalty, a policy that is sure of most tokens.
-    rl = of_each("rl-", groups=(RL,), mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE)
+    rl = of_each("rl-", **RL_BATCH)
     logps = of_each("logps-", groups=(FORWARD,), task=LOGPS)
     entropies = of_each("logps-entropy-", groups=(FORWARD,), task=LOGPS_AND_ENTROPY)
     flat = replace(llama, name="llama-3-8b-flat", peaks=FLAT, groups=(ENTROPY,), variants=("trl_chunked", *TOLERANCES))
@@ -244,7 +279,7 @@ def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:
     return [
         replace(both, variants=(*EVERYWHERE, "ours-in-place")),
         replace(both, name="quick-half-masked-softcap", mask_share=0.5, softcap=30.0, groups=(MODELS,)),
-        replace(both, name="quick-rl", batch=8, mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE, groups=(RL,)),
+        replace(both, name="quick-rl", batch=8, **RL_BATCH),
         *policy_cases(both, policy),
         replace(both, name="quick-frozen", frozen=True, groups=(FROZEN,)),
         replace(both, name="quick-logps", task=LOGPS, groups=(FORWARD,)),

@@ -5,19 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmark.environment import describe, output_directory, slug, write_results
+from benchmark.environment import add_output_options, describe, output_directory, slug, write_results
 
 
 def parser_of(name: str, doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmark.{name}", description=doc.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    add_output_options(parser)
     return parser
 
 
-def write(prefix: str, results: dict[str, Any], output: Path | None, markdown: Callable[[dict[str, Any]], str]) -> Path:
+def write(
+    prefix: str,
+    results: dict[str, Any],
+    arguments: argparse.Namespace,  # of a `parser_of`
+    markdown: Callable[[dict[str, Any]], str],
+) -> Path:
     """Write and print; -> the file of the results."""
-    environment = results["environment"]
-    target = output_directory(output, whole=environment["device"] == "cuda") / f"{prefix}{slug(environment)}.json"
+    folder = output_directory(arguments.out, record=arguments.record)
+    target = folder / f"{prefix}{slug(results['environment'])}.json"
     write_results(target, results)
     print(markdown(results))
     print(f"written: {target}")
@@ -33,4 +38,4 @@ def run(
 ) -> None:
     arguments = parser_of(name, doc).parse_args()
     environment = describe("auto")
-    write(prefix, {"environment": environment} | measure(environment["device"]), arguments.output, markdown)
+    write(prefix, {"environment": environment} | measure(environment["device"]), arguments, markdown)

@@ -145,7 +145,7 @@ def main() -> None:
     environment = describe("auto")
     pair = make_pair(arguments.minutes, environment["device"])
     rows, penalties = (list(of_pair(pair, environment["device"])) for of_pair in (rows_of, penalty_rows))
-    write(PREFIX, {"environment": environment, "rows": rows, "penalties": penalties}, arguments.output, markdown)
+    write(PREFIX, {"environment": environment, "rows": rows, "penalties": penalties}, arguments, markdown)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
-"""What the numbers were taken on (`python -m benchmark.environment DEVICE` prints it), and where they are written."""
+"""What the numbers were taken on, and where they are written.
 
+`python -m benchmark.environment DEVICE` prints the environment and the speed of a matmul as one JSON line.
+"""
+
+import argparse
 import datetime
 import json
 import os
@@ -7,13 +11,17 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+OUT = ROOT / "out" / "benchmark"  # ignored by git
+# Threads that share their cores with other processes wait for each other at every barrier, up to ten times as long as
+# they compute. One is slower on idle cores, and its times repeat.
+CPU_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 # What the peers need.
 PACKAGES = ("liger-kernel", "trl", "cut-cross-entropy", "verl", "nvidia-cutlass-dsl", "transformers")
 
@@ -57,9 +65,18 @@ def slug(environment: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", environment["device_name"].lower()).strip("-")
 
 
-def output_directory(given: Path | None, *, whole: bool) -> Path:
-    """`given`, else `benchmark/results` for a whole run and a temporary folder for a part of one."""
-    directory = given or (RESULTS if whole else Path(tempfile.mkdtemp(prefix="liger-rl-benchmark-")))
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """--out and --record, which `output_directory` takes."""
+    options = parser.add_mutually_exclusive_group()
+    options.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: out/benchmark")
+    options.add_argument("--record", action="store_true", help="write the tracked files of benchmark/results")
+
+
+def output_directory(out: Path | None, *, record: bool) -> Path:
+    """`benchmark/results` only if `record` asks for it."""
+    if out is not None and out.resolve().is_relative_to(RESULTS):
+        raise SystemExit(f"--out {out}: --record writes there")
+    directory = RESULTS if record else out or OUT
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -118,5 +135,24 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
+def flop_per_second(device: str) -> float:
+    """Of a first matmul in the dtype that the cases of the device have, for an estimate of a run's time."""
+    import torch
+
+    cuda = device == "cuda"
+    n = 8192 if cuda else 1024
+    matrix = torch.ones(n, n, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    matrix @ matrix
+    begun = time.perf_counter()
+    (matrix @ matrix)[0, 0].item()  # waits for the result
+    return 2 * n**3 / (time.perf_counter() - begun)
+
+
 if __name__ == "__main__":
-    print(json.dumps(describe(sys.argv[1] if len(sys.argv) > 1 else "auto")))
+    import torch
+
+    environment = describe(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    if environment["device"] == "cpu":
+        torch.set_num_threads(CPU_THREADS)
+        environment["threads"] = CPU_THREADS
+    print(json.dumps({"environment": environment, "flop_per_second": flop_per_second(environment["device"])}))

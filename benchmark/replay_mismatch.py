@@ -238,7 +238,7 @@ def main() -> None:
     plan, recipe = (TOY, real_policy.TOY) if toy else (Plan(), real_policy.FULL)
     plan = replace(plan, **{name: value for name in ("seconds", "steps") if (value := getattr(arguments, name))})
     results = {"environment": environment, "plan": asdict(plan), **measure(plan, recipe, device)}
-    write(PREFIX, results, arguments.output, markdown)
+    write(PREFIX, results, arguments, markdown)
 
 
 if __name__ == "__main__":

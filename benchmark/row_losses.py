@@ -306,7 +306,7 @@ def main() -> None:
         "beta": BETA,
         "rows": rows,
     }
-    write(PREFIX, results, arguments.output, markdown)
+    write(PREFIX, results, arguments, markdown)
     # A peer that fails is a finding, and its row says so.
     if any(row["status"] == "failed" for row in rows if row["variant"].startswith("liger_rl")):
         raise SystemExit(1)

@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmark.environment import describe, first_line, output_directory, read_results, slug, write_results
+from benchmark.environment import (
+    add_output_options,
+    describe,
+    first_line,
+    output_directory,
+    read_results,
+    slug,
+    write_results,
+)
 from benchmark.memory import PeakMemory
 from benchmark.merge import differences
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
@@ -254,9 +262,7 @@ def main() -> None:
         metavar="SECONDS",
         help="also search for the most sequences that fit, by doubling them until a step takes so long",
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results, but not of a toy"
-    )
+    add_output_options(parser)
     arguments = parser.parse_args()
     environment = describe("auto")
     device = environment["device"]
@@ -270,7 +276,7 @@ def main() -> None:
         wrong += objections(about, rows)
         gc.collect()
     print(markdown(results))
-    folder = output_directory(arguments.output, whole="toy" not in names and not wrong)
+    folder = output_directory(arguments.out, record=arguments.record and not wrong)
     target = folder / f"{PREFIX}{slug(environment)}.json"
     write_results(target, with_earlier(results, target))
     print(f"written: {target}")

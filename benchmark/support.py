@@ -333,7 +333,7 @@ def main() -> None:
     shape, means = SIZES[device]
     rows = [row for mean in means for row in rows_of(mean, shape, device)]
     results = {"environment": environment, "shape": shape, "rows": rows}
-    plot(results, write(PREFIX, results, arguments.output, markdown).with_suffix(".png"))
+    plot(results, write(PREFIX, results, arguments, markdown).with_suffix(".png"))
 
 
 if __name__ == "__main__":

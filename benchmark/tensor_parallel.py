@@ -1,7 +1,7 @@
 """The head with its vocabulary over the GPUs of one host, against the whole head on one of them.
 
-    python -m benchmark.tensor_parallel --ranks 2 --output benchmark/results/tensor-parallel.json
-    torchrun --nproc-per-node 2 -m benchmark.tensor_parallel --output ...
+    python -m benchmark.tensor_parallel --ranks 2 --out out/tensor-parallel.json
+    torchrun --nproc-per-node 2 -m benchmark.tensor_parallel --out ...
 
 First the numbers are compared with those of the whole head, then both are timed on the same tensors, medians of a fixed
 number of runs; of the ranks the slowest counts. Bytes are counted, not measured: a ring of T ranks sends 2 (T - 1) / T
@@ -170,7 +170,7 @@ def collectives_ms(shape: Shape, place: Place) -> dict[str, float]:
     }
 
 
-def run_rank(output: Path | None) -> None:
+def run_rank(out: Path | None) -> None:
     """One rank, in torchrun's environment."""
     cuda = torch.cuda.is_available()
     rank, ranks, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -190,16 +190,16 @@ def run_rank(output: Path | None) -> None:
         environment = describe(device.type)
         text = json.dumps({"environment": environment, "ranks": ranks, "errors": errors, "rows": rows}, indent=2)
         print(text)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(text + "\n", encoding="utf-8")
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 
-def spawn(ranks: int, output: Path | None) -> int:
+def spawn(ranks: int, out: Path | None) -> int:
     """torchrun's part: so many processes of this script, all ended when one fails or time is up."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmark.tensor_parallel", *([] if output is None else [f"--output={output}"])]
+    command += ["-m", "benchmark.tensor_parallel", *([] if out is None else [f"--out={out}"])]
     with subprocess.Popen(command) as launcher:
         try:
             return launcher.wait(SECONDS)
@@ -212,11 +212,11 @@ def spawn(ranks: int, output: Path | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, where torchrun has not set them")
-    parser.add_argument("--output", type=Path, help="JSON file to write, beside printing it")
+    parser.add_argument("--out", type=Path, help="JSON file to write, beside printing it")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        return spawn(arguments.ranks, arguments.output)
-    run_rank(arguments.output)
+        return spawn(arguments.ranks, arguments.out)
+    run_rank(arguments.out)
     return 0
 
 

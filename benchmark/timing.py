@@ -22,7 +22,7 @@ class Repeats:
 
 REPEATS = {
     "cuda": Repeats(warm_seconds=0.1, most=7, least=3, seconds=0.25, long_seconds=0.8),
-    "cpu": Repeats(warm_seconds=0.0, most=5, least=3, seconds=5.0, long_seconds=60.0),
+    "cpu": Repeats(warm_seconds=0.0, most=5, least=3, seconds=1.0, long_seconds=60.0),
 }
 
 

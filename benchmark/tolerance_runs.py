@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.environment import ROOT, describe, output_directory, read_results, slug, write_results
+from benchmark.environment import (
+    ROOT,
+    add_output_options,
+    describe,
+    output_directory,
+    read_results,
+    slug,
+    write_results,
+)
 from benchmark.replay_mismatch import advantages_of
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import FusedLinearGRPOLoss
@@ -268,7 +277,7 @@ def measure_beside(plan: Plan, recipe: Any, seeds: Sequence[int], ways: Sequence
     workers = []
     for seed in seeds:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(seed % torch.cuda.device_count())}
-        command = [sys.executable, "-m", "benchmark.tolerance_runs", "--seed", str(seed), "--output", str(folder)]
+        command = [sys.executable, "-m", "benchmark.tolerance_runs", "--seed", str(seed), "--out", str(folder)]
         workers.append(subprocess.Popen(command, cwd=ROOT, env=environment))
     codes = [worker.wait() for worker in workers]
     if any(codes):
@@ -377,7 +386,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.tolerance_runs", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: benchmark/results on CUDA")
+    add_output_options(parser)
     parser.add_argument("--seconds", type=float, help="of the policy's training")
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--seeds", type=int, default=3)
@@ -388,7 +397,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # of a worker
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        return worker(arguments.seed, arguments.output)
+        return worker(arguments.seed, arguments.out)
     ways = arguments.ways.split(",")
     if ways[0] != "exact" or not set(ways) <= WAYS.keys():
         parser.error(f"--ways must begin with exact and be among {', '.join(WAYS)}; got {arguments.ways}")
@@ -397,11 +406,11 @@ def main() -> None:
     plan = TOY if toy else Plan()
     plan = replace(plan, **{name: value for name in ("seconds", "steps") if (value := getattr(arguments, name))})
     before: dict[str, Any] = read_results(arguments.add) if arguments.add else {"policies": [], "seeds": []}
-    folder = output_directory(arguments.output, whole=not toy)
+    folder = output_directory(arguments.out, record=arguments.record)
     if toy:
         found = measure(plan, recipe_of(toy), arguments.seeds, "cpu")
     else:
-        first, work = len(before["seeds"]), output_directory(None, whole=False)
+        first, work = len(before["seeds"]), Path(tempfile.mkdtemp(prefix="tolerance-runs-"))
         found = measure_beside(plan, recipe_of(toy), range(first, first + arguments.seeds), ways, work)
     results = {"environment": environment, "plan": asdict(plan)}
     results |= {name: before[name] + found[name] for name in ("policies", "seeds")}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.cases import Case
-from benchmark.environment import ROOT
+from benchmark.environment import CPU_THREADS, ROOT
 
-VARIANT_TIMEOUT_S = 150
+LIMIT_SECONDS = 150.0  # for one variant's numbers of one case
 MEASURE = (sys.executable, "-m", "benchmark.measure")
 
 # For the environment of a process that measures host memory: with these, freed blocks go back to the system at once
@@ -52,12 +52,18 @@ class Workers:
 
     After any failure the process is replaced, because a GPU's errors outlive the call that made them. A variant that
     fails in a process that others have used is tried once more in a fresh one, because an earlier variant may be at
-    fault. After a failure in a fresh process it gets no second chance any more.
+    fault. After a failure in a fresh process it gets no second chance any more, and none after the limit.
     """
 
-    def __init__(self, deadline: float | None = None, command: Sequence[str] = MEASURE) -> None:
+    def __init__(
+        self,
+        deadline: float | None = None,
+        command: Sequence[str] = MEASURE,
+        limit_seconds: float = LIMIT_SECONDS,
+    ) -> None:
         self.deadline = deadline  # of time.monotonic(); None for no limit
         self.command = command
+        self.limit_seconds = limit_seconds  # from a request to its first result, and from each result to the next
         self.hopeless: set[str] = set()  # variants that failed in a fresh process
         self.process: _Process | None = None
 
@@ -74,6 +80,8 @@ class Workers:
             OutOfTime: the deadline passed; the variant in progress and those after it have no result.
         """
         waiting = list(job.variants)
+        if job.alone:
+            self._stop()
         while waiting:
             self._check_deadline()
             process = self._ready(job)
@@ -81,7 +89,9 @@ class Workers:
             for result in process.results(self._patience):
                 used = process.used
                 process.used = True
-                if result["status"] == "failed":
+                if result["status"] == "stopped":
+                    self._stop()
+                elif result["status"] == "failed":
                     self._stop()
                     if used and waiting[0] not in self.hopeless:
                         break  # asks again, from this variant on, in a fresh process
@@ -95,15 +105,17 @@ class Workers:
 
     def _ready(self, job: Job) -> "_Process":
         if self.process is None:
-            host = job.alone and "memory" in job.quantities
-            self.process = _Process(self.command, HOST_ENVIRONMENT if host else {})
+            environment = {"OMP_NUM_THREADS": str(CPU_THREADS)} if job.device == "cpu" else {}
+            if job.alone and "memory" in job.quantities:
+                environment |= HOST_ENVIRONMENT
+            self.process = _Process(self.command, environment)
         return self.process
 
     def _patience(self) -> float:
         left = float("inf") if self.deadline is None else self.deadline - time.monotonic()
         if left <= 0:
             self._check_deadline()
-        return min(VARIANT_TIMEOUT_S, left)
+        return min(self.limit_seconds, left)
 
     def _check_deadline(self) -> None:
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -154,7 +166,8 @@ class _Process:
                 line = self.lines.get(timeout=seconds)
             except queue.Empty:
                 patience()  # raises if it was the run's time that ended
-                result: dict[str, Any] = {"status": "failed", "reason": f"took longer than {seconds:.0f} s"}
+                reason = f"after {seconds:.0f} s, the benchmark's own limit; --limit-seconds raises it"
+                result: dict[str, Any] = {"status": "stopped", "reason": reason}
             else:
                 result = self._died() if line is None else json.loads(line)
             if result["status"] == "failed":

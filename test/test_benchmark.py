@@ -24,8 +24,10 @@ from benchmark.cases import (
     TOKENS,
     VOCABULARY,
     Case,
+    default_cases,
     preset,
 )
+from benchmark.environment import RESULTS, ROOT, output_directory
 from benchmark.errors import measure_errors
 from benchmark.inputs import make_inputs
 from benchmark.measure import Bench
@@ -45,6 +47,14 @@ def test_cases_of_the_presets_have_names_of_their_own_and_variants_that_exist():
             assert len({case.name for case in cases}) == len(cases)
             assert {variant for case in cases for variant in case.variants} <= set(variants.VARIANTS)
             assert [Case.from_dict(json.loads(json.dumps(case.to_dict()))) for case in cases] == cases
+        default = default_cases(device)
+        assert [case in preset(device) for case in default] == [True, True]
+        assert [(case.mask_share, case.idle_share) for case in default] == [(0.0, 0.0), (0.42, 0.25)]
+        sized = default_cases(device, tokens=100, vocab=3000, hidden=96)
+        assert [(case.name, case.rows, case.vocab, case.hidden_size) for case in sized] == [
+            ("dense", 104, 3000, 96), ("rl", 104, 3000, 96),
+        ]  # fmt: skip
+        assert {case.dtype for case in sized} == {default[0].dtype}
     assert [case.name for case in preset("cuda", patterns=(RL, "vocab-*"))] == [
         "rl-llama-3-8b", "rl-qwen3-1.7b", "rl-gemma-2-2b", "vocab-32768", "vocab-262144",
     ]  # fmt: skip
@@ -180,11 +190,13 @@ def pretend(variants, **options):
         return list(workers.run(job))
 
 
-def test_a_peer_that_fails_is_a_reason_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr("benchmark.worker.VARIANT_TIMEOUT_S", 1)
-    outcomes = pretend(["hangs", "a", "dies", "b", "fails", "c"])
-    reasons = [result["reason"] if result["status"] == "failed" else None for _name, result in outcomes]
-    assert reasons == ["took longer than 1 s", None, "exit status 3 without a result", None, "fails", None]
+def test_a_peer_that_fails_is_a_reason_and_the_others_go_on():
+    outcomes = pretend(["hangs", "a", "dies", "b", "fails", "c", "hangs"], limit_seconds=1)
+    limit = ("stopped", "after 1 s, the benchmark's own limit; --limit-seconds raises it")
+    assert [(result["status"], result["reason"]) for _name, result in outcomes] == [
+        limit, ("ok", "a"), ("failed", "exit status 3 without a result"), ("ok", "b"), ("failed", "fails"), ("ok", "c"),
+        limit,  # without a second try, which would take as long again
+    ]  # fmt: skip
 
 
 def test_a_failure_in_a_process_that_others_used_is_tried_again_in_a_fresh_one():
@@ -204,11 +216,48 @@ def test_a_plan_leaves_out_what_is_done():
     done = {("dense", "ours")}
     (job,) = run.plan([DENSE], ["eager", "ours"], "cuda", quick=False, done=done)
     assert job.variants == ("eager",)
-    alone = run.plan([DENSE], ["eager", "ours"], "cpu", quick=False, done=done)
-    assert [(job.variants, job.quantities, job.alone) for job in alone] == [
+    assert run.plan([DENSE], ["ours"], "cpu", quick=False, done=done) == []
+    jobs = run.plan([DENSE], ["eager", "ours"], "cpu", quick=False)
+    assert [(job.variants, job.quantities, job.alone) for job in jobs] == [
         (("eager",), ("memory",), True),
-        (("eager",), ("time", "error"), True),
+        (("ours",), ("memory",), True),
+        (("eager", "ours"), ("time", "error"), False),
     ]
+
+
+def test_an_estimate_grows_with_the_work_and_with_the_machines_slowness():
+    jobs = run.plan(default_cases("cpu"), None, "cpu", quick=False)
+    usual = run.estimated_seconds(jobs, 1e11, 1.5)
+    assert 30 < usual < 120
+    assert run.estimated_seconds(jobs, 1e10, 1.5) > 2 * usual
+    assert run.estimated_seconds(jobs, 1e11, 5.0) > 2 * usual
+    twice = run.plan(default_cases("cpu", tokens=1024), None, "cpu", quick=False)
+    starts = run.estimated_seconds(jobs, 1e30, 1.5)
+    assert run.estimated_seconds(twice, 1e11, 1.5) - starts == pytest.approx(2 * (usual - starts), rel=0.02)
+
+
+def arguments_of(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    return run.parse_arguments()
+
+
+def test_options_select_cases_and_nothing_tracked_is_written_unasked(monkeypatch, tmp_path):
+    def names(*arguments):
+        return [case.name for case in run.select(arguments_of(monkeypatch, *arguments), "cpu")]
+
+    assert names() == names("--vocab", "50") == ["dense", "rl"]
+    assert names("--cases", "vocab-*") == ["vocab-8000", "vocab-16000", "vocab-64000"]
+    assert names("--record") == names("--cases", "*") == [case.name for case in preset("cpu")]
+    with pytest.raises(SystemExit, match="none of"):
+        names("--cases", "nothing")
+    for refused in (["--record", "--cases", "rl"], ["--tokens", "8", "--cases", "rl"], ["--record", "--out", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            names(*refused)
+    assert output_directory(None, record=False).relative_to(ROOT).parts[0] == "out"
+    assert output_directory(tmp_path, record=False) == tmp_path
+    assert output_directory(None, record=True) == RESULTS
+    with pytest.raises(SystemExit, match="--record writes there"):
+        output_directory(RESULTS, record=False)
 
 
 ENVIRONMENT = {
@@ -352,7 +401,7 @@ def _check_penalties(rows):
 @pytest.mark.parametrize("name", ["support", "divergence", "distillation_loss", "targets", "float32_head"])
 def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
     """The whole command, in this process, which has imported most of it; errors are those of bfloat16 rounding."""
-    monkeypatch.setattr(sys, "argv", [name, "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delitem(sys.modules, f"benchmark.{name}", raising=False)  # it would be there as another module
     runpy.run_module(f"benchmark.{name}", run_name="__main__")
@@ -446,7 +495,7 @@ def test_a_whole_step_has_one_loss_in_every_way(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(step, "describe", lambda device: ENVIRONMENT | {"device": "cpu", "threads": 1})
     # Every step takes longer than a millisecond.
-    monkeypatch.setattr(sys, "argv", ["step", "--longest", "1e-3", "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["step", "--longest", "1e-3", "--out", str(tmp_path)])
     step.main()
     results = json.loads((tmp_path / "step-cpu.json").read_text())
     about, rows = results["shapes"]["toy"], results["rows"]
