@@ -5,14 +5,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+NEWEST := .venv-newest
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
 # Of the order of `make test-random`; pytest prints it.
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-random test-convergence fuzz mutants benchmark dist hub-kernel lint format typecheck docs
-.PHONY: notebook clean
+.PHONY: help install resolve demo test test-newest test-random test-convergence fuzz mutants benchmark dist hub-kernel lint
+.PHONY: format typecheck docs notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -25,6 +26,12 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Without pip's own settings, such as an index of CPU builds: with the wheels that everybody gets.
+resolve: ## Check that the published wheels of the pinned versions allow each other; installs nothing.
+	@$(PYTHON) -m pip --isolated --disable-pip-version-check install --quiet --dry-run --ignore-installed \
+	  -r requirements-dev.txt -r requirements-docs.txt \
+	  || { echo "requirements-dev.txt and requirements-docs.txt: no published wheels satisfy these pins together" >&2; exit 1; }
+
 $(DOCS_STAMP): requirements-docs.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
@@ -35,6 +42,13 @@ demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train 
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test
+
+# No pins and no stamp: each run asks for the newest releases again.
+test-newest: ## Run the tests with the newest releases that pyproject.toml allows, in .venv-newest.
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+	  --editable ".[dev]" ipykernel nbclient setuptools wheel
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
@@ -77,4 +91,4 @@ notebook: $(STAMP) ## Run the notebook again and keep its outputs.
 	$(BIN)/python test/quickstart.py
 
 clean: ## Remove the virtual environment and every cache.
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

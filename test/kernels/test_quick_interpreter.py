@@ -7,11 +7,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from quick_interpreter import TRITON
+from quick_interpreter import TRITONS
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"),
-    pytest.mark.skipif(not triton.__version__.startswith(TRITON), reason="another Triton's interpreter runs as it is"),
+    pytest.mark.skipif(not triton.__version__.startswith(TRITONS), reason="another Triton's interpreter runs as it is"),
 ]
 
 
