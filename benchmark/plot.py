@@ -2,7 +2,7 @@
 
 memory-NAME.png   peak memory against tokens and vocabulary
 time-NAME.png     milliseconds per 1,000 tokens against tokens
-rl-NAME.png       time and gradient error on the batch as RL makes it
+rl-NAME.png       time, gradient error and memory on the batch as RL makes it
 entropy-NAME.png  time and kept share of our tolerances against the policy's entropy
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmark.cases import ITEM_BYTES, POLICY, RL, TOKENS, VOCABULARY
 from benchmark.environment import RESULTS, read_results
-from benchmark.variants import LABELS
+from benchmark.table import gradient_error
+from benchmark.variants import DEFAULT, LABELS, OURS, SPECIAL, VARIANTS
 
 STYLES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#8c8c8c", "marker": "s"},
@@ -26,16 +27,19 @@ STYLES: dict[str, dict[str, Any]] = {
     "cce": {"color": "#2e8b57", "marker": "P"},
     "torch_linear_ce": {"color": "#c0392b", "marker": "X"},
     "verl_triton": {"color": "#16a085", "marker": "*"},
-    "ours": {"color": "#1f6fb4", "marker": "o", "linewidth": 2.4},
+    "ours": {"color": "#5b8fbf", "marker": "o"},
     "ours-one-pass": {"color": "#12507b", "marker": "h"},
     "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
     "ours-400-mib": {"color": "#3949ab", "marker": "d"},
     "ours-in-place": {"color": "#26c6da", "marker": "p"},
     "ours-1e-4": {"color": "#0b2f55", "marker": "o"},
-    "ours-1e-3": {"color": "#4aa3df", "marker": "o", "linewidth": 2.4},
+    "ours-1e-3": {"color": "#4aa3df", "marker": "o"},
     "ours-3e-3": {"color": "#7fc4ee", "marker": "o"},
     "ours-1e-2": {"color": "#b5def7", "marker": "o"},
 }
+STYLES[DEFAULT] = {"color": "#1f6fb4", "marker": "o", "linewidth": 3.0, "zorder": 3}
+# Beside each other on one batch.
+COMPARED = [name for name in VARIANTS if name not in SPECIAL or name == DEFAULT]
 # A logarithm has no place for a variant that needs nothing beyond its gradients.
 SMALLEST_MIB = 1.0
 CUT = 2.0  # bars end at this many medians
@@ -81,7 +85,7 @@ def plot_time(results: dict[str, Any], path: Path) -> bool:
     _draw_lines(panel, rows, lambda row: row["rows"], lambda row: row["step_ms"] / row["rows"] * 1000)
     sizes = sorted({row["rows"] for row in rows})
     floors = [_floor([row for row in rows if row["rows"] == size]) / size * 1000 for size in sizes]
-    panel.plot(sizes, floors, ":", color="black", linewidth=1, label="the bare products")
+    panel.plot(sizes, floors, ":", color="black", linewidth=1, label="the matmuls alone")
     first = rows[0]
     panel.set_title(f"V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}", fontsize=10)
     panel.set_xlabel("tokens in the batch, N")
@@ -95,39 +99,50 @@ def plot_time(results: dict[str, Any], path: Path) -> bool:
 
 def plot_rl(results: dict[str, Any], path: Path) -> bool:
     """Draw `path`; False where the batch was not measured. Of several heads, the first."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    rows = [row for row in _of_group(results, RL) if row.get("step_ms")]
-    rows = [row for row in rows if row["case"] == rows[0]["case"] and row.get("grad_hidden_error")]
+    rows = [row for row in _of_group(results, RL) if row.get("step_ms") and gradient_error(row)]
+    rows = [row for row in rows if row["case"] == rows[0]["case"] and row["variant"] in COMPARED]
     if len(rows) < 2:
         return False
-    rows = sorted(rows, key=lambda row: row["step_ms"], reverse=True)
-    worst = [max(row.get("grad_hidden_error") or 0.0, row.get("grad_weight_error") or 0.0) for row in rows]
-    figure, (times, errors) = _panels(2, sharey=True)
-    names = [LABELS[row["variant"]] for row in rows]
-    colors = [STYLES[row["variant"]]["color"] for row in rows]
-    # One that takes ten times as long as the rest would leave them no room; its number says how long its bar is.
-    milliseconds = [row["step_ms"] for row in rows]
-    longest = CUT * statistics.median(milliseconds)
-    bars = times.barh(names, [min(value, longest) for value in milliseconds], color=colors)
-    times.bar_label(bars, [f"{value:.1f}" + (" →" if value > longest else "") for value in milliseconds], padding=3)
-    times.axvline(_floor(rows), color="black", linewidth=1, linestyle=":", label="the bare products")
-    times.set_xlabel("forward + backward (ms)")
-    errors.hlines(names, min(worst), worst, color="#dddddd", linewidth=1)
-    errors.scatter(worst, names, color=colors, zorder=2)
-    errors.set_xscale("log")
-    errors.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    errors.xaxis.set_minor_formatter(NullFormatter())
-    errors.set_xlabel("relative gradient error, the larger of dH and dW")
-    errors.grid(True, axis="x", color="#dddddd", linewidth=0.8)
-    for panel in (times, errors):
-        panel.margins(x=0.15)
+    rows.sort(key=lambda row: row["step_ms"], reverse=True)
+    figure, (times, errors, memory) = _panels(3, sharey=True, width_ratios=(4, 3, 3))
+    names, colors = [LABELS[row["variant"]] for row in rows], [_emphasis(row) for row in rows]
+    _draw_bars(times, names, [row["step_ms"] for row in rows], colors, ".1f")
+    times.axvline(_floor(rows), color="black", linewidth=1.2, linestyle=":", zorder=0, label="the three matmuls alone")
+    times.legend(loc="upper right", frameon=False, fontsize=10)
+    times.set_xlabel("time of a step (ms)")
+    _draw_bars(errors, names, [gradient_error(row) for row in rows], colors, ".1e")
+    errors.xaxis.set_major_formatter("{x:g}")
+    errors.set_xlabel("relative error of the gradient")
+    _draw_bars(memory, names, [row.get("peak_extra_mib") for row in rows], colors, ",.0f")
+    memory.set_xlabel("extra memory (MiB)")
+    for tick, row in zip(times.get_yticklabels(), rows, strict=True):
+        tick.set_fontsize(11)
+        tick.set_fontweight("bold" if row["variant"] == DEFAULT else "normal")
+    for panel in (times, errors, memory):
+        panel.xaxis.label.set_fontsize(11)
         panel.spines[["top", "right"]].set_visible(False)
     first = rows[0]
     shape = f"N = {first['rows']:,}, V = {first['vocab']:,}, H = {first['hidden_size']:,}, {first['dtype']}"
     share = f"{first['mask_share']:.0%} padding, {first['idle_share']:.0%} of sequences without advantage"
-    _finish(figure, [times], results, f"A batch as RL makes it: {shape}, {share}", path)
+    _finish(figure, [], results, f"Forward and backward of an RL batch: {shape}, {share}", path)
     return True
+
+
+def _emphasis(row: Row) -> str:
+    """The default stands out, our other variants less, peers not."""
+    if row["variant"] == DEFAULT:
+        return "#1f6fb4"
+    return "#a6cbe8" if VARIANTS[row["variant"]].module == OURS else "#b3b3b3"
+
+
+def _draw_bars(panel: Any, names: list[str], values: list[float | None], colors: list[str], form: str) -> None:
+    """A number at each bar. One that is ten times as long as the rest would leave them no room: it ends at `CUT`."""
+    longest = CUT * statistics.median(value for value in values if value is not None)
+    bars = panel.barh(names, [min(value or 0.0, longest) for value in values], color=colors)
+    texts = ["" if value is None else format(value, form) + (" →" if value > longest else "") for value in values]
+    panel.bar_label(bars, texts, padding=5, fontsize=11, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    panel.margins(x=0.24)
+    panel.locator_params(axis="x", nbins=5)
 
 
 def plot_entropy(results: dict[str, Any], path: Path) -> bool:
@@ -140,8 +155,8 @@ def plot_entropy(results: dict[str, Any], path: Path) -> bool:
     shares = [row for row in rows if row.get("kept_share") is not None]
     figure, panels = _panels(2 if shares else 1)
     _draw_lines(panels[0], rows, lambda row: row["mean_entropy"], lambda row: row["step_x_floor"])
-    panels[0].axhline(1.0, color="black", linewidth=1, linestyle=":", label="the bare products")
-    panels[0].set_ylabel("time / the three bare products")
+    panels[0].axhline(1.0, color="black", linewidth=1, linestyle=":", label="the matmuls alone")
+    panels[0].set_ylabel("time / that of the three matmuls")
     if shares:
         _draw_lines(panels[1], shares, lambda row: row["mean_entropy"], lambda row: row["kept_share"])
         panels[1].set_ylabel("kept share of the gradient's blocks")
@@ -174,7 +189,7 @@ def _panels(count: int, **options: Any) -> tuple[Any, Any]:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
-        1, count, figsize=(5.25 * max(count, 1.4), 4.4), layout="constrained", squeeze=False, **options
+        1, count, figsize=(min(13, 5.25 * max(count, 1.4)), 4.4), layout="constrained", squeeze=False, **options
     )
     return figure, panels[0]
 
@@ -206,7 +221,9 @@ def _logarithmic(panel: Any, sizes: list[int]) -> None:
 def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: str, path: Path) -> None:
     from matplotlib import pyplot
 
-    figure.suptitle(f"{heading}\n{results['environment']['device_name']}", fontsize=11)
+    environment = results["environment"]
+    versions = [f"{name} {environment[name]}" for name in ("torch", "triton") if environment.get(name)]
+    figure.suptitle(f"{heading}\n{', '.join([environment['device_name'], *versions])}", fontsize=12)
     found: dict[str, Any] = {}
     for panel in labelled:
         handles, labels = panel.get_legend_handles_labels()

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.cases import MIXED, STEP
 from benchmark.environment import PACKAGES, package_key, read_results
-from benchmark.variants import LABELS, VARIANTS
+from benchmark.variants import DEFAULT, LABELS, VARIANTS
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -105,19 +105,26 @@ def markdown(results: dict[str, Any], *, patterns: Sequence[str] = ("*",), timed
     return "\n\n".join(blocks) + "\n"
 
 
+def gradient_error(row: Row) -> float | None:
+    """The larger of the two gradients'."""
+    return max((row.get("grad_hidden_error") or 0.0, row.get("grad_weight_error") or 0.0)) or None
+
+
 SUMMARY: Columns = {
     "step ms": COLUMNS["fwd+bwd ms"],
     "x TRL": COLUMNS["x TRL"],
     "extra MiB": COLUMNS["extra MiB"],
     "logp error": COLUMNS["logp err"],
-    "gradient error": COLUMNS["dW err"],
+    "gradient error": lambda row: number("error", ".1e")({"error": gradient_error(row)}),
 }
 
 
 def summary(results: dict[str, Any], case: str, variants: Sequence[str]) -> str:
-    """One table of the variants on a case, in a few columns."""
+    """One table of the variants on a case, in a few columns; the default in bold."""
     rows = {row["variant"]: row for row in results["rows"] if row["case"] == case}
-    table = markdown_table(SUMMARY, [(LABELS[name], rows[name]) for name in variants])
+    table = markdown_table(
+        SUMMARY, [(f"**{LABELS[name]}**" if name == DEFAULT else LABELS[name], rows[name]) for name in variants]
+    )
     return f"{environment_line(results['environment'])}\n\n{table}\n"
 
 

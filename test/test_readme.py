@@ -72,6 +72,47 @@ def test_the_whole_step_is_that_of_the_results():
     assert f"{smaller:.0%} of its memory" in README
 
 
+def test_sentences_have_the_numbers_of_the_rl_batch():
+    """Those below the picture and below the table, and the versions, which are the pictures', too."""
+    table = pytest.importorskip("benchmark.table", reason="the benchmark is not part of a package")
+    from benchmark.environment import RESULTS, read_results
+    from benchmark.variants import DEFAULT
+
+    results = read_results(RESULTS / "nvidia-h200.json")
+    rows = {row["variant"]: row for row in results["rows"] if row["case"] == "rl-llama-3-8b"}
+    default, cce = rows[DEFAULT], rows["cce"]
+    error = {
+        name: f"{table.gradient_error(row):.1e}".replace("e-0", "e-")
+        for name, row in rows.items()
+        if row["status"] == "ok"
+    }
+    sentences = (
+        f"with torch {'.'.join(results['environment']['torch'].split('.')[:2])} and Triton "
+        f"{'.'.join(results['environment']['triton'].split('.')[:2])}",
+        f"gradient error is {error['cce']} against our {error[DEFAULT]}",
+        f"its step takes {cce['step_ms'] / default['step_ms']:.1f} times as long as our default",
+        f"most of its {rows['liger_chunked']['step_ms']:.0f} ms",
+    )
+    text = " ".join(README.split())
+    for sentence in sentences:
+        assert sentence in text
+    assert cce["peak_extra_mib"] == min(row["peak_extra_mib"] for row in rows.values() if row["status"] == "ok")
+
+
+def test_sampling_sets_take_the_time_of_the_results():
+    environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
+    rows = environment.read_results(environment.RESULTS / "support-nvidia-h200.json")["rows"]
+    ours, masked = (
+        next(row["step_ms"] for row in rows if (row["variant"], row["mean"]) == (variant, "field"))
+        for variant in ("liger_rl", "masked logits")
+    )
+    assert f"take {ours:.1f} ms on one H200. Masked logits take {masked:.0f} ms" in " ".join(README.split())
+
+
+def test_losses_are_counted():
+    assert f"**{len(PRESETS)} published losses.**" in README
+
+
 def test_exactness_is_that_of_the_results():
     """How many times bfloat16 logits are further from float64, in every case that has them."""
     environment = pytest.importorskip("benchmark.environment", reason="the benchmark is not part of a package")
@@ -87,7 +128,7 @@ def test_exactness_is_that_of_the_results():
             names = [name for name in ("grad_hidden_error", "grad_weight_error") if ours.get(name)]
             gradients += [other[name] / ours[name] for name in names]
     least, lowest, highest = map(int, re.search(
-        r"at least (\d+)\s+times closer to the truth, and gradients (\d+) to (\d+) times", README
+        r"at least (\d+) times closer to float64, and exact gradients (\d+) to (\d+) times", " ".join(README.split())
     ).groups())  # fmt: skip
     assert least <= min(logps) < 1.1 * least
     assert (lowest, highest) == (round(min(gradients)), round(max(gradients)))
