@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,23 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_wheel_is_the_package(tmp_path):
-    pytest.importorskip("build", reason="it makes the distributions")
-    pytest.importorskip("transformers", reason="the snippet of the README needs it")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), cwd=ROOT)
-    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """-> (the wheel, the source distribution that it was built from)"""
+    pytest.importorskip("build", reason="build is not installed")
+    folder = tmp_path_factory.mktemp("distributions")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), cwd=ROOT)
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, source
+
+
+def test_wheel_is_the_package(distributions, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    wheel, source = distributions
     assert f"-{liger_rl.__version__}-py3-none-any" in wheel.name
     with tarfile.open(source) as archive:
         top = {name.split("/", 2)[1] for name in archive.getnames() if "/" in name}
-    assert top >= {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "liger_rl", "pyproject.toml"}
+    assert top >= {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "liger_rl", "pyproject.toml", "setup.py"}
     assert "test" not in top
 
     site = tmp_path / "site"
@@ -73,3 +82,25 @@ def test_wheel_is_the_package(tmp_path):
     arguments = ("-S", "-c", USE, str(site), str(tmp_path / "snippet.py"))
     report = run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
     assert report.startswith(f"liger_rl {liger_rl.__version__}\nPython ")
+
+
+def test_setup_py_builds_the_same_wheel(distributions, tmp_path):
+    """From the source distribution, which must hold what setup.py needs. The checkout stays as it is."""
+    wheel, source = distributions
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / source.name.removesuffix(".tar.gz")
+    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", cwd=folder)
+    (other,) = (folder / "dist").glob("*.whl")
+    assert other.name == wheel.name
+    assert contents(other) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, str]:
+    """Each file and its checksum, which RECORD holds; the metadata are files too."""
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+        lines = archive.read(record).decode().splitlines()
+        found = dict(line.split(",", 1) for line in lines)
+        assert found.keys() == set(archive.namelist())
+    return found
