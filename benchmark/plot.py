@@ -195,11 +195,11 @@ def _panels(count: int, **options: Any) -> tuple[Any, Any]:
 
 
 def _draw_lines(panel: Any, rows: list[Row], across: Callable[[Row], float], up: Callable[[Row], float | None]) -> None:
-    """One line per variant, of its rows that have a value."""
+    """One line per variant that has a value at more than one place."""
     for variant, style in STYLES.items():
         mine = [row for row in rows if row["variant"] == variant and row["status"] == "ok"]
         points = sorted((across(row), value) for row in mine if (value := up(row)) is not None)
-        if points:
+        if len(points) > 1:
             xs, ys = zip(*points, strict=True)
             panel.plot(xs, ys, label=LABELS[variant], **style)
 
@@ -228,8 +228,11 @@ def _finish(figure: Any, labelled: list[Any], results: dict[str, Any], heading: 
     for panel in labelled:
         handles, labels = panel.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
+    columns = round(figure.get_figwidth() / 2.6)
     if found:
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        figure.legend(
+            found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
 
