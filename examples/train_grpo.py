@@ -102,13 +102,21 @@ def warm_start(
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts: int, group: int, max_new_tokens: int, **sampling):
+def sample(
+    model,
+    tokenizer,
+    prompts: int,
+    group: int,
+    max_new_tokens: int,
+    draw: Callable[[], Problem] = Problem.draw,  # or another with a prompt and a reward
+    **sampling,
+):
     """-> a batch of prompts with a group of completions each, one sequence a row; the mean reward; generate's scores.
 
     `sampling` goes to generate. The scores are None unless it says output_scores.
     """
     model.eval()
-    problems = [problem for problem in (Problem.draw() for _ in range(prompts)) for _ in range(group)]
+    problems = [problem for problem in (draw() for _ in range(prompts)) for _ in range(group)]
     batch = encode(tokenizer, [p.prompt for p in problems], model.device)
     output = model.generate(
         **batch,

