@@ -132,7 +132,7 @@ class Case:
 def cpu_preset() -> list[Case]:
     """Sized for 2 cores and 8 GiB; the first two take two minutes, all of them an hour."""
     main = Case(name="h1024-v32k", batch=4, tokens=512, hidden_size=1024, vocab=32000, dtype="float32", variants=ON_CPU)
-    dense = replace(main, name=DENSE, batch=8, tokens=64, hidden_size=256, vocab=16000)
+    dense = replace(main, name=DENSE, batch=8, tokens=32, hidden_size=256, vocab=16000)
     small = replace(main, hidden_size=512, quantities=MEMORY)
     # Where the two sweeps cross there is one case, part of both.
     crossing = replace(small, name="tokens-512", tokens=128, groups=(TOKENS, VOCABULARY))

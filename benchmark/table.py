@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmark.cases import MIXED, STEP
+from benchmark.cases import MIXED, STEP, SURE
 from benchmark.environment import PACKAGES, package_key, read_results
 from benchmark.variants import DEFAULT, LABELS, VARIANTS
 
@@ -79,7 +79,7 @@ def title(row: Row) -> str:
     if row.get("temperature") is not None:
         parts.append(f"temperature {row['temperature']:g}")
     elif row.get("peaks", MIXED) != MIXED:
-        parts.append(f"{row['peaks']} policy")
+        parts.append("peaked policy" if row["peaks"] == SURE else f"{row['peaks']} policy")
     if row.get("idle_share"):
         parts.append(f"{row['idle_share']:.0%} of sequences without advantage")
     if row.get("task", STEP) != STEP:
@@ -134,7 +134,7 @@ def environment_line(environment: dict[str, Any], packages: Sequence[str] = PACK
     commit = environment["commit"][:10] + (" with local changes" if environment["dirty"] else "")
     device = environment["device_name"]
     if environment["device"] == "cpu":
-        device = f"{device}, {environment['threads']} threads"
+        device = f"{device}, {environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
     return f"{device}; {versions}; commit {commit}; {environment['date']}."
 
 

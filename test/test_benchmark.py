@@ -231,7 +231,7 @@ def test_an_estimate_grows_with_the_work_and_with_the_machines_slowness():
     assert 30 < usual < 120
     assert run.estimated_seconds(jobs, 1e10, 1.5) > 2 * usual
     assert run.estimated_seconds(jobs, 1e11, 5.0) > 2 * usual
-    twice = run.plan(default_cases("cpu", tokens=1024), None, "cpu", quick=False)
+    twice = run.plan(default_cases("cpu", tokens=512), None, "cpu", quick=False)
     starts = run.estimated_seconds(jobs, 1e30, 1.5)
     assert run.estimated_seconds(twice, 1e11, 1.5) - starts == pytest.approx(2 * (usual - starts), rel=0.02)
 
