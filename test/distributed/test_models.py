@@ -267,7 +267,15 @@ def transformers_plan(rank, style, swapped):
             "model.layers.*.mlp.down_proj": "rowwise",
             "lm_head": style,
         }
-        apply_tensor_parallelism(model, rank.mesh("tp"))
+        mesh = rank.mesh("tp")
+        if not hasattr(model, "_resolve_parallel_plans"):
+            apply_tensor_parallelism(model, mesh)
+            return
+        # In transformers 5.23 the model writes its plan out, layer by layer.
+        from transformers.distributed import DistributedConfig
+
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+        apply_tensor_parallelism(model, mesh, plan)
 
     return planned(rank, apply, swapped)[:3]
 
