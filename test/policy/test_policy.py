@@ -155,8 +155,10 @@ def test_other_columns_get_no_gradient(sampler):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("ratio", [0.75, 1.0, 1.25])
 def test_a_tie_on_a_bound_passes_gradient(advantage, ratio):
-    """Where the ratio is a bound to the last bit, and at 1 with both epsilons 0. Half of it comes through the clamp, whose
-    gradient at a bound is 1 before PyTorch 2.14 and 0 from then on."""
+    """Where the ratio is a bound to the last bit, and at 1 with both epsilons 0.
+
+    Half of it comes through the clamp, whose gradient at a bound is 1 before PyTorch 2.14 and 0 from then on.
+    """
     through_clamp = 1.0 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14) else 0.0
     logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     old = -torch.tensor([[math.log(ratio)]], dtype=torch.float64)
