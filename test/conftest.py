@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,16 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before any test imports a module of kernels.
     os.environ["TRITON_INTERPRET"] = "1"
     hasten()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, a line for each reason: pytest's own `-rs` has one for each place in a file."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped tests by reason")
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"{number:5} {reason}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,6 +5,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
+TRUNCATES = "Triton's interpreter truncates to bfloat16, where its compiler rounds"
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

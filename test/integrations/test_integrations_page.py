@@ -132,7 +132,7 @@ def test_axolotls_plugin():
     """That of the page, built from Axolotl's own class."""
     loss = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     for needed in ("peft", "addict"):
-        pytest.importorskip(needed, reason="Axolotl's plugins need it")
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
     original = loss.LigerFusedLinearGRPOLoss
     (block,) = re.findall(r"(    # liger_rl_for_axolotl\.py.*?)\n\n    # in Axolotl's", PAGE.read_text(), re.DOTALL)
     names = {}

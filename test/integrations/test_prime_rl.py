@@ -220,7 +220,7 @@ def test_a_head_that_takes_something_else(heads, monkeypatch):
 @pytest.fixture
 def layers(monkeypatch):
     """prime-rl's lm_head and lm_head_gemma."""
-    pytest.importorskip("loguru", reason="prime-rl's heads log with it")
+    pytest.importorskip("loguru", reason="loguru is not installed")
     root = checkouts.source("prime-rl")
     if (project := root.parent.parent).joinpath("pyproject.toml").is_file():
         checkouts.say_version(monkeypatch, "prime-rl", checkouts.project_version(project))

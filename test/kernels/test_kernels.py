@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracles
-from devices import skip_where_misread
+from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
 from liger_rl.head.engines import two_pass as projection
 from liger_rl.kernels import eager, for_device, gemm, plain, selection
@@ -240,7 +240,7 @@ FOLDED = [
 ]
 
 
-NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's descriptors misread bfloat16")
+NOT_INTERPRETED = pytest.mark.skipif(DEVICE.type == "cpu", reason="Triton's interpreter misreads bfloat16 descriptors")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=NOT_INTERPRETED), torch.float16])
@@ -466,9 +466,9 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
 def test_rows_are_scattered(kernels, rows, size, dtype):
     """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
     if kernels is compiled and rows > selection.ROWS and DEVICE.type == "cpu":
-        pytest.skip("so many rows at a time are eager's; Triton has a program for each, which the interpreter runs")
+        pytest.skip("too large for Triton's interpreter")
     if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
-        pytest.skip("Triton's interpreter truncates where the compiler rounds to bfloat16")
+        pytest.skip(TRUNCATES)
     values = torch.randn(rows, size + 3, device=DEVICE)[:, :size]
     index = torch.randperm(2 * rows)[:rows].to(DEVICE)
     out = torch.full((2 * rows, size), 7.0, device=DEVICE, dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from devices import skip_where_misread
+from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform
 from liger_rl.kernels import compiled, eager, gemm, plain
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
@@ -86,7 +86,7 @@ def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, en
             torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-6)
 
 
-TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter truncates to bfloat16, it does not round")
+TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason=TRUNCATES)
 
 
 @pytest.mark.parametrize(
