@@ -32,7 +32,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "ours-one-pass-2048": {"color": "#0f7f96", "marker": "H"},
     "ours-400-mib": {"color": "#3949ab", "marker": "d"},
     "ours-in-place": {"color": "#26c6da", "marker": "p"},
-    "ours-1e-4": {"color": "#0b2f55", "marker": "o"},
+    "ours-3e-4": {"color": "#0b2f55", "marker": "o"},
     "ours-1e-3": {"color": "#4aa3df", "marker": "o"},
     "ours-3e-3": {"color": "#7fc4ee", "marker": "o"},
     "ours-1e-2": {"color": "#b5def7", "marker": "o"},

@@ -46,7 +46,7 @@ from benchmark.environment import (
 from benchmark.replay_mismatch import advantages_of
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.head.engines import block_sparse
+from liger_rl.head.engines import lists
 
 PREFIX = "tolerance-runs-"
 
@@ -135,18 +135,18 @@ def sample(model: Any, prompts: Tensor, plan: Plan, generator: torch.Generator) 
 def kept_shares() -> Iterator[list[float]]:
     """What the backwards inside keep; nothing of those that leave no block out."""
     found: list[float] = []
-    plan_blocks = block_sparse.plan_blocks
+    plan_parts = lists.plan_parts
 
     def recorded(chosen: Any) -> Any:
-        plan = plan_blocks(chosen)
+        plan = plan_parts(chosen)
         found.append(plan.share)
         return plan
 
-    block_sparse.plan_blocks = recorded
+    lists.plan_parts = recorded
     try:
         yield found
     finally:
-        block_sparse.plan_blocks = plan_blocks
+        lists.plan_parts = plan_parts
 
 
 class Trainer:

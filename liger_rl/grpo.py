@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from liger_rl.blocks_loss import blocks_in_forward, loss_in_blocks
 from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
 from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
-from liger_rl.head.engines.kept_share import one_pass_pays
-from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import EngineOptions, HeadOptions, Tolerance, resolved
+from liger_rl.head.options import HeadOptions, Tolerance, resolved
 from liger_rl.head.rules import check_left_alone
 from liger_rl.head.run import log_probs
 from liger_rl.head.support import Support
@@ -70,11 +67,8 @@ class FusedLinearGRPOLoss(nn.Module):
             and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
             weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
             then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
-            that count. Where grad_tolerance="auto" leaves blocks out, "auto" takes two passes too, until a backward
-            of the same weight keeps more than 60% of the blocks. It makes both in the forward for a small head, whose
-            weight has at most 2^28 entries, in the products' dtype, which is not float16, if max_extra_bytes is None:
-            the gradients then wait for the backward, which multiplies them by what is on the loss, as in one pass. The
-            rule is that of `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
+            that count. Where grad_tolerance="auto" has an effect, "auto" takes two passes too. The rule is that of
+            `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
             grad_tolerance above 0, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel,
             DTensors) or torch.compile, where the backward has to be a second pass, nor with fixed_shape or
             batch_invariant: it picks rows, and has tiles of its own.
@@ -221,8 +215,6 @@ class FusedLinearGRPOLoss(nn.Module):
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
-        if isinstance(in_forward, EngineOptions):
-            return outside_of_graphs(loss_in_blocks)(call, prepare, in_forward)
         live = None
         if in_forward is not None:
             counted = count_tokens(call, self.terms, given)
@@ -241,10 +233,8 @@ class FusedLinearGRPOLoss(nn.Module):
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
 
-    def _in_forward(
-        self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype
-    ) -> OnePassCall | EngineOptions | None:
-        """How gradients are made in the forward: in one pass, or in blocks with these options; None if they are not."""
+    def _in_forward(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
+        """One pass, where the gradients are made in the forward; None where a second pass makes them."""
         asked, budget = self.options, self.options.max_extra_bytes
         if self.passes == "two" or (self.passes == "auto" and not any(call.needs)):
             return None
@@ -252,11 +242,8 @@ class FusedLinearGRPOLoss(nn.Module):
         if self.passes == "auto" and lacking is not None:
             return None
         shape = HeadShape.of(call, resolved(asked, compute_dtype), needs=call.needs[:2])
-        if self.passes == "auto":
-            of_two = shape.settled(asked)
-            if of_two.options.grad_tolerance and (asked.named_tolerance or not one_pass_pays(call.weight)):
-                # A budget's plan has not counted on gradients that wait for the backward.
-                return of_two.options if budget is None and blocks_in_forward(of_two) else None
+        if self.passes == "auto" and shape.settled(asked).options.grad_tolerance:
+            return None
         shape = shape.settled(asked, one_pass=True)
         together = tokens_together(call, self.terms.locality)
         lacking = lacking or one_pass_obstacle(shape)

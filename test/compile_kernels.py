@@ -24,8 +24,6 @@ from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
 from liger_rl.kernels import (
-    blocks_triton,
-    bounds_triton,
     compiled,
     devices,
     divergence_tiles,
@@ -33,12 +31,11 @@ from liger_rl.kernels import (
     kept_pair_triton,
     kept_parts_triton,
     launches,
-    left_out_blocks_triton,
     pair_epilogue,
     softmax,
+    sparse_triton,
     support_triton,
 )
-from liger_rl.kernels.block_lists import BlockLists
 from liger_rl.kernels.divergence import (
     FORWARD,
     MIXTURE,
@@ -54,17 +51,15 @@ from liger_rl.kernels.divergence import (
 from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
-    BLOCK_TOKENS,
     BLOCK_VOCAB,
     EXTRAS,
-    BlockPlan,
+    SAMPLES,
     Fold,
-    LeftOut,
-    TileBounds,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.support import Base, Segments
 from liger_rl.policy import fused_triton as policy_terms_triton
 from liger_rl.policy.loss import PolicyTerms
 
@@ -170,7 +165,7 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     targets = torch.zeros(N, dtype=torch.long)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     extras = EXTRAS if entropy else ()
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, bounded=True)
+    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, with_tiles=True)
     epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy))
     kept = Kept.empty(N, V, CPU, torch.bfloat16, BLOCK_VOCAB)
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
@@ -188,31 +183,30 @@ def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
     compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
 
 
-def chosen_blocks(transform: LogitTransform, entropy: bool) -> None:
+def found_ids(transform: LogitTransform, entropy: bool) -> None:
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
-    known = TileBounds.empty(N, V, CPU, entropy=entropy)
-    sums = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
-    bounds_triton.tile_bounds(sums, statistics(entropy), targets, transform, known)
-    index = torch.arange(N) if entropy else None
-    drawn = left_out_blocks_triton.draw(index, targets, statistics(entropy), tokens)
-    drawn = drawn._replace(rows=torch.zeros_like(drawn.rows))
-    shares = left_out_blocks_triton.tile_shares(drawn, hidden, weight, bias, transform, torch.bfloat16)
-    known = known._replace(share_squares=shares.squares)
-    ranking = bounds_triton.rank_tokens(known, statistics(entropy), tokens, targets, transform, 1e-3)
-    order, row_blocks = torch.arange(N), -(-N // BLOCK_TOKENS)
-    bounds_triton.block_bounds(known, tokens, ranking.own, targets, order)
-    keep = left_out_blocks_triton.choose(ones(row_blocks, TILES), ones(dtype=torch.float64))
-    given = (known, statistics(entropy), tokens, targets, order, keep, transform)
-    left_out_blocks_triton.left_out_sums(*given, torch.bfloat16)
-    counts = torch.full((TILES,), row_blocks)
-    inputs = blocks_triton.BlockInputs(hidden, weight, bias, targets, tokens, transform)
-    begun = blocks_triton.begin(inputs, BlockLists.of(keep, ranking.wanted), 1 << 20, TILES)
-    plan = BlockPlan(counts, row_blocks * TILES, N)
-    left_out = LeftOut(ones(N, TILES, dtype=torch.bfloat16), shares.entries, ones(N, H))
-    weight_dtype = torch.float32 if entropy else None
-    blocks_triton.grad_blocks(begun, inputs, plan, left_out, (True, entropy), weight_dtype)
+    known = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
+    bounds = sparse_triton.part_bounds(known, statistics(entropy), tokens, targets, transform)
+    drawn = sparse_triton.draw_tokens(bounds)
+    tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
+    sparse_triton.tail_rows(tail, weight, torch.bfloat16)
+    chosen = sparse_triton.choose_parts(bounds, tail, torch.arange(N), 1e-3, transform, torch.bfloat16, signed=entropy)
+    span, parts = sparse_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
+    of_tiles = sparse_triton.list_tiles(chosen, span)
+    sparse_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
+    starts = torch.arange(N + 1)
+    sparse_triton.thresholds(parts, chosen, span, ones(N), starts, targets=True)
+    listed, given = (0, N), (targets, ones(N))
+    found = sparse_triton.write_lists(
+        parts, chosen, of_tiles.tile_of, tail, given, ones(N), starts, span, listed, transform
+    )
+    out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
+    by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
+    support_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
+    by_token = Segments(starts, found.tokens)
+    support_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -347,7 +341,7 @@ EVERYWHERE = (
     tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, chosen_parts,
     policy_terms,
 )  # fmt: skip
-WITH_EPILOGUE = (in_the_epilogue, chosen_blocks, parts_of_pairs)  # where the product of our own applies
+WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 

@@ -12,9 +12,8 @@ from benchmark.loss import EPSILON
 from benchmark.peers.peer import Head as Base
 from benchmark.peers.peer import Values
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_logprobs
-from liger_rl.head.engines import block_sparse
-from liger_rl.head.engines.block_sparse import ChosenBlocks, plan_blocks
-from liger_rl.kernels.statistics import BlockPlan
+from liger_rl.head.engines import lists
+from liger_rl.head.engines.lists import Choice, Kept, plan_parts
 
 
 class Head(Base):
@@ -69,7 +68,7 @@ class Head(Base):
         )
         self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:
-            block_sparse.plan_blocks = self._recorded
+            lists.plan_parts = self._recorded
         return lambda: (
             loss_fn(
                 inputs.hidden,
@@ -94,11 +93,11 @@ class Head(Base):
     def weight_gradient(self, inputs: Inputs) -> Tensor | None:
         return super().weight_gradient(inputs) if self._total is None else self._total
 
-    def _recorded(self, chosen: ChosenBlocks) -> BlockPlan:
-        """The plan of a backward, looked at on its way: the host knows its share anyway."""
-        plan = plan_blocks(chosen)
-        self._share = plan.share
-        return plan
+    def _recorded(self, choice: Choice) -> Kept:
+        """What a backward keeps, looked at on its way: the host knows its share anyway."""
+        kept = plan_parts(choice)
+        self._share = kept.share
+        return kept
 
     def kept_share(self) -> float | None:
         return self._share

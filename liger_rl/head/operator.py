@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.head.engines import block_sparse, several, two_pass
+from liger_rl.head.engines import several, sparse, two_pass
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.function import Way, linear_values, token_gradients
 from liger_rl.head.low_rank import inputs_backward, inputs_forward, low_rank_inputs
@@ -34,7 +34,7 @@ from liger_rl.head.schema import (
 )
 from liger_rl.head.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import EXTRAS, TileBounds, TokenStatistics
+from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TileStatistics, TokenStatistics
 
 
 class Outputs(NamedTuple):
@@ -44,7 +44,7 @@ class Outputs(NamedTuple):
     """
 
     statistics: TokenStatistics
-    known: TileBounds | None  # what a backward with a tolerance needs
+    known: TileStatistics | None  # what a backward with a tolerance needs
     has_bounds: Tensor | None  # (1,) bool on the host: whether `known` was made; the backward is exact where it was not
 
     def flat(self) -> list[Tensor]:
@@ -58,8 +58,7 @@ class Outputs(NamedTuple):
         statistics = TokenStatistics(*_wanted(parts, True, True, options.entropy, *extras))  # type: ignore[arg-type]
         known = None
         if bounded:
-            there = (*[True] * 4, *[options.entropy] * 3)
-            known = TileBounds(*_wanted(parts, *there))  # type: ignore[arg-type]
+            known = TileStatistics(*_wanted(parts, True, True, options.entropy))  # type: ignore[arg-type]
         return cls(statistics, known, *_wanted(parts, bounded))
 
     @classmethod
@@ -77,7 +76,8 @@ class Outputs(NamedTuple):
         statistics = TokenStatistics(logps, made(), made() if options.entropy else None, *extras)
         if not bounded:
             return cls(statistics, None, None)
-        known = TileBounds.empty(tokens, vocab, device, entropy=options.entropy)
+        tiles = [torch.empty(-(-vocab // BLOCK_VOCAB), tokens, device=device) for _ in range(2 + options.entropy)]
+        known = TileStatistics(*tiles, *[None] * (3 - len(tiles)))
         return cls(statistics, known, torch.empty(1, dtype=torch.bool, device="cpu"))
 
 
@@ -88,7 +88,7 @@ def _wanted(parts: Iterator[Tensor], *there: bool) -> list[Tensor | None]:
 def _engine(head: Head, bounded: bool) -> ModuleType:
     if head.targets.dim() == 2:
         return several
-    return block_sparse if bounded else two_pass
+    return sparse if bounded else two_pass
 
 
 def _fold(*arguments: Any) -> list[Tensor]:

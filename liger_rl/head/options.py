@@ -22,7 +22,6 @@ from liger_rl.head.checks import (
     check_transform,
 )
 from liger_rl.head.rules import check_left_alone
-from liger_rl.kernels.devices import blocks_bytes
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
@@ -45,17 +44,16 @@ class HeadOptions:
             gradient, in descending order, of equal ones the smaller id first. It takes tiles of logits in memory, and
             goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
-        grad_tolerance: largest error of dL/dlogits relative to it, both in the Frobenius norm, in [0, 1); 0 is exact.
-            "auto" is 1e-4 where products are 16-bit and blocks can be told apart, and 0 beside every option that does
-            not go with a tolerance.
-            Blocks of 128 tokens x 256 vocabulary entries whose bounds are small enough together are left out of the
-            backward's three products, whatever the loss. Each token's sum over a tile takes their place, shared among
-            the tile's entries as some tokens' own probabilities are. 1e-3 is under half of what rounding the gradient
-            to bfloat16 does to it. The gradients of hidden and weight may be about three times further off, see
-            docs/choosing.md. The backward stays exact where blocks cannot be told apart: on CPU, on GPUs without
-            products of our own (see docs/design.md), in float32, with a precision, with rows of the weight that do not
-            start at multiples of 16 bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank
-            term; the `reason` of `plan_linear_logprobs` says which.
+        grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own, in the Euclidean norm, in
+            [0, 1); 0 is exact. "auto" is 3e-4 where products are 16-bit and no option asks for exactness, and 0 beside
+            every option that does not go with a tolerance.
+            The backward then sums over a list of ids for each token, whatever the loss. What a token leaves out of 256
+            neighbouring ids is shared among them, so that dL/dlogits still adds up to zero. 3e-4 is an eighth of what
+            rounding the gradient to bfloat16 does to it. Where lists would be long, above about 2 nats of entropy in
+            the mean, the exact backward runs. It also runs on CPU, on GPUs without products of our own (see
+            docs/design.md), in float32, with a precision, with rows of the weight that do not start at multiples of 16
+            bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank term. The `reason` of
+            `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
         precision: "bf16x2" or "bf16x3": with compute_dtype float32, products of bfloat16 hidden states with a float32
@@ -198,13 +196,6 @@ class EngineOptions(HeadOptions):
         """Of the hidden states, where the product of our own applies."""
         return self.compute_dtype if self.precision is None else torch.bfloat16
 
-    def blocks_bytes(self, tokens: int, hidden_size: int) -> int:
-        """Of kept blocks of a gradient at a time: with chunks from a budget, no more than a tile of it takes."""
-        free = blocks_bytes(tokens, hidden_size)
-        if self.chunk_tokens is None or self.chunk_vocab is None:
-            return free
-        return min(free, self.chunk_tokens * self.chunk_vocab * self.compute_dtype.itemsize)
-
 
 def resolved(
     options: HeadOptions,
@@ -216,7 +207,7 @@ def resolved(
 ) -> EngineOptions:
     """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given.
 
-    Without one, a tolerance of "auto" is what the options allow; whether blocks can be told apart is seen later.
+    Without one, a tolerance of "auto" is what the options allow; whether it has an effect is seen later.
     """
     if grad_tolerance is None:
         grad_tolerance = options.named_tolerance

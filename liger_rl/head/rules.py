@@ -22,10 +22,10 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "grad_tolerance": "",
         "max_extra_bytes": "its memory is not planned; bound the tiles with chunk_tokens and chunk_vocab",
     },
-    "with fixed_shape": {"grad_tolerance": "the host has to know how many blocks there are to compute"},
-    "with precision": {"grad_tolerance": "the blocks of a split weight are not told apart"},
+    "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
+    "with precision": {"grad_tolerance": "no list of ids is found for a split weight"},
     "with low_rank": {"batch_invariant": "the term's products have no fixed shape", "precision": SPLIT},
-    "with weight_grad": {"grad_tolerance": "the block-sparse backward makes a (V, H) gradient of its own"},
+    "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
     "with vocab_parallel": {
         "grad_tolerance": WHOLE,
         "batch_invariant": "the order of a sum over ranks is the communication library's, and may change with the "
@@ -44,7 +44,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
     # Of one head, made in the forward.
     "in one pass": {
-        "grad_tolerance": "blocks are left out of a second pass",
+        "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
         "precision": "exponentials of a split weight are not kept",

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.call import HeadCall, LogProbs, check_topk, shared_errors
 from liger_rl.head.dtensors import localized
-from liger_rl.head.engines import block_sparse, several, two_pass
+from liger_rl.head.engines import several, sparse, two_pass
 from liger_rl.head.engines import support as support_engine
 from liger_rl.head.engines.choose import HeadShape, plan_two_passes
 from liger_rl.head.engines.interface import Head, whole_head
@@ -165,7 +165,7 @@ def _way(head: Head, options: EngineOptions) -> Way:
     """By the engine of a call that lists no ids."""
     if head.targets.dim() == 2 or options.topk is not None:
         return Way.of(several)
-    return Way.of(block_sparse if head.may_leave_out(options) else two_pass)
+    return Way.of(sparse if head.may_leave_out(options) else two_pass)
 
 
 def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:

@@ -29,11 +29,6 @@ WARPS = 8  # of a program
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
 STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
-BLOCKS_BYTES = 152 << 20  # of kept blocks of a gradient at a time, at least; a tile of the vocabulary is never split
-# Of the float32 gradient of all hidden states, which each round of blocks reads and writes. One H200, H = 4096,
-# V = 128256, half of the blocks kept: 131,072 tokens take 754 ms with 152 MiB, 655 with 304, 612 with 608 and 593 with
-# 912.
-BLOCKS_SHARE = 0.45
 ALIGNMENT_BYTES = 16
 HERE = nullcontext()
 
@@ -41,11 +36,6 @@ HERE = nullcontext()
 FORCIBLE = ("tma", "portable", "tiles")
 # For reports of bugs and for measurements: the family that runs, where this GPU can, in place of the fastest.
 FORCED = os.environ.get("LIGER_RL_KERNELS") or None
-
-
-def blocks_bytes(tokens: int, hidden_size: int) -> int:
-    """Of kept blocks of a gradient at a time, where no budget says less."""
-    return max(BLOCKS_BYTES, int(BLOCKS_SHARE * 4 * tokens * hidden_size))
 
 
 class Family(NamedTuple):

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels import divergence_tiles as plain
-from liger_rl.kernels import left_out_blocks_triton
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
 from liger_rl.kernels.divergence_tiles import ChosenParts, Drawn, TileBounds, TileShares
@@ -245,11 +244,7 @@ def share_entries(sizes: Tensor) -> TileShares:
 
 def shared_rows(entries: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """As `divergence_tiles.shared_rows`."""
-    if weight.stride(1) != 1:
-        return plain.shared_rows(entries, weight, dtype)
-    rows = torch.empty(plain.padded(entries.shape[0]), weight.shape[1], dtype=dtype, device=weight.device)
-    left_out_blocks_triton.weigh_rows(weight, entries, rows, entries.shape[1])
-    return rows
+    return plain.shared_rows(entries, weight, dtype)
 
 
 def choose_parts(

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.bounds_triton import merge, tile_bounds
 from liger_rl.kernels.devices import (
     ALIGNMENT_BYTES,
     CAPABILITY,
@@ -31,13 +30,13 @@ from liger_rl.kernels.devices import (
 )
 from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import matrix, product, store
+from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
     Fold,
-    TileBounds,
     TileStatistics,
     TokenGradients,
     TokenStatistics,
@@ -168,14 +167,14 @@ def gemm_fold(
     *,
     entropy: bool,
     extras: Collection[str] = (),
-    bounded: bool = False,  # not for a part of the vocabulary
+    with_tiles: bool = False,  # also the statistics of each tile of TILE_VOCAB entries
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
     planes: int = 1,  # more for a float32 weight that becomes so many 16-bit matrices; nothing is bounded or kept then
-) -> tuple[TokenStatistics, TileBounds | None]:
-    """Statistics of hidden @ weight.T, and bounds where they are asked for, where `devices.applies` says so."""
-    assert over_parts is None or not bounded
-    assert planes == 1 or not (bounded or kept)
+) -> tuple[TokenStatistics, TileStatistics | None]:
+    """Statistics of hidden @ weight.T, of tokens and, where they are asked for, of tiles; where `devices.applies`."""
+    assert over_parts is None or not with_tiles
+    assert planes == 1 or not (with_tiles or kept)
     n, vocab = hidden.shape[0], weight.shape[0]
     tile_vocab = TILE_VOCAB if planes == 1 else SPLIT_VOCAB
     bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // tile_vocab)
@@ -185,32 +184,23 @@ def gemm_fold(
 
     asked: dict[str, Any] = {"entropy": entropy, "extras": extras, "planes": planes}
 
-    def memory() -> tuple[Fold, TileBounds | None]:
-        state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
-        return state, TileBounds.empty(n, vocab, hidden.device, entropy=entropy) if bounded else None
-
     def finished(state: Fold) -> TokenStatistics:
         return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
 
-    if n <= step:
+    if with_tiles or n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.
         tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, **asked)
-        state, bounds = memory()
+        state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
         merge(tiles, state)
-        statistics = finished(state)
-        if bounds is not None:
-            tile_bounds(_statistics_of(tiles), statistics, targets, transform, bounds)
-        return statistics, bounds
-    state, bounds = memory()
+        return finished(state), TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment) if with_tiles else None
+    state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
         tiles = _fold_tiles(hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, **asked)
         merge(tiles, part)
-        if bounds is not None:
-            tile_bounds(_statistics_of(tiles), part.finish(), targets[rows], transform, bounds.columns(rows))
         del tiles  # or they would stay alive while the next ones are allocated
-    return finished(state), bounds
+    return finished(state), None
 
 
 def _fold_tiles(
@@ -267,10 +257,6 @@ def _fold_tiles(
         assert kept.tile_vocab == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
     return tiles
-
-
-def _statistics_of(tiles: Fold) -> TileStatistics:
-    return TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment)
 
 
 def gemm_grad(

@@ -115,14 +115,11 @@ class Fold(NamedTuple):
         return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 
-# Sides of a block of the gradient: the part of it that is kept or left out as a whole.
+# Sides of a tile of a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
 KEPT_ONE = 2.0**15  # what `saved_exponentials` keeps of 1: the largest power of two in float16
-# Tokens that say how vocabulary entries share what is left out. Of a trained model's own tokens 64 say it as well as
-# all of them.
+# Tokens that say how a tile's entries share what is left out of it.
 SAMPLES = 64
-# Of numbers kept in float16: a mass is at most 1, a moment at most the logarithm of the vocabulary.
-MASS_SCALE, MOMENT_SCALE = 2.0**15, 2.0**10
 
 
 class TileStatistics(NamedTuple):
@@ -133,80 +130,38 @@ class TileStatistics(NamedTuple):
     moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak), where entropies are asked for
 
 
-class TileBounds(NamedTuple):
-    """How large a token's gradient can be in each tile, and what it adds up to: what leaving tiles out unseen needs.
+class PartBounds(NamedTuple):
+    """How large each token's dL/dz is in each tile, in units of the token's own: what leaving parts out unseen needs.
 
-    An energy is a sum of squares over the vocabulary entries of a tile. Upper bounds of two of them are kept, from the
-    tile's largest probability P and its mass Q: sum_v p_v^2 <= P Q, what dL/dlogp multiplies; and, with H the entropy,
-    sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2, what dL/dentropy multiplies. In the target's own tile
-    they leave out the target, whose gradient is known.
-
-    A code c of 8 bits stands for 2^(-c / 4), an entropy code for 2^(8 - c / 4), rounded up: at most 19% above what it
-    was made of, and what is under 2^-55 is as good as nothing.
-
-    A mass is the sum of p_v over a tile, a moment that of p_v (log p_v + H), again without the target.
+    The constant part of dz/dx is left out of all bounds.
     """
 
-    codes: Tensor  # (tiles, n) uint8, for dL/dlogp
-    beside_target: Tensor  # (n,) float32, the same for the target's tile, whose code means nothing
-    elsewhere: Tensor  # (n,) float32, lower bound of sum_v (p_v dx/dz)^2 over the other tiles, from their peaks
-    masses: Tensor  # (tiles, n) float16, times MASS_SCALE
-    entropy_codes: Tensor | None  # (tiles, n) uint8, for dL/dentropy
-    entropy_beside_target: Tensor | None  # (n,) float32
-    moments: Tensor | None  # (tiles, n) float16, times MOMENT_SCALE
-    # Of the shares by which a left-out sum takes a tile's place, which the backward knows.
-    share_squares: Tensor | None = None  # (tiles,) float32
+    most: Tensor  # (tiles, n) float32, upper bound of the norm over a tile
+    rest: Tensor  # (tiles, n) float32, sum over a tile
+    least: Tensor  # (n,) float32, lower bound of the sum of squares over the vocabulary, the target with it
+    unit: Tensor  # (n,) float32, 0 without a gradient
+    size: Tensor  # (n,) float64, the rests without their signs, added up; 0 without a gradient, or if not finite
+    at_target: Tensor | None  # (n,) float32, dL/dx at the target, not in units; None where parts include targets
 
     @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device, *, entropy: bool) -> "TileBounds":
-        tiles = -(-vocab // BLOCK_VOCAB)
+    def empty(cls, n: int, tiles: int, device: torch.device, *, targets: bool) -> "PartBounds":
+        def part(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-        def matrix(dtype: torch.dtype) -> Tensor:
-            return torch.empty(tiles, n, dtype=dtype, device=device)
-
-        def energies() -> Tensor:
-            return torch.empty(n, dtype=torch.float32, device=device)
-
-        always = (matrix(torch.uint8), energies(), energies(), matrix(torch.float16))
-        return cls(*always, *((matrix(torch.uint8), energies(), matrix(torch.float16)) if entropy else (None,) * 3))
-
-    def columns(self, tokens: slice) -> "TileBounds":
-        """Views of some tokens."""
-        *by_token, squares = self
-        return TileBounds._make([*(None if part is None else part[..., tokens] for part in by_token), squares])
+        tokens = part(n), part(n), part(n, dtype=torch.float64), part(n) if targets else None
+        return cls(part(tiles, n), part(tiles, n), *tokens)
 
 
-class TileShares(NamedTuple):
-    """How a tile's vocabulary entries share what is left out of it, see `left_out_blocks_triton.tile_shares`."""
+class Tail(NamedTuple):
+    """How a tile's vocabulary entries share what tokens leave out of it."""
 
-    entries: Tensor  # (V,) float32, adding up to 1 over a tile
-    squares: Tensor  # (tiles,) float32, sums of their squares
-    rows: Tensor  # (padded tiles, H) in the compute dtype, the weight's rows added up by them
+    entries: Tensor  # (padded tiles * width,) float32, adding up to 1 over a tile; 0 past the vocabulary
+    squares: Tensor  # (padded tiles,) float32, sums of their squares
 
-
-class BlockPlan(NamedTuple):
-    """The blocks of a gradient to compute, as far as the host must plan for them."""
-
-    counts: Tensor  # (tiles,) integers on the host, blocks kept in each
-    kept: int  # in all
-    wanted: int  # tokens with a gradient, the first of all
-
-    @property
-    def row_blocks(self) -> int:
-        return -(-self.wanted // BLOCK_TOKENS)
-
-    @property
-    def share(self) -> float:
-        """Kept blocks, of all the blocks of the tokens with a gradient."""
-        return self.kept / max(self.row_blocks * self.counts.numel(), 1)
-
-
-class LeftOut(NamedTuple):
-    """What takes the place of the blocks that are not computed."""
-
-    sums: Tensor  # (n, tiles or more) of dL/dx, in the dtype of products
-    shares: Tensor  # (V,) float32, of these, of a tile's vocabulary entries
-    hidden: Tensor | None  # (n, H) float32, their product with the weight, where hidden's gradient is needed
+    @classmethod
+    def empty(cls, tiles: int, width: int, device: torch.device) -> "Tail":
+        entries = torch.empty(tiles * width, dtype=torch.float32, device=device)
+        return cls(entries, torch.empty(tiles, dtype=torch.float32, device=device))
 
 
 class TokenGradients(NamedTuple):

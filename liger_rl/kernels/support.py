@@ -29,6 +29,7 @@ COUNTED = 9
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
 LONG_ROW = 512  # a token with more slots is LONG_ROWS: its sums may be split
+PARTIAL_BYTES = 32 << 20  # of the sums of pieces, in `support_triton`
 GATHERED = 1 << 21  # numbers of gathered rows at a time: 8 MiB in float32
 
 
@@ -96,6 +97,19 @@ class Pairs(NamedTuple):
     segments: Segments
     coefficients: Tensor  # (S,) float32
     tokens: Tensor  # (S,) int32
+
+
+class Base(NamedTuple):
+    """What segment s begins with in place of 0: shares[s] rows[s // width]."""
+
+    rows: Tensor  # (ceil(M / width) or more, K) float32
+    shares: Tensor | None = None  # (M or more,) float32; None: 1 each
+    width: int = 1
+
+    def of(self, segments: int) -> Tensor:
+        """(M, K) float32."""
+        rows = self.rows.repeat_interleave(self.width, 0)[:segments]
+        return rows if self.shares is None else rows * self.shares[:segments, None]
 
 
 Ordered = tuple[Tensor, Tensor]  # `Slots.ids` from a stable sort, and their places before it, (S,) int32 and int64
@@ -340,8 +354,11 @@ def segment_sums(
     out: Tensor,  # (M, K) any float dtype
     *,
     add: bool = False,
+    base: Base | None = None,
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
+
+    A `base`, which does not go with `add`, is added to the sum before it is rounded.
 
     Without `add` 0 is written where a segment is empty; with it nothing is touched there.
 
@@ -351,6 +368,8 @@ def segment_sums(
     total = out if in_place else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if in_place and not add:
         total.zero_()
+    if base is not None:
+        total += base.of(segments.number)
     picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
     for part in _parts(picked.numel(), table.shape[1]):
         at = picked[part]

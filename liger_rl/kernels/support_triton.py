@@ -38,8 +38,10 @@ from liger_rl.kernels.support import (
     LONG_ROW,
     LONG_ROWS,
     MISSING_TARGETS,
+    PARTIAL_BYTES,
     SEVERAL,
     SINGLE,
+    Base,
     Factors,
     Ordered,
     Pairs,
@@ -69,7 +71,6 @@ BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
 # Of ids there are many, most of them in no row.
 BY_ID = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
-PARTIAL_BYTES = 32 << 20  # of the sums of pieces
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
@@ -837,6 +838,9 @@ def _sums_kernel(
     table_stride,
     starts,
     partial,
+    base,  # (count / base_width, columns) float32, or None
+    shares,  # (count,) float32 of it, or None
+    base_width,
     out,  # (count, columns)
     out_stride,
     count,
@@ -867,6 +871,11 @@ def _sums_kernel(
                     values = partial + cut[:, None] * columns + column[None, :]
                     total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
             place = out + segment * out_stride + column
+            if base is not None:
+                start_row = tl.load(base + segment // base_width * columns + column, mask=inside, other=0.0)
+                if shares is not None:
+                    start_row *= tl.load(shares + segment)
+                total += start_row
             if ADD:
                 total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
             tl.store(place, total.to(out.dtype.element_ty), mask=inside)
@@ -883,9 +892,11 @@ def segment_sums(
     out: Tensor,
     *,
     add: bool = False,
+    base: Base | None = None,
     launch: Launch | None = None,
 ) -> None:
     """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
+    assert base is None or base.rows.is_contiguous()
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
     if launch is None:
@@ -916,6 +927,9 @@ def segment_sums(
         _sums_kernel[(cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
+            None if base is None else base.rows,
+            None if base is None else base.shares,
+            1 if base is None else base.width,
             out,
             out.stride(0),
             segments.number,

@@ -18,7 +18,7 @@ class LogitTransform:
     Args:
         temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, one for each
             token. Tensors get no gradient. They take float32 tiles of logits in two passes: neither the product's
-            epilogue, nor one pass, nor blocks of a `grad_tolerance` know them, nor does torch.compile.
+            epilogue, nor one pass, nor a `grad_tolerance` know them, nor does torch.compile.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
 

@@ -10,7 +10,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
 from devices import NEEDS_GPU  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
-from liger_rl.head.engines import block_sparse  # noqa: E402
+from liger_rl.head.engines import lists  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 from texts import sampled  # noqa: E402
 
@@ -80,21 +80,21 @@ def policy(dtype: torch.dtype, head_dtype: torch.dtype, tolerance: float) -> tup
 @NEEDS_GPU  # elsewhere a tolerance computes the exact gradient
 def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
     shares = []
-    plan_blocks = block_sparse.plan_blocks
+    plan_parts = lists.plan_parts
 
-    def recorded(chosen):
-        plan = plan_blocks(chosen)
-        shares.append(plan.share)
-        return plan
+    def recorded(choice):
+        kept = plan_parts(choice)
+        shares.append(kept.share)
+        return kept
 
-    monkeypatch.setattr(block_sparse, "plan_blocks", recorded)
+    monkeypatch.setattr(lists, "plan_parts", recorded)
     start = torch.cat([p.detach().double().flatten() for p in pretrained().parameters()]).to(DEVICE)
     exact, losses = policy(torch.float32, torch.float32, 0.0)
     rounded, _ = policy(torch.bfloat16, torch.bfloat16, 0.0)
     assert not shares
     close, close_losses = policy(torch.float32, torch.bfloat16, TOLERANCE)
     assert len(shares) == STEPS
-    assert max(shares) < block_sparse.DENSE_SHARE, "nothing was left out"
+    assert max(shares) < lists.DENSE_SHARE, "nothing was left out"
     moved = (exact - start).norm()
     assert 0 < (close - exact).norm() < 0.1 * moved
     assert (close - exact).norm() <= (rounded - exact).norm()

@@ -133,15 +133,20 @@ def test_the_same_bits_as_the_rounded_weight(options, folds, device):
     assert not torch.equal(mine, mine.to(LOW).float())
 
 
-def test_blocks_are_left_out_beside_a_float32_weight(folds, device, monkeypatch):
+def test_lists_of_ids_beside_a_float32_weight(folds, device, monkeypatch):
     """As beside its rounding; their sums for the weight are not rounded."""
-    from liger_rl.kernels import blocks_triton, epilogue
+    from liger_rl.head.engines import lists
+    from liger_rl.kernels import epilogue, sparse_triton, support, support_triton
 
-    monkeypatch.setattr(blocks_triton, "family_of", epilogue.family_of)
-    called, grad_blocks = [], blocks_triton.grad_blocks
-    monkeypatch.setattr(blocks_triton, "grad_blocks", lambda *args: called.append(args) or grad_blocks(*args))
-    inputs = mixed((300,), 64, 1100, device=device, low=LOW)
-    surer = inputs.hidden.float() + 6.0 * torch.rand(300, 1, device=device) * inputs.weight[inputs.targets]
+    monkeypatch.setattr(sparse_triton, "family_of", epilogue.family_of)
+    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)
+    if device.type == "cpu":  # interpreted, the sums would take minutes
+        monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
+    called, list_gradients = [], lists.list_gradients
+    monkeypatch.setattr(lists, "list_gradients", lambda *args: called.append(args) or list_gradients(*args))
+    tokens = 300 if device.type == "cuda" else 40
+    inputs = mixed((tokens,), 64, 1100, device=device, low=LOW)
+    surer = inputs.hidden.float() + 6.0 * torch.rand(tokens, 1, device=device) * inputs.weight[inputs.targets]
     inputs = inputs._replace(hidden=surer.to(LOW))
     found = solve(inputs, grad_tolerance=1e-2, compute_dtype=LOW, entropy=False)
     expected = solve(inputs._replace(weight=inputs.weight.to(LOW)), grad_tolerance=1e-2, entropy=False)

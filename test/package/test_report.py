@@ -63,7 +63,7 @@ def test_gpus_and_what_they_lack(monkeypatch):
     assert list(parts) == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
     assert parts["cuda:0"].startswith("GPU 0, compute capability 9.0, 227 KiB")
     assert "product with a fused epilogue: yes, the tma family" in parts["cuda:0"]
-    assert "bfloat16: block-sparse, in the epilogue" in parts["cuda:0"]
+    assert "bfloat16: sparse, in the epilogue" in parts["cuda:0"]
     assert "grad_tolerance=0: two passes, in the epilogue" in parts["cuda:0"]
     assert "product with a fused epilogue: yes, the portable family" in parts["cuda:1"]
     assert "kernels: liger_rl.kernels.compiled" in parts["cuda:1"]

@@ -13,6 +13,7 @@ import torch
 from liger_rl.head import checks
 from liger_rl.head.call import HeadCall
 from liger_rl.head.checks import Passes
+from liger_rl.head.engines import lists
 from liger_rl.head.engines.one_pass import tile_entries, tile_vocab
 from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, Tiles, kind_of, plan_tiles
 from liger_rl.head.engines.totals import OnePassPlan
@@ -25,7 +26,6 @@ from liger_rl.kernels.devices import (
     SPLIT_VOCAB,
     STATISTICS_BYTES,
     aligned,
-    blocks_bytes,
     call_lacks,
     compiles,
     family_of,
@@ -34,6 +34,7 @@ from liger_rl.kernels.devices import (
 )
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, SAMPLES
+from liger_rl.kernels.support import PARTIAL_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,15 +124,16 @@ class HeadShape:
         return self.epilogue_lacks or ("a weight in the products' dtype in one pass" if self.casts_weight else None)
 
     @property
-    def tells_blocks_apart(self) -> bool:
+    def finds_ids(self) -> bool:
+        """Whether a tolerance has an effect: lists of ids are found behind a product with an epilogue."""
         return self.epilogue_lacks is None and not self.options.names_chunk and not self.in_place
 
     def settled(self, asked: HeadOptions, *, one_pass: bool = False) -> "HeadShape":
-        """With the tolerance that "auto" becomes: 0 in one pass, and if blocks have no room or cannot be told apart."""
+        """With the tolerance that "auto" becomes: 0 in one pass, and where no list of ids is found or has room."""
         if asked.grad_tolerance != "auto" or not self.options.grad_tolerance:
             return self
-        budget, blocks = asked.max_extra_bytes, not one_pass and self.tells_blocks_apart
-        if blocks and (budget is None or budget >= self.least_bytes(epilogue=True, blocks=True)):
+        budget, sparse = asked.max_extra_bytes, not one_pass and self.finds_ids
+        if sparse and (budget is None or budget >= self.least_bytes(epilogue=True, sparse=True)):
             return self
         return replace(self, options=replace(self.options, grad_tolerance=0.0))
 
@@ -173,11 +175,11 @@ class HeadShape:
         kinds = 2 + self.options.entropy + len(self.options.extras)
         return 4 * kinds * -(-self.vocab // (BLOCK_VOCAB if self.options.planes == 1 else SPLIT_VOCAB))
 
-    def two_pass_peak(self, forward: Tiles, backward: Tiles, *, epilogue: bool, blocks: int = 0) -> int:
+    def two_pass_peak(self, forward: Tiles, backward: Tiles, *, epilogue: bool) -> int:
         """Base and selected hidden states, with the larger of the two directions.
 
         The forward has one tile of logits, or the statistics of the epilogue. The backward has one tile of gradients,
-        or the kept `blocks`, and float32 sums: of its tile of the weight's gradient, and of the hidden states' one.
+        and float32 sums: of its tile of the weight's gradient, and of the hidden states' one.
         """
         n, c, s = self.tokens, self.options.compute_dtype.itemsize, self.dtype.itemsize
         columns = self.hidden_size + (3 * self.rank + 8 if self.rank else 0)  # low-rank factors, split and aligned
@@ -200,7 +202,7 @@ class HeadShape:
             first += (n + MIN_TOKENS) * self.hidden_size * c + BYTES_PER_TOKEN * MIN_TOKENS
         if not any(self.needs):
             return kept + first
-        second = max(tile_bytes(backward, c if compiles(self.device) else 0), blocks)
+        second = tile_bytes(backward, c if compiles(self.device) else 0)
         if self.needs[0]:
             rounded = 0 if compiles(self.device) else min(n, selection.ROWS) * self.hidden_size * s
             second += 4 * n * (self.hidden_size + self.rank) + rounded
@@ -213,15 +215,18 @@ class HeadShape:
             second += 4 * backward.vocab * (4 + backward.tokens // gemm.SUMMED_ROWS)
         return kept + max(first, second)
 
-    def block_sparse_peak(self, forward: Tiles, backward: Tiles, *, budgeted: bool) -> int:
-        """Two passes with the kept blocks of a tile at least; and the bounds, sums and shares of all blocks."""
+    def sparse_peak(self, forward: Tiles, backward: Tiles) -> int:
+        """Two passes with the statistics of all tiles; or these, kept parts and the longest lists that are summed."""
         n, size, tiles, c = self.tokens, self.hidden_size, -(-self.vocab // BLOCK_VOCAB), self.options.compute_dtype
-        blocks, sampled = (13 * n + 96) * tiles, SAMPLES * (4 * self.vocab + 2 * c.itemsize * size)
-        beside = 3 * (1 + self.options.entropy) * n * tiles + 16 * tiles * size + 8 * self.vocab + max(blocks, sampled)
-        of_tile = -(-n // BLOCK_TOKENS) * BLOCK_TOKENS * BLOCK_VOCAB * c.itemsize
-        most = math.prod(backward) * c.itemsize if budgeted else of_tile * tiles
-        kept = max(of_tile, min(blocks_bytes(n, size), most))
-        return beside + self.two_pass_peak(forward, backward, epilogue=True, blocks=kept)
+        kept = 4 * (2 + self.options.entropy) * n * tiles
+        bounds = 8 * n * tiles + 4 * SAMPLES * self.vocab
+        parts = max(lists.PARTS_BYTES, 2 * BLOCK_TOKENS * BLOCK_VOCAB * tiles) + 4 * n * tiles
+        sums = lists.BYTES_PER_ID * lists.most_ids(self.vocab) * n + 2 * PARTIAL_BYTES + 4 * (n + tiles) * size
+        beside = (4 + 2 * c.itemsize) * n * tiles + (c.itemsize + 4) * tiles * size + 4 * self.vocab
+        exact = self.two_pass_peak(forward, backward, epilogue=True)
+        rows = self.base_bytes + n * size * (c.itemsize + self.dtype.itemsize)
+        copy = self.vocab * size * c.itemsize * self.casts_weight
+        return kept + max(exact, rows + copy + beside + max(bounds, parts, sums))
 
     def one_pass_peak(self) -> tuple[int, int]:
         """(fixed, per token of a chunk), beside a float32 sum of the weight's gradient.
@@ -247,7 +252,7 @@ class HeadShape:
         log_exponentials = 0 if compiles(self.device) else 12
         return fixed, per_token + (self.logit_bytes + log_exponentials) * width
 
-    def tiles(self, max_extra_bytes: int | None, *, epilogue: bool, blocks: bool = False) -> tuple[Tiles, Tiles, int]:
+    def tiles(self, max_extra_bytes: int | None, *, epilogue: bool, sparse: bool = False) -> tuple[Tiles, Tiles, int]:
         """Tiles of the forward and of the backward, and their peak.
 
         With a budget both are the same, and the widest that fit: the tokens are halved while SMALLEST_TILE.vocab does
@@ -261,9 +266,8 @@ class HeadShape:
 
         def with_peak(forward: Tiles, backward: Tiles) -> tuple[Tiles, Tiles, int]:
             forward = own(INVARIANT_TOKENS, 4) if self.options.batch_invariant else forward
-            if blocks:
-                budgeted = max_extra_bytes is not None
-                return forward, backward, self.block_sparse_peak(forward, backward, budgeted=budgeted)
+            if sparse:
+                return forward, backward, self.sparse_peak(forward, backward)
             return forward, backward, self.two_pass_peak(forward, backward, epilogue=epilogue)
 
         def of_budget(tokens: int, steps: int) -> tuple[Tiles, Tiles, int]:
@@ -283,9 +287,9 @@ class HeadShape:
             fits, most = (middle, most) if fitting else (fits, middle - 1)
         return of_budget(tokens, fits)
 
-    def least_bytes(self, *, epilogue: bool = False, blocks: bool = False) -> int:
+    def least_bytes(self, *, epilogue: bool = False, sparse: bool = False) -> int:
         """Of two passes in the smallest tiles."""
-        return self.tiles(0, epilogue=epilogue, blocks=blocks)[2]
+        return self.tiles(0, epilogue=epilogue, sparse=sparse)[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +297,7 @@ class LinearPlan:
     """What `linear_logprobs` or `FusedLinearGRPOLoss` would do; `str` of it says so in a few lines."""
 
     path: str
-    """"two passes", "block-sparse" or "one pass"."""
+    """"two passes", "sparse" or "one pass"."""
     reason: str
     """Why this path, and on a GPU what the product's epilogue would need where it is not taken."""
     epilogue: bool
@@ -349,10 +353,9 @@ def plan_linear_logprobs(
 
     The rule:
 
-    1. Block-sparse, where `grad_tolerance` is above 0, blocks can be told apart (see `linear_logprobs`), and `passes`
-       is not "one". With grad_tolerance="auto" they also must fit the budget. And with passes="auto" the last
-       backward of the same weight must not have kept more than 60% of them; after 16 calls in one pass they are tried
-       again. A plan, which knows no weight, supposes that they pay.
+    1. Sparse, where `grad_tolerance` is above 0, lists of ids can be found (see `linear_logprobs`), and `passes` is not
+       "one". With grad_tolerance="auto" they also must fit the budget. A call whose lists would be long runs the exact
+       backward in the end, which a plan, that knows no distribution, cannot tell.
     2. Else one pass, where `passes` allows it, a gradient is wanted, no option needs a second pass, and a chunk has
        room for all tokens that one token's gradient depends on. "auto" also wants it to pay: no chunk is named, a chunk
        has room for 512 tokens (256 on CPU), and without a budget a 16-bit weight's gradient needs no sum beside it.
@@ -438,26 +441,26 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan:
-    """In tiles that fit the budget, block-sparse where a tolerance lets it.
+    """In tiles that fit the budget, sparse where a tolerance lets it.
 
     Raises:
         ValueError: a budget that is too small, which says what would be needed.
     """
     grad_tolerance = shape.options.grad_tolerance
     lacks = shape.epilogue_lacks or ("no chunk to be named" if shape.options.names_chunk else None)
-    epilogue, blocks, kernels_fit, reason = lacks is None, False, True, "the exact gradient, whatever the loss"
+    epilogue, sparse, kernels_fit, reason = lacks is None, False, True, "the exact gradient, whatever the loss"
     if grad_tolerance != 0.0:
-        blocks = epilogue and not shape.rank
-        why = "lets blocks be left out" if blocks else "has no effect: blocks need the product with an epilogue"
+        sparse = epilogue and not shape.rank
+        why = "lets ids be left out" if sparse else "has no effect: lists of ids need the product with an epilogue"
         if shape.options.names_chunk or shape.rank:
             why = "has no effect: named chunks and low-rank terms keep the backward exact"
         reason = f"grad_tolerance {grad_tolerance} {why}"
-    least = shape.least_bytes(epilogue=epilogue, blocks=blocks)
+    least = shape.least_bytes(epilogue=epilogue, sparse=sparse)
     if epilogue and not shape.options.batch_invariant:  # whose bits must not depend on the budget
         kernels_fit, least = max_extra_bytes is None or max_extra_bytes >= least, min(least, shape.least_bytes())
         if not kernels_fit:
-            reason += "; what tells blocks apart does not fit max_extra_bytes" if blocks else ""
-            epilogue, blocks, lacks = False, False, "a larger max_extra_bytes"
+            reason += "; lists of ids do not fit max_extra_bytes" if sparse else ""
+            epilogue, sparse, lacks = False, False, "a larger max_extra_bytes"
     if epilogue and shape.casts_weight:
         reason += f"; products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}"
     if max_extra_bytes is not None and max_extra_bytes < least:
@@ -465,9 +468,9 @@ def plan_two_passes(shape: HeadShape, max_extra_bytes: int | None) -> LinearPlan
             f"max_extra_bytes must be at least {least} ({mebibytes(least)}) for {shape.tokens} tokens, {shape.vocab} "
             f"vocabulary entries and hidden size {shape.hidden_size}; got {max_extra_bytes}"
         )
-    forward, backward, peak = shape.tiles(max_extra_bytes, epilogue=epilogue, blocks=blocks)
+    forward, backward, peak = shape.tiles(max_extra_bytes, epilogue=epilogue, sparse=sparse)
     return LinearPlan(
-        path="block-sparse" if blocks else "two passes",
+        path="sparse" if sparse else "two passes",
         reason=reason + (f"; no epilogue, which needs {lacks}" if shape.cuda and not epilogue else ""),
         epilogue=epilogue,
         family=family_of(shape.device).name if epilogue else None,

@@ -20,7 +20,7 @@ from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import epilogue_for, for_device, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, compiles
 from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.statistics import Fold, TileBounds, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
 INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
@@ -34,28 +34,28 @@ def forward(
     head: Head,
     options: EngineOptions,
     *,
-    bounded: bool = False,
+    with_tiles: bool = False,
     kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its entries
-) -> tuple[TokenStatistics, TileBounds | None]:
-    """Statistics of every token, in a forward's one product (2 n (H + r) V), and bounds where they are asked for.
+) -> tuple[TokenStatistics, TileStatistics | None]:
+    """Statistics of every token, in a forward's one product (2 n (H + r) V), and of tiles where they are asked for.
 
-    With kept exponentials they include the target's own logit, which these cannot always give back. Bounds are made in
-    the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without bounds
-    a backward is exact.
+    With kept exponentials they include the target's own logit, which these cannot always give back. Those of tiles are
+    made in the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without
+    them a backward is exact.
     """
     rows = head.gathered(options.rows_dtype)
     n = rows.hidden.shape[0]
     rows, options = invariant(rows, options) if kept is None else (rows, options)
-    shard, epilogue, bounds = rows.shard, fold_epilogue(rows, options), None
+    shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
     if epilogue is None:
         statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
     else:
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
-        statistics, bounds = epilogue.gemm_fold(
+        statistics, tiles = epilogue.gemm_fold(
             rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-            extras=options.extras, bounded=bounded, kept=kept, over_parts=over_ranks, planes=options.planes,
+            extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks, planes=options.planes,
         )  # fmt: skip
-    return statistics if rows.hidden.shape[0] == n else statistics.first(n), bounds
+    return statistics if rows.hidden.shape[0] == n else statistics.first(n), tiles
 
 
 def backward(

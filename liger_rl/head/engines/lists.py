@@ -1,0 +1,171 @@
+"""From bounds of a gradient's parts to sums over each token's own ids: what the sparse backwards of one head and of two
+share.
+
+The kernels are Triton's, imported when there are bounds: where the forward's product has an epilogue.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.head.engines.interface import Gradients, Needs
+from liger_rl.head.engines.two_pass import unwritten
+from liger_rl.head.host_answer import HostAnswer
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
+from liger_rl.kernels.support import Base, Segments
+from liger_rl.kernels.transform import LogitTransform
+
+# Of a token's tiles, in the mean. From this share on the exact backward is no slower.
+DENSE_SHARE = 0.4
+PARTS_BYTES = 128 << 20  # of kept parts at a time, but at least those of BLOCK_TOKENS tokens
+BYTES_PER_ID = 52  # of a list, with what sorts it
+
+
+def most_ids(vocab: int) -> int:
+    """In the mean, of lists that are summed. Longer ones, which are rare, give way to the exact backward."""
+    return max(vocab // 128, 256)
+
+
+class Choice(NamedTuple):
+    """Parts that are kept, chosen on the device. The host knows nothing of them yet."""
+
+    chosen: Any  # `sparse_triton.ChosenParts`
+    places: Tensor  # (n,) int64: tokens with a gradient first, in their order
+    counted: HostAnswer
+    tiles: int
+
+
+class Kept(NamedTuple):
+    """How many parts tokens keep, on the host."""
+
+    wanted: int  # tokens with a gradient
+    ends: list[int]  # parts of the first BLOCK_TOKENS of these, of twice as many, ...
+    tiles: int
+
+    @property
+    def share(self) -> float:
+        return self.ends[-1] / max(self.wanted * self.tiles, 1)
+
+    @property
+    def pays(self) -> bool:
+        """Whether lists of ids are faster than the exact backward."""
+        return self.wanted > 0 and self.share <= DENSE_SHARE
+
+    def spans(self, most: int) -> list[tuple[int, int, int, int]]:
+        """(first token, last, first part, parts) of runs with at most so many parts, one block of tokens at least."""
+        spans, first, base = [], 0, 0
+        for block, end in enumerate(self.ends):
+            last = min((block + 1) * BLOCK_TOKENS, self.wanted)
+            following = self.ends[min(block + 1, len(self.ends) - 1)]
+            if last == self.wanted or following - base > most:
+                spans.append((first, last, base, end - base))
+                first, base = last, end
+            if last == self.wanted:
+                break
+        return spans
+
+
+def choose_parts(
+    bounds: PartBounds,
+    tail: Tail,
+    wanted: Tensor,  # (n,) bool: tokens with a gradient
+    tolerance: float,
+    transform: LogitTransform,
+    dtype: torch.dtype,  # of products
+    *,
+    signed: bool,  # a part's entries may have both signs
+) -> Choice:
+    """Choose on the device alone. Work that is launched before `plan_parts` hides that call's wait."""
+    from liger_rl.kernels import sparse_triton
+
+    place = wanted.cumsum(0) - 1
+    chosen = sparse_triton.choose_parts(bounds, tail, place, tolerance, transform, dtype, signed=signed)
+    starts = chosen.starts
+    counted = HostAnswer(torch.cat([place[-1:] + 1, starts[BLOCK_TOKENS::BLOCK_TOKENS], starts[-1:]]))
+    places = torch.sort(wanted.logical_not().to(torch.uint8), stable=True).indices
+    return Choice(chosen, places, counted, bounds.most.shape[0])
+
+
+def plan_parts(choice: Choice) -> Kept:
+    """Tell the host how much there is to do: the backward's first host sync."""
+    wanted, *ends = choice.counted.wait().tolist()
+    return Kept(wanted, ends, choice.tiles)
+
+
+class ListedHead(NamedTuple):
+    """What lists of ids are sums of, and where their sums go."""
+
+    hidden: Tensor  # (n, H) in the dtype of products, of the tokens with a gradient
+    weight: Tensor  # (V or more, H) in it, too; the gradient of rows from `vocab` on is 0
+    bias: Tensor | None
+    vocab: int
+    transform: LogitTransform
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the gradients of hidden and weight
+
+
+def list_gradients(
+    head: ListedHead,
+    choice: Choice,
+    kept: Kept,
+    tail: Tail,
+    make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
+    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx that are listed in any case; None where parts have them
+    needs: Needs,
+) -> Gradients | None:
+    """Of the tokens with a gradient, rows (n, H), and of weight and bias; None where lists are too long.
+
+    One host sync for each span of tokens.
+    """
+    from liger_rl.kernels import sparse_triton, support_triton
+
+    hidden, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
+    chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
+    spans = [sparse_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
+    parts = torch.empty(max(span.parts for span in spans), width, dtype=torch.float16, device=device)
+    threshold = torch.empty(kept.wanted, dtype=torch.float32, device=device)
+    number = torch.zeros(kept.wanted + 1, dtype=torch.int64, device=device)
+    found, listed = [], 0
+    for span in spans:
+        tiles = sparse_triton.list_tiles(chosen, span)
+        make_parts(chosen, tiles, span, parts)
+        sparse_triton.thresholds(parts, chosen, span, threshold, number, targets=targets is not None)
+        starts = number[: span.last + 1].cumsum(0)
+        if needs[0] and span.last == kept.wanted:  # work for the device while the host waits
+            tail_rows = sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)
+        entries = int(starts[-1]) - listed
+        if listed + entries > most_ids(vocab) * kept.wanted:
+            return None
+        found.append(
+            sparse_triton.write_lists(
+                parts, chosen, tiles.tile_of, tail, targets, threshold, starts, span, (listed, entries), transform
+            )
+        )
+        listed += entries
+    del parts, tiles
+    ids, coefficients, tokens = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
+    del found
+    rest = chosen.rest[: kept.wanted]
+
+    grad_hidden = grad_weight = grad_bias = None
+    if needs[0]:
+        grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
+        base = Base(gemm.matmul(rest, tail_rows))
+        support_triton.segment_sums(Segments(starts, tokens), coefficients, ids, weight, grad_hidden, base=base)
+    if needs[1] or (bias is not None and needs[2]):
+        ids, order = torch.sort(ids, stable=True)
+        coefficients, tokens = coefficients[order], tokens[order]
+        rows = torch.arange(vocab + 1, dtype=ids.dtype, device=device)
+        by_id = Segments(torch.searchsorted(ids, rows), ids, by_id=True)
+    if needs[1]:
+        grad_weight = unwritten(weight, vocab, weight_dtype)
+        base = Base(gemm.matmul(rest.T, hidden), tail.entries, width)
+        support_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=base)
+    if bias is not None and needs[2]:
+        grad_bias = unwritten(bias, vocab)
+        ones = torch.ones(1, 1, device=device).expand(kept.wanted, 1)
+        base = Base(gemm.column_sums(rest)[:, None], tail.entries, width)
+        support_triton.segment_sums(by_id, coefficients, tokens, ones, grad_bias[:vocab, None], base=base)
+    return Gradients(grad_hidden, grad_weight, grad_bias)

@@ -1,0 +1,72 @@
+"""The sparse backward: of each token's gradient only the entries without which its own error could pass the tolerance.
+
+1. The forward keeps the peak and the sum of exponentials of each token in each tile of 256 vocabulary entries. They
+   bound the norm of dL/dlogits there (`sparse_triton.part_bounds`).
+2. A token keeps the tiles without which its error could exceed its share of the tolerance. If tokens keep many of them,
+   the exact backward runs. This is the first host sync.
+3. The kept parts are computed again: a product whose tokens are gathered tile by tile.
+4. Of these, the entries above the token's own threshold become its list. How many there are is the second host sync.
+5. The gradients are sums over lists, as with ids that a sampler could have drawn: rows of the weight for the hidden
+   states, and hidden states, after a sort by id, for the weight.
+6. What a token leaves out of a tile is not forgotten. The tile's entries share its sum as they share the gradients of
+   some tokens, so that dL/dlogits still adds up to zero.
+
+Each token's dL/dlogits is then within `grad_tolerance` of itself, relative to its own norm, whatever the loss.
+
+Tiles are kept where the forward's product has an epilogue. Everywhere else the backward is exact.
+"""
+
+from functools import partial
+
+from liger_rl.head.engines import lists, two_pass
+from liger_rl.head.engines.interface import Gradients, Head, Needs, has_gradient
+from liger_rl.head.engines.lists import ListedHead
+from liger_rl.head.options import EngineOptions
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import TileStatistics, TokenGradients, TokenStatistics
+
+Saved = TileStatistics
+forward = partial(two_pass.forward, with_tiles=True)
+
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    known: TileStatistics | None,
+    tokens: TokenGradients,  # (n,) each, of the tokens that count
+    needs: Needs,
+) -> Gradients:
+    """From lists of ids; exact where the lists would be long. Two host syncs."""
+    if known is None:
+        return two_pass.backward(head, options, statistics, None, tokens, needs)
+    from liger_rl.kernels import sparse_triton
+
+    transform, dtype, weight_dtype = options.transform, options.compute_dtype, head.weight.dtype
+    head, live = head.with_weight_in(dtype), head.live
+    weight, bias = head.weight, head.bias
+    targets, tokens = live.gather(head.targets), tokens.contiguous()
+    bounds = sparse_triton.part_bounds(known, statistics, tokens, targets, transform)
+    drawn = sparse_triton.draw_tokens(bounds)
+    sample = head.hidden[drawn.rows if live.index is None else live.index[drawn.rows]].to(dtype)
+    tail = sparse_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, tokens, transform)
+    signed = tokens.grad_entropy is not None
+    wanted, tolerance = has_gradient(tokens), options.grad_tolerance
+    choice = lists.choose_parts(bounds, tail, wanted, tolerance, transform, dtype, signed=signed)
+    at_target = bounds.at_target
+    assert at_target is not None
+    del bounds
+    kept = lists.plan_parts(choice)
+    if kept.wanted < wanted.numel():
+        picked = choice.places[: kept.wanted]
+        live, tokens, targets, at_target = live.among(picked), tokens.take(picked), targets[picked], at_target[picked]
+    rows, found = head.gathered(dtype, live), None
+    if kept.pays:
+        make = partial(sparse_triton.make_parts, rows.hidden, weight, bias, targets, tokens, transform)
+        dtypes = head.hidden.dtype, weight_dtype
+        listed = ListedHead(rows.hidden, weight, bias, weight.shape[0], transform, dtypes)
+        found = lists.list_gradients(listed, choice, kept, tail, make, (targets, at_target), needs)
+    if found is None:
+        del choice, tail
+        found = two_pass.gradients(rows, options, tokens._replace(wanted=None), needs)
+    return found.of_all_tokens(live, head)

@@ -1,0 +1,78 @@
+"""Statistics of vocabulary tiles into those of whole tokens, as a Triton kernel.
+
+Each (tiles, tokens) matrix is read once, tiles in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.launches import Launched, cdiv
+from liger_rl.kernels.softmax import LOWEST, moment_around
+from liger_rl.kernels.statistics import Fold
+
+# Of a program, and of one step of its loop. Few tokens leave it to a step's width to keep an H200 busy: 3564 tokens of
+# 501 tiles take 8 us to merge, and 17 with 32 tokens, 32 tiles and 4 warps.
+MERGE_TOKENS, MERGE_TILES, MERGE_WARPS = 16, 128, 8
+
+
+@Launched
+@triton.jit
+def _merge_kernel(
+    parts,  # `Fold` of each tile, (tiles, tokens); its target is not read
+    state,  # what they become, (tokens,) each; its target stays
+    tiles,
+    tokens,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    peak = tl.full((TOKENS,), LOWEST, tl.float32)
+    total = tl.zeros((TOKENS,), tl.float32)
+    moment = tl.zeros((TOKENS,), tl.float32)
+    total_sq = tl.zeros((TOKENS,), tl.float32)
+    logit_sum = tl.zeros((TOKENS,), tl.float32)
+    rival = tl.full((TOKENS,), float("-inf"), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & live[None, :]
+        place = tile.to(tl.int64)[:, None] * tokens + token[None, :]
+        tile_peak = tl.load(parts.peak + place, mask=inside, other=LOWEST)
+        tile_sum = tl.load(parts.sum_exp + place, mask=inside, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(tile_peak, 0))
+        kept = tl.exp(peak - new_peak)
+        distance = tile_peak - new_peak[None, :]
+        weight = tl.exp(distance)
+        if parts.moment is not None:
+            tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
+            moment = moment_around(new_peak, peak, kept, total, moment)
+            moment += tl.sum(moment_around(new_peak[None, :], tile_peak, weight, tile_sum, tile_moment), 0)
+        if parts.sum_sq_exp is not None:
+            tile_sq = tl.load(parts.sum_sq_exp + place, mask=inside, other=0.0)
+            total_sq = total_sq * kept * kept + tl.sum(weight * weight * tile_sq, 0)
+        if parts.sum_logits is not None:
+            logit_sum += tl.sum(tl.load(parts.sum_logits + place, mask=inside, other=0.0), 0)
+        if parts.rival is not None:
+            rival = tl.maximum(rival, tl.max(tl.load(parts.rival + place, mask=inside, other=float("-inf")), 0))
+        total = total * kept + tl.sum(weight * tile_sum, 0)
+        peak = new_peak
+    tl.store(state.peak + token, peak, mask=live)
+    tl.store(state.sum_exp + token, total, mask=live)
+    if parts.moment is not None:
+        tl.store(state.moment + token, moment, mask=live)
+    if parts.sum_sq_exp is not None:
+        tl.store(state.sum_sq_exp + token, total_sq, mask=live)
+    if parts.sum_logits is not None:
+        tl.store(state.sum_logits + token, logit_sum, mask=live)
+    if parts.rival is not None:
+        tl.store(state.rival + token, rival, mask=live)
+
+
+def merge(parts: Fold, state: Fold) -> None:
+    """Write the fold of n tokens from (tiles, n) folds of every tile; `target` has no parts and stays."""
+    tiles, n = parts.peak.shape
+    with on(state.peak.device):
+        _merge_kernel[(cdiv(n, MERGE_TOKENS),)](
+            parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
+        )
