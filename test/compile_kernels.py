@@ -196,16 +196,13 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     span, parts = sparse_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
     of_tiles = sparse_triton.list_tiles(chosen, span)
     sparse_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
-    starts = torch.arange(N + 1)
-    sparse_triton.thresholds(parts, chosen, span, ones(N), starts, targets=True)
-    listed, given = (0, N), (targets, ones(N))
-    found = sparse_triton.write_lists(
-        parts, chosen, of_tiles.tile_of, tail, given, ones(N), starts, span, listed, transform
-    )
+    limits = sparse_triton.find_limits(parts, chosen, span)
+    chosen, given = chosen._replace(starts=torch.arange(N + 1)), (targets, ones(N))
+    found, _ = sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, 2 * N, transform)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     support_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
-    by_token = Segments(starts, found.tokens)
+    by_token = Segments(torch.arange(N + 1), found.tokens)
     support_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
 
 

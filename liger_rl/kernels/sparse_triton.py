@@ -54,8 +54,8 @@ CHOSEN, CHOOSING_WARPS = 4096, 8  # parts of a program that chooses, at least a 
 HALVINGS = 10  # of the range in which a token's threshold of parts lies
 LISTED_TOKENS = 1024  # that a program lists at a time
 ROWS = 128  # tokens of a product
-COUNTED = 2048  # entries that a program counts at a time
-WRITTEN, WRITING_WARPS = 4096, 8  # entries of parts that a program looks at, at a time
+COUNTED, COUNTING_WARPS = 4096, 8  # entries that a program counts at a time
+WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program that writes
 DRAWN, DRAWING_WARPS = 1024, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
 # Of the weight, which a program reads at a time. One H200, H = 2048 and 4096: 1.2 to 1.3 x the time of reading it
@@ -490,11 +490,12 @@ class Span(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """The tokens of a span that keep each tile, and the tile of each of the span's parts."""
+    """The tokens of a span that keep each tile, and the tile and the token of each of the span's parts."""
 
     tokens: Tensor  # (tiles, tokens of the span) int32
     counts: Tensor  # (tiles,) int32
     tile_of: Tensor  # (parts,) int32
+    token_of: Tensor  # (parts,) int32
 
 
 @Launched
@@ -512,18 +513,15 @@ def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constex
         tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=kept)
         part = tl.load(chosen.starts + token, mask=kept, other=0) + rank - base
         tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=kept)
+        tl.store(lists.token_of + part, token, mask=kept)
         at += tl.sum(number, 0)
     tl.store(lists.counts + tile, at)
 
 
 def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
     tiles, n = chosen.rank.shape
-    lists = TileLists(
-        *(
-            torch.empty(size, dtype=torch.int32, device=chosen.rank.device)
-            for size in ((tiles, span.last - span.first), (tiles,), (span.parts,))
-        )
-    )
+    sizes = (tiles, span.last - span.first), (tiles,), (span.parts,), (span.parts,)
+    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
     with on(chosen.rank.device):
         _list_tiles_kernel[(tiles,)](chosen, lists, span.first, span.last, span.base, n, LISTED_TOKENS)
     return lists
@@ -639,16 +637,20 @@ def _size(level):
     return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+@triton.jit
+def _is_listed(value, limit):
+    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # no comparison holds for NaN, which is listed
+
+
 @Launched
 @triton.jit(do_not_specialize=["base", "first"])
 def _thresholds_kernel(
     parts,  # (parts of the span, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
-    threshold,  # (n,) float32
-    number,  # (n + 1,) int64, of listed entries, one place on
+    limits,  # (tokens of the span,) float32: the largest size that is not listed
+    counts,  # (parts of the span,) int32: entries that are listed
     base,
     first,
-    TARGETS: tl.constexpr,  # entries that each token lists in any case
     TILE_VOCAB: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
@@ -688,106 +690,120 @@ def _thresholds_kernel(
         )
         low = tl.minimum(low, most - 1)
     limit = _size(low)
-    listed = tl.zeros((COUNTED,), tl.int32)
-    for start in range(begin, end, COUNTED):
-        place = start + tl.arange(0, COUNTED)
-        value = tl.abs(tl.load(parts + place, mask=place < end, other=0.0).to(tl.float32))
-        listed += 1 - (value <= limit).to(tl.int32)  # no comparison holds for NaN, which is listed
-    tl.store(threshold + token, limit)
-    tl.store(number + token + 1, tl.sum(listed).to(tl.int64) + TARGETS)
+    tl.store(limits + token - first, limit)
+    PARTS: tl.constexpr = COUNTED // TILE_VOCAB
+    column = tl.arange(0, TILE_VOCAB)[None, :]
+    for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = part < end // TILE_VOCAB
+        value = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
+        number = tl.sum(_is_listed(value, limit).to(tl.int32), 1)
+        tl.store(counts + part, number, mask=inside)
 
 
 @Launched
-@triton.jit(do_not_specialize=["base", "first", "listed"])
+@triton.jit(do_not_specialize=["count", "tokens", "first"])
 def _write_kernel(
-    parts,  # (parts of the span, TILE_VOCAB) float16
+    parts,  # (count, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
-    tile_of,  # (parts of the span,)
-    tail,  # `Tail`
+    of,  # `TileLists`
+    entries,  # (V,) shares of the tail
     targets,  # (n,) ids, or None where parts include them
     at_target,  # (n,) float32
-    threshold,  # (n,) float32
-    starts,  # (n + 1,) int64, of listed entries
+    limits,  # (tokens,) float32
+    starts,  # (tokens,) int64: where a token's entries begin, among the span's
+    before,  # (count + 1,) int64: listed entries of all parts before each
     lists,  # `Lists` of the span
-    base,
-    first,
-    listed,  # entries before the span's
+    count,  # parts of the span
+    tokens,  # of the span
+    first,  # token
     width,  # padded tiles
     steps,
     TILE_VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    token = first + tl.program_id(0)
-    begin, end = tl.load(chosen.starts + token) - base, tl.load(chosen.starts + token + 1) - base
-    at = tl.load(starts + token) - listed
-    limit = tl.load(threshold + token)
-    unit = tl.load(chosen.scale + token) / STORED_UNIT
-    if targets is not None:
-        tl.store(lists.ids + at, tl.load(targets + token).to(tl.int32))
-        tl.store(lists.coefficients + at, tl.load(at_target + token))
-        tl.store(lists.tokens + at, token)
-        at += 1
-    column = tl.arange(0, TILE_VOCAB)[None, :]
-    for start in range(begin, end, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = part < end
+    blocks = tl.cdiv(count, PARTS)
+    if tl.program_id(0) >= blocks:
+        token = (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
+        live = token < tokens
+        if targets is not None:
+            at = tl.load(starts + token, mask=live, other=0)
+            tl.store(lists.ids + at, tl.load(targets + first + token, mask=live, other=0).to(tl.int32), mask=live)
+            tl.store(lists.coefficients + at, tl.load(at_target + first + token, mask=live, other=0.0), mask=live)
+            tl.store(lists.tokens + at, first + token, mask=live)
+    else:
+        part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
+        inside = part < count
+        column = tl.arange(0, TILE_VOCAB)[None, :]
+        token, tile = (
+            tl.load(of.token_of + part, mask=inside, other=first),
+            tl.load(of.tile_of + part, mask=inside, other=0),
+        )
         stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        grad = stored.to(tl.float32)
-        kept = (tl.abs(grad) <= limit) == 0
-        grad *= unit
-        tile = tl.load(tile_of + part, mask=inside, other=0)
+        kept = _is_listed(stored, tl.load(limits + token - first)[:, None])
+        grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
         left = tl.where(kept, 0.0, grad)
         rest = tl.sum(left, 1)
-        share = tl.load(tail.entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
+        share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
         # The rest stands in for its entries where it is closer to them than nothing.
         away = left - rest[:, None] * share
         helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
         rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
         tl.store(chosen.rest + token.to(tl.int64) * width + tile, rest, mask=inside)
+        at = tl.load(before + part, mask=inside, other=0)
+        if targets is not None:
+            at += token - first + 1
         number = kept.to(tl.int32)
-        of_part = tl.sum(number, 1)
-        place = at + (tl.cumsum(of_part, 0) - of_part)[:, None] + tl.cumsum(number, 1) - number
+        place = at[:, None] + (tl.cumsum(number, 1) - number)
         tl.store(lists.ids + place, tile[:, None] * TILE_VOCAB + column, mask=kept)
         tl.store(lists.coefficients + place, times_slope(grad, steps), mask=kept)
-        tl.store(lists.tokens + place, token + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
-        at += tl.sum(of_part, 0)
+        tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
 
 
-def thresholds(
-    parts: Tensor,  # (span.parts or more, width) float16
-    chosen: ChosenParts,
-    span: Span,
-    threshold: Tensor,  # (n,) float32, written: the largest size that is not listed
-    number: Tensor,  # (n + 1,) int64, written one place on: entries that a token lists
-    *,
-    targets: bool,  # whether each lists its target beside its parts
-) -> None:
+class Limits(NamedTuple):
+    """What a span of tokens lists."""
+
+    sizes: Tensor  # (tokens,) float32: the largest stored size that is not listed
+    before: Tensor  # (parts + 1,) int64: listed entries of all parts before each
+
+
+def find_limits(parts: Tensor, chosen: ChosenParts, span: Span) -> Limits:
+    """For each token the largest size under which its entries may be left out together. `parts` is (parts, width)."""
+    sizes = torch.empty(span.last - span.first, dtype=torch.float32, device=parts.device)
+    counts = torch.empty(span.parts, dtype=torch.int32, device=parts.device)
     with on(parts.device):
         _thresholds_kernel[(span.last - span.first,)](
-            parts, chosen, threshold, number, span.base, span.first,
-            TARGETS=int(targets), TILE_VOCAB=parts.shape[1], COUNTED=COUNTED,
+            parts, chosen, sizes, counts, span.base, span.first,
+            TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
         )  # fmt: skip
+    before = torch.zeros(span.parts + 1, dtype=torch.int64, device=parts.device)
+    torch.cumsum(counts, 0, out=before[1:])
+    return Limits(sizes, before)
 
 
 def write_lists(
     parts: Tensor,
     chosen: ChosenParts,  # whose rests get what is left out of the kept parts
-    tile_of: Tensor,
+    of_parts: TileLists,
     tail: Tail,
+    limits: Limits,
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, where parts leave them out
-    threshold: Tensor,
-    starts: Tensor,  # (n + 1,) int64: the first listed entry of each token
     span: Span,
-    listed: tuple[int, int],  # entries of earlier spans, and of this one
+    entries: int,  # that are listed, targets too
     transform: LogitTransform,
-) -> Lists:
-    before, entries = listed
-    empty = partial(torch.empty, entries, device=parts.device)
+) -> tuple[Lists, Tensor]:
+    """-> the span's lists, and where each of its tokens begins in them, (tokens,) int64."""
+    empty, tokens = partial(torch.empty, entries, device=parts.device), span.last - span.first
     lists = Lists(empty(dtype=torch.int32), empty(dtype=torch.float32), empty(dtype=torch.int32))
+    starts = limits.before[chosen.starts[span.first : span.last] - span.base]
+    if targets is not None:
+        starts += torch.arange(tokens, device=parts.device)
+    width = max(WRITTEN // parts.shape[1], 1)
     with on(parts.device):
-        _write_kernel[(span.last - span.first,)](
-            parts, chosen, tile_of, tail, *(targets or (None, None)), threshold, starts, lists, span.base, span.first,
-            before, chosen.rest.shape[1], LogitSteps.of(transform),
-            TILE_VOCAB=parts.shape[1], PARTS=max(WRITTEN // parts.shape[1], 1), num_warps=WRITING_WARPS,
+        _write_kernel[(cdiv(span.parts, width) + cdiv(tokens, WRITTEN_TOKENS),)](
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, starts,
+            limits.before, lists, span.parts, tokens, span.first, chosen.rest.shape[1], LogitSteps.of(transform),
+            TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
-    return lists
+    return lists, starts

@@ -313,7 +313,7 @@ def test_the_certificate(transform, entropy, plans):
     tokens, vocab = (600 if DEVICE.type == "cuda" else 64), 1100
     logits = 2.0 * torch.randn(tokens, vocab)
     targets = torch.randint(vocab, (tokens,))
-    # From tokens that are surprised to those whose 1 - p is 1e-5.
+    # From tokens that are surprised to those whose 1 - p is 1e-7.
     logits[torch.arange(tokens), targets] += 22.0 * torch.rand(tokens)
     hidden, weight = torch.eye(tokens).to(DEVICE, LOW), logits.T.to(DEVICE, LOW).contiguous().requires_grad_()
     grads = torch.randn(2, tokens).to(DEVICE) * torch.logspace(0, -2, tokens).to(DEVICE)
@@ -325,15 +325,19 @@ def test_the_certificate(transform, entropy, plans):
     exact = weight.detach().double().requires_grad_()
     options = {name: getattr(transform, name) for name in ("temperature", "softcap", "scale")}
     loss(*oracles.logits_logprobs(exact.T, targets.to(DEVICE), **options)).backward()
-    for tolerance in (1e-3, 1e-2, 1e-1, 0.5) if DEVICE.type == "cuda" else (1e-2, 0.3):
+    of_float32 = 0.0  # of tokens whose 1 - p is near float32's rounding, the exact backward's own error
+    for tolerance in (0.0, 1e-3, 1e-2, 1e-1, 0.5) if DEVICE.type == "cuda" else (0.0, 1e-2, 0.3):
         found = linear_logprobs(
             hidden, weight, targets.to(DEVICE), transform=transform, entropy=entropy, grad_tolerance=tolerance
         )
         (mine,) = torch.autograd.grad(loss(found.logps, found.entropy), weight)
+        if not tolerance:
+            of_float32 = (mine.double() - exact.grad).norm(dim=0)
+            continue
         error, own = (mine.double() - exact.grad).norm(dim=0), exact.grad.norm(dim=0)
         # The sums of what is left out are rounded to 16 bits, and so is the gradient. Float16 ends at 2^-25.
         rounding = 2 * torch.finfo(LOW).eps * own + (1e-6 if DEVICE.type == "cpu" else 0.0)
-        assert (error <= tolerance * own + rounding).all()
+        assert (error <= tolerance * own + rounding + 2 * of_float32).all()
     assert plans[-1].share < plans[0].share
 
 

@@ -125,35 +125,34 @@ def list_gradients(
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
     spans = [sparse_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
     parts = torch.empty(max(span.parts for span in spans), width, dtype=torch.float16, device=device)
-    threshold = torch.empty(kept.wanted, dtype=torch.float32, device=device)
-    number = torch.zeros(kept.wanted + 1, dtype=torch.int64, device=device)
-    found, listed = [], 0
+    found, starts, listed = [], [], 0
     for span in spans:
         tiles = sparse_triton.list_tiles(chosen, span)
         make_parts(chosen, tiles, span, parts)
-        sparse_triton.thresholds(parts, chosen, span, threshold, number, targets=targets is not None)
-        starts = number[: span.last + 1].cumsum(0)
+        limits = sparse_triton.find_limits(parts[: span.parts], chosen, span)
         if needs[0] and span.last == kept.wanted:  # work for the device while the host waits
             tail_rows = sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)
-        entries = int(starts[-1]) - listed
+        entries = int(limits.before[-1])
+        entries += (span.last - span.first) * (targets is not None)
         if listed + entries > most_ids(vocab) * kept.wanted:
             return None
-        found.append(
-            sparse_triton.write_lists(
-                parts, chosen, tiles.tile_of, tail, targets, threshold, starts, span, (listed, entries), transform
-            )
+        written, begin = sparse_triton.write_lists(
+            parts[: span.parts], chosen, tiles, tail, limits, targets, span, entries, transform
         )
+        found.append(written)
+        starts.append(begin + listed)
         listed += entries
-    del parts, tiles
+    del parts, tiles, limits
     ids, coefficients, tokens = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
     del found
+    by_token = Segments(torch.cat([*starts, begin.new_full((1,), listed)]), tokens)
     rest = chosen.rest[: kept.wanted]
 
     grad_hidden = grad_weight = grad_bias = None
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         base = Base(gemm.matmul(rest, tail_rows))
-        support_triton.segment_sums(Segments(starts, tokens), coefficients, ids, weight, grad_hidden, base=base)
+        support_triton.segment_sums(by_token, coefficients, ids, weight, grad_hidden, base=base)
     if needs[1] or (bias is not None and needs[2]):
         ids, order = torch.sort(ids, stable=True)
         coefficients, tokens = coefficients[order], tokens[order]
