@@ -25,8 +25,8 @@ def kernels() -> set[str]:
     return found
 
 
-# `make test-compile` adds the others, but for sm86: its shared memory and what Triton makes of it are sm89's. The script
-# by itself compiles for that one, too.
+# `make test-compile` adds the others, but for sm86: its shared memory and what Triton makes of it are sm89's. The
+# script by itself compiles for that one, too.
 OTHERS = ("sm80", "gfx942", "sm100", "sm89", "sm120", "gfx950")
 
 
