@@ -51,14 +51,14 @@ demo-real: $(REAL_STAMP) ## Train SmolLM2-135M with GRPO: 20 minutes on two CPU 
 	$(BIN)/python examples/train_real.py
 
 test: $(STAMP) ## Run the tests (CUDA tests too where there is a GPU).
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not every_gpu" test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not compilation" test
 
 # No pins and no stamp: each run asks for the newest releases again.
 test-newest: ## Run the tests with the newest releases that pyproject.toml allows, in .venv-newest.
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --editable ".[dev]" ipykernel nbclient setuptools wheel
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not every_gpu" test
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not convergence and not compilation" test
 
 test-random: $(STAMP) ## Run every test in one process in a random order; SEED=7 repeats one.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) test
@@ -69,8 +69,8 @@ fuzz: $(STAMP) ## Compare N random calls, 20000 by default, with float64 formula
 mutants: $(STAMP) ## Put known bugs into copies of the package and see that the fuzzer finds each.
 	$(BIN)/python test/fuzz/mutants.py
 
-test-compile: $(STAMP) ## Compile the kernels for the GPUs that `make test` leaves out; needs none of them.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m every_gpu test/test_kernels_compile.py
+test-compile: $(STAMP) ## Compile every kernel for seven GPUs; needs none of them.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m compilation test/test_kernels_compile.py
 
 test-convergence: $(STAMP) ## Train small models with full logits and with the fused head; compare them.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m convergence test/convergence
