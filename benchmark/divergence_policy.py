@@ -21,7 +21,7 @@ from benchmark.environment import describe
 from benchmark.pairs import GOLD_TOKENS, Heads
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import linear_divergence
-from liger_rl.head.engines import divergence_parts
+from liger_rl.head.engines import lists
 
 PREFIX = "divergence-policy-"
 TEMPERATURES = (1.0, 0.6)
@@ -53,24 +53,23 @@ def _tolerance(grad_tolerance: float) -> Way:
 
 def kept_share(way: Way, heads: Heads, kind: str) -> float | None:
     """Of the parts of the gradient of a mean; None where nothing was chosen."""
-    found, choose = [], divergence_parts.choose
+    found, plan_parts = [], lists.plan_parts
 
-    def recorded(*given: Any) -> divergence_parts.Chosen:
-        chosen = choose(*given)
-        found.append(chosen.keep)
-        return chosen
+    def recorded(*given: Any) -> lists.Kept:
+        found.append(plan_parts(*given))
+        return found[-1]
 
-    divergence_parts.choose = recorded
+    lists.plan_parts = recorded
     try:
         hidden = heads.hidden.detach().requires_grad_()
         way(heads._replace(hidden=hidden), kind, torch.ones_like(hidden[:, 0], dtype=torch.float32))[1].backward()
     finally:
-        divergence_parts.choose = choose
-    return found[0].double().mean().item() if found else None
+        lists.plan_parts = plan_parts
+    return found[0].share if found else None
 
 
 def gold_of_all(heads: Heads, kind: str) -> Gold:
-    """A tolerance finds what is negligible among all tokens, so the errors are of all."""
+    """Errors of all tokens: how much of the gradient may be left out differs from token to token."""
     rows = torch.arange(heads.hidden.shape[0], device=heads.hidden.device)
     values, grads_hidden, grad_weight = [], [], torch.zeros((), dtype=torch.float64, device=rows.device)
     for part in rows.split(GOLD_TOKENS):

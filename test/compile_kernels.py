@@ -26,13 +26,12 @@ from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
 from liger_rl.kernels import (
     compiled,
     devices,
-    divergence_tiles,
     epilogue,
     kept_pair_triton,
-    kept_parts_triton,
     launches,
     pair_epilogue,
     softmax,
+    sparse_pair_triton,
     sparse_triton,
     support_triton,
 )
@@ -48,7 +47,6 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
-from liger_rl.kernels.kept_parts import HeadRows, LeftOutParts, PartInputs, PartSums
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
@@ -279,32 +277,21 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     """With biases and gradients of log-probabilities where there are entropies elsewhere."""
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    head, tiles = HeadRows(hidden, weight, bias, transform), -(-V // TILE_VOCAB)
-    left_out = LeftOutParts(ones(tiles, TILE_VOCAB), ones(tiles, H), ones(tiles))
+    head, targets = pair_epilogue.Factors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
+    tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
+    sparse_triton.tail_rows(tail, weight, torch.bfloat16)
+    span, parts = sparse_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
-        inputs = PartInputs(head, head, measure, torch.zeros(N, dtype=torch.long), tokens)
-        samples = divergence_tiles.SAMPLES
-        drawn = divergence_tiles.Drawn(torch.zeros(samples, dtype=torch.long), ones(samples))
-        kept_parts_triton.entry_sizes(inputs, drawn)
-        sums = PartSums(ones(N, H), torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
-        keep = torch.ones(N, tiles, dtype=torch.bool)
-        begun = kept_parts_triton.begin(inputs, keep, keep.any(1))
-        kept_parts_triton.add_parts(begun, [N] * tiles, left_out, sums, 1 << 20)
-
-
-def chosen_parts(_transform: LogitTransform, entropy: bool) -> None:
-    """Of several tiles; of one, with gradients of log-probabilities, where there are entropies elsewhere."""
-    vocab = V if entropy else 5 * TILE_VOCAB - 24
-    for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
-        tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
-        sums = TileSums.unwritten(N, vocab, CPU, measure)
-        bounds = compiled.bound_parts(sums, measure, tokens, torch.zeros(N, dtype=torch.long))
-        compiled.draw_tokens(bounds)
-        shares = compiled.share_entries(ones(vocab))
-        for dtype in (torch.bfloat16, torch.float32):
-            compiled.shared_rows(shares.entries, ones(vocab, H, dtype=dtype), dtype)
-            compiled.choose_parts(bounds, shares.squares, 0.1, 1.0, dtype)
+        bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)
+        given = torch.arange(N), 1e-3, transform, torch.bfloat16
+        chosen = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
+        of_tiles = sparse_triton.list_tiles(chosen, span)
+        student = pair_epilogue.Student(head, targets, 0)
+        sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
+    limits = sparse_triton.find_limits(parts, chosen, span)
+    chosen = chosen._replace(starts=torch.arange(N + 1))
+    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, 2 * N, transform)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
@@ -335,8 +322,7 @@ def several_ids(transform: LogitTransform, entropy: bool) -> None:
 
 
 EVERYWHERE = (
-    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, chosen_parts,
-    policy_terms,
+    tile_by_tile, whole_rows, kept_exponentials, scattered_rows, listed_ids, several_ids, pairs_of_tiles, policy_terms,
 )  # fmt: skip
 WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the product of our own applies
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))

@@ -66,9 +66,9 @@ OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
 TRITON = {
     "kernels": {
         "softmax", "compiled", "tile_triton", "saved_exponentials_triton", "selection_triton", "left_out_blocks_triton",
-        "launches", "bounds_triton", "blocks_triton", "block_lists", "epilogue", "matrix_triton", "tile_epilogues",
+        "launches", "bounds_triton", "blocks_triton", "epilogue", "matrix_triton", "tile_epilogues",
         "hopper_gluon", "hopper_pairs_gluon", "several_triton", "support_triton", "divergence_triton",
-        "kept_pair_triton", "pair_tiles", "pair_epilogue", "kept_parts_triton", "divergence_tiles_triton",
+        "kept_pair_triton", "pair_tiles", "pair_epilogue", "sparse_pair_triton",
     },
     "policy": {"fused_triton"},
 }  # fmt: skip

@@ -21,7 +21,7 @@ from liger_rl.head.checks import (
 )
 from liger_rl.head.dtensors import localized_pair, low_rank_tensors
 from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines import divergence_parts
+from liger_rl.head.engines import sparse_pair
 from liger_rl.head.engines.divergence import Pair, PairGradientsOf, PairOptions, PairValues
 from liger_rl.head.engines.interface import Gradients, Head, whole_head
 from liger_rl.head.engines.one_pass import WithGradients
@@ -438,7 +438,7 @@ class LinearDivergence(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, options):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
-            bounded = options.student.grad_tolerance > 0
+            bounded = options.student.grad_tolerance > 0 and sparse_pair.applies(pair, options)
             divergence, statistics, value, tile_sums = engine.forward(pair, options, bounded=bounded)
         teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
         ctx.save_for_backward(
@@ -465,7 +465,7 @@ class LinearDivergence(torch.autograd.Function):
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
                 tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
-                found = divergence_parts.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
+                found = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
         return *found, None, None
 
 

@@ -16,8 +16,7 @@ def for_device(device: torch.device) -> ModuleType:
     """The kernels of a device: `compiled`, in Triton, on CUDA where Triton is installed, else `plain`, in PyTorch.
 
     `fold` and `grad` of a tile, `fold_rows` and `grad_rows` of given logits, `keep`, `grad_kept` and `scale_` of one
-    pass, `select` and `scatter_rows` of tokens, `fold_pair`, `mix_pair` and `grad_pair` of two heads, and what chooses
-    parts of their gradient.
+    pass, `select` and `scatter_rows` of tokens, `fold_pair`, `mix_pair` and `grad_pair` of two heads.
     """
     return import_module(f"{__name__}.{'compiled' if devices.compiles(device) else 'plain'}")
 

@@ -1,10 +1,5 @@
 """Every kernel in Triton, under the names of `plain`."""
 
-from liger_rl.kernels.divergence_tiles_triton import bound_parts as bound_parts
-from liger_rl.kernels.divergence_tiles_triton import choose_parts as choose_parts
-from liger_rl.kernels.divergence_tiles_triton import draw_tokens as draw_tokens
-from liger_rl.kernels.divergence_tiles_triton import share_entries as share_entries
-from liger_rl.kernels.divergence_tiles_triton import shared_rows as shared_rows
 from liger_rl.kernels.divergence_triton import fold_pair as fold_pair
 from liger_rl.kernels.divergence_triton import grad_pair as grad_pair
 from liger_rl.kernels.divergence_triton import mix_pair as mix_pair

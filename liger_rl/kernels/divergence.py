@@ -138,7 +138,7 @@ class MixtureSums(NamedTuple):
 class TileSums(NamedTuple):
     """Sums of each token over each tile of TILE_VOCAB entries, (n, tiles) float32, written by the step that knows y.
 
-    Each measure has an x_v and a y_v. From their sums `divergence_tiles` makes the gradient's sum and sum of squares:
+    Each measure has an x_v and a y_v. From their sums `sparse_pair_triton` makes the gradient's sum and sum of squares:
 
         forward   x = exp(z - peak), y = exp(t - teacher_peak)                      in `fold_pair`
         reverse   x = exp(z - peak), y = x ((z - peak) - (t - teacher_peak))        in `fold_pair`

@@ -3,11 +3,6 @@
 from liger_rl.kernels.divergence import fold_pair as fold_pair
 from liger_rl.kernels.divergence import grad_pair as grad_pair
 from liger_rl.kernels.divergence import mix_pair as mix_pair
-from liger_rl.kernels.divergence_tiles import bound_parts as bound_parts
-from liger_rl.kernels.divergence_tiles import choose_parts as choose_parts
-from liger_rl.kernels.divergence_tiles import draw_tokens as draw_tokens
-from liger_rl.kernels.divergence_tiles import share_entries as share_entries
-from liger_rl.kernels.divergence_tiles import shared_rows as shared_rows
 from liger_rl.kernels.eager import fold as fold
 from liger_rl.kernels.eager import grad as grad
 from liger_rl.kernels.given_logits import fold_rows as fold_rows

@@ -26,8 +26,8 @@ from liger_rl import (
     reference_loss,
 )
 from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines import divergence_parts, pair_products
-from liger_rl.kernels import divergence, divergence_tiles
+from liger_rl.head.engines import lists, pair_products
+from liger_rl.kernels import divergence
 from loss_calls import HIDDEN, VOCAB, Batch, batch
 
 BETA = 0.3
@@ -350,18 +350,13 @@ def test_given_log_probabilities():
 
 
 def test_a_tolerance(monkeypatch):
-    """Of a sure policy near its reference: few parts are computed, and the gradients are as near as it says."""
-    kept, choose = [], divergence_parts.choose
-
-    def recorded(*given) -> divergence_parts.Chosen:
-        chosen = choose(*given)
-        kept.append(chosen.keep)
-        return chosen
-
-    monkeypatch.setattr(divergence_parts, "choose", recorded)
-    for name in (divergence, engine, divergence_tiles):
-        monkeypatch.setattr(name, "TILE_VOCAB", 16)
-    data, _ = heads()
+    """Of a sure policy near its reference, in the interpreter: the gradients are as near as it says."""
+    skip_without_interpreter()
+    run_triton(monkeypatch, epilogue=True)
+    plans, plan_parts = [], lists.plan_parts
+    monkeypatch.setattr(lists, "plan_parts", lambda *given: plans.append(plan_parts(*given)) or plans[-1])
+    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)  # the vocabulary is one tile
+    data, _ = heads(dtype=torch.float16)
     hidden = 12.0 * data.head.weight[data.head.targets] + 0.3 * data.head.hidden
     data = data._replace(head=data.head._replace(hidden=hidden))
     weight, bias = data.head.weight, data.head.bias
@@ -369,12 +364,11 @@ def test_a_tolerance(monkeypatch):
     truth = exact(data, reference)
     for tolerance, passes in ((0.0, "two"), (1e-1, "two"), (1e-1, "auto")):
         found = step(module(grad_tolerance=tolerance, passes=passes), data, reference)
-        assert math.isclose(found[1]["kl_ref"], truth[1], rel_tol=1e-4)
+        assert math.isclose(found[1]["kl_ref"], truth[1], rel_tol=1e-3)
         for name in ("hidden", "weight", "bias"):
             mine, other = found[2][name].double(), truth[2][name]
-            assert (mine - other).norm() <= (3 * tolerance + 1e-4) * other.norm()
-    assert len(kept) == 2
-    assert all(part.double().mean() < 0.6 for part in kept)
+            assert (mine - other).norm() <= (3 * tolerance + 2e-3) * other.norm()
+    assert [plan.pays for plan in plans] == [True, True]
 
 
 @pytest.mark.parametrize(("entropy_coef", "dtype"), [(0.0, torch.float16), (0.1, torch.float16), (0.0, torch.float32)])
@@ -383,8 +377,8 @@ def test_the_default_tolerance(entropy_coef, dtype, monkeypatch):
     is copied for its products."""
     skip_without_interpreter()
     run_triton(monkeypatch, epilogue=True)
-    called, choose, sums = [], divergence_parts.choose, divergence.TileSums.unwritten
-    monkeypatch.setattr(divergence_parts, "choose", lambda *given: called.append("choose") or choose(*given))
+    called, choose, sums = [], lists.choose_parts, divergence.TileSums.unwritten
+    monkeypatch.setattr(lists, "choose_parts", lambda *a, **k: called.append("choose") or choose(*a, **k))
     monkeypatch.setattr(divergence.TileSums, "unwritten", lambda *given: called.append("sums") or sums(*given))
     folds, fold = [], pair_products.PairProducts.fold
     monkeypatch.setattr(pair_products.PairProducts, "fold", lambda *a, **k: folds.append("fold") or fold(*a, **k))

@@ -1,0 +1,75 @@
+"""Two heads with a tolerance: the sparse backward of `sparse`, from the sums over tiles that the forward leaves.
+
+The steps are the same. A part is one token's dL/dlogits in a tile of 1,024 entries, whose norm these sums give
+(`sparse_pair_triton`). The kept parts take both heads' products again. A target's entry is one of its part.
+
+Parts are left out where both heads' products have an epilogue. Everywhere else the backward is exact. So it is if an
+entropy has a gradient, and if the lists would be long.
+"""
+
+from functools import partial
+
+import torch
+
+from liger_rl.head.engines import divergence as exact
+from liger_rl.head.engines import lists
+from liger_rl.head.engines.divergence import Pair, PairOptions
+from liger_rl.head.engines.interface import Gradients, Needs
+from liger_rl.head.engines.lists import ListedHead
+from liger_rl.kernels import devices, for_device
+from liger_rl.kernels.divergence import PairGradients, TileSums
+
+
+def applies(pair: Pair, options: PairOptions) -> bool:
+    """Whether parts can be left out: where the products of our own run, of any number of tokens."""
+    return all(
+        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], of.compute_dtype, head.weight)
+        for head, of in ((pair.student, options.student), (pair.teacher, options.teacher))
+    )
+
+
+def backward(
+    pair: Pair, options: PairOptions, tile_sums: TileSums | None, tokens: PairGradients, needs: Needs
+) -> Gradients:
+    """As `divergence.backward`, from lists of ids; exact without sums. Host syncs as in `sparse.backward`."""
+    if tile_sums is None or tokens.grad_entropy is not None or not tokens.grad.numel():
+        return exact.backward(pair, options, tokens, needs)
+    from liger_rl.kernels import sparse_pair_triton, sparse_triton
+    from liger_rl.kernels.pair_epilogue import Factors, Student
+
+    head, live, own, measure, vocab = pair.student, pair.student.live, options.student, options.measure, pair.vocab
+    bounds = sparse_pair_triton.part_bounds(tile_sums, measure, tokens, live.gather(head.targets))
+    wanted, drawn = bounds.unit != 0, sparse_triton.draw_tokens(bounds)
+    sides = exact.sides(pair, options, live.among(drawn.rows))
+    student, teacher = (side.whole_tile(slice(0, drawn.rows.numel()), vocab) for side in sides)
+    # Ids that no tile has: the entry of a target says nothing of the others'.
+    nowhere, sample = torch.full_like(drawn.rows, -1), student.logits
+    for_device(sample.device).grad_pair(student, teacher, nowhere, 0, measure, tokens.take(drawn.rows), sample)
+    tail = sparse_pair_triton.tail_of(sample, drawn.scales)
+    tolerance, transform, dtype = own.grad_tolerance, own.transform, own.compute_dtype
+    choice = lists.choose_parts(bounds, tail, wanted, tolerance, transform, dtype, signed=True)
+    del bounds, sides, student, teacher, sample
+    kept, found = lists.plan_parts(choice), None
+    if kept.wanted < wanted.numel():
+        picked = choice.places[: kept.wanted]
+        live, tokens = live.among(picked), tokens.take(picked)
+    if kept.pays:
+        sides = exact.sides(pair, options, live)
+        factors, other = (
+            Factors(
+                side.factor,
+                side.rows.weight[:vocab],
+                None if side.rows.bias is None else side.rows.bias[:vocab],
+                side.options.transform,
+            )
+            for side in sides
+        )
+        with_targets = Student(factors, sides[0].rows.targets, 0)
+        make = partial(sparse_pair_triton.make_parts, with_targets, other, measure, tokens)
+        dtypes = head.hidden.dtype, head.weight.dtype
+        listed = ListedHead(factors.hidden, head.weight, head.bias, vocab, transform, dtypes)
+        found = lists.list_gradients(listed, choice, kept, tail, make, None, needs)
+    if found is None:
+        del choice, tail
+        found = exact.gradients(pair, options, live, tokens, needs)
+    return found.of_all_tokens(live, head)
