@@ -60,7 +60,7 @@ def linear_divergence(
     tokens with a non-zero gradient. Only the student's side is differentiable: hidden, weight, bias and low_rank.
     Under autocast the products run in autocast's dtype. Host syncs on CUDA: one in the forward if there is a mask,
     targets or token_weights, which counts the live tokens, and in two passes one in the backward for the tokens with a
-    gradient.
+    gradient, with a tolerance two or more.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16.
@@ -91,10 +91,10 @@ def linear_divergence(
             `vocab`, the entries of the vocabulary that count: both distributions are over the first so many rows of
             their weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many
             rows. And fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
-            chunk_vocab and fixed_shape. A `grad_tolerance` of "auto" is exact here. With a number, parts of a token
-            and a tile of vocabulary entries that are negligible together leave the backward, on every device; the
-            error of dL/dlogits is at most so much of it in the Frobenius norm, and docs/distillation.md says where it
-            is 0 all the same. `gather` is called for each of the two heads. A named chunk bounds both tiles of a pair.
+            chunk_vocab and fixed_shape. A `grad_tolerance` of "auto" is exact here. With a number, the
+            backward leaves out negligible entries of each token's dL/dlogits. The error of each is at most so much of
+            its norm. docs/distillation.md says where the gradient is exact all the same. `gather` is called for each
+            of the two heads. A named chunk bounds both tiles of a pair.
 
     Returns:
         Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not
