@@ -730,13 +730,14 @@ def _write_kernel(
 ):
     blocks = tl.cdiv(count, PARTS)
     if tl.program_id(0) >= blocks:
-        token = (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        live = token < tokens
+        # No name of the other branch: there it has another shape.
+        row = (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
+        live = row < tokens
         if targets is not None:
-            at = tl.load(starts + token, mask=live, other=0)
-            tl.store(lists.ids + at, tl.load(targets + first + token, mask=live, other=0).to(tl.int32), mask=live)
-            tl.store(lists.coefficients + at, tl.load(at_target + first + token, mask=live, other=0.0), mask=live)
-            tl.store(lists.tokens + at, first + token, mask=live)
+            start = tl.load(starts + row, mask=live, other=0)
+            tl.store(lists.ids + start, tl.load(targets + first + row, mask=live, other=0).to(tl.int32), mask=live)
+            tl.store(lists.coefficients + start, tl.load(at_target + first + row, mask=live, other=0.0), mask=live)
+            tl.store(lists.tokens + start, first + row, mask=live)
     else:
         part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
         inside = part < count
