@@ -38,6 +38,7 @@ from liger_rl.kernels.sparse_triton import (
     BOUND_TILES,
     BOUND_TOKENS,
     BOUND_WARPS,
+    CUTS,
     STORED_UNIT,
     ChosenParts,
     Span,
@@ -52,7 +53,6 @@ from liger_rl.kernels.transform import LogitSteps
 # TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. With the teacher's logits in memory, read by the
 # student's product of 256 entries, 436.
 ROWS, ENTRIES, WARPS = 128, 128, 8
-CUTS = 6  # of a tile's entries to twice their mean, of which each changes the mean
 
 # What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
 # nat of the normalisers.
