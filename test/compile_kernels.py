@@ -223,8 +223,6 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     coefficients, _ = support_triton.slot_gradients(
         logits, slots, statistics(entropy), grads, transform, temperatures, by_id
     )
-    support_triton.take_of_tile(ones(N, 64), slots, (0, 64), factors.bias, transform, temperatures, logits)
-    support_triton.put_in_tile(coefficients, slots, (0, 64), ones(N, 64, dtype=torch.bfloat16))
     by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)

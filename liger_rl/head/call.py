@@ -138,17 +138,6 @@ class HeadCall:
     def _check_support(self, support: Support) -> None:
         check_usable(support, fixed_shape=self.options.fixed_shape)
         check_left_alone(self.options, "with a support")
-        if support.sparse_grad:
-            for name, given in (
-                ("fixed_shape", self.options.fixed_shape),
-                ("weight_grad", self.weight_grad is not None),
-                ("vocab_parallel", self.vocab_parallel is not None),
-                ("torch.compile", torch.compiler.is_compiling()),
-            ):
-                if given:
-                    raise ValueError(
-                        f"sparse_grad must be False with {name}: its number of rows is known in the backward"
-                    )
 
     def check_tensors(self) -> torch.dtype:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""

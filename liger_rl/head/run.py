@@ -120,7 +120,7 @@ def _over_support(
     # The mask itself is for the products of low-rank terms alone.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
-    head = head._replace(listed=listed, sparse_grad=support.sparse_grad)
+    head = head._replace(listed=listed)
     results = outside_of_graphs(linear_values)(head, options, Way.of(support_engine))
     # A copy, because the support may keep its slots and the caller may write to what it gets.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())

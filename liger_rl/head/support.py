@@ -36,9 +36,6 @@ class Support:
             `LogProbs.missing_target` says so; "error" raises a ValueError.
         may_be_empty: False promises that no token that counts has an empty row, which `fixed_shape` needs to know. An
             empty row then raises, or masks its token with fixed_shape.
-        sparse_grad: the gradient of a call's weight is a sparse tensor of the listed rows, each once, as SparseAdam
-            takes it, in place of V rows. The backward waits for their number. It needs may_be_empty=False, and goes
-            with no fixed_shape, weight_grad, sharded head or torch.compile.
 
     Raises:
         TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
@@ -51,14 +48,10 @@ class Support:
     offsets: Tensor
     missing_target: MissingTarget = "add"
     may_be_empty: bool = True
-    sparse_grad: bool = False
 
     def __post_init__(self) -> None:
         check_missing_target(self.missing_target)
         check_flag("may_be_empty", self.may_be_empty)
-        check_flag("sparse_grad", self.sparse_grad)
-        if self.sparse_grad and self.may_be_empty:
-            raise ValueError("sparse_grad needs may_be_empty=False: an empty row stands for the whole vocabulary")
         for name in ("token_ids", "offsets"):
             tensor = check_dense(name, getattr(self, name))
             if tensor.dtype not in (torch.int32, torch.int64):
@@ -80,7 +73,7 @@ class Support:
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
         """From (N, K) or (B, T, K) integers, where -1 stands for no id. Waits for the device, which counts the ids.
 
-        `rules` are missing_target, may_be_empty and sparse_grad, here and below.
+        `rules` are missing_target and may_be_empty, here and below.
         """
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")

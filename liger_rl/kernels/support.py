@@ -214,40 +214,6 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
     return z
 
 
-def in_tile(slots: Slots, corner: tuple[int, int], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """-> index of the slots in a tile of logits whose first token and row of the weight are given, and their places."""
-    token, entry = slots.tokens.long() - corner[0], slots.ids.long() - corner[1]
-    inside = (token >= 0) & (token < shape[0]) & (entry >= 0) & (entry < shape[1]) & (slots.ids < slots.rows)
-    found = inside.nonzero().squeeze(1)
-    return found, token[found] * shape[1] + entry[found]
-
-
-def take_of_tile(
-    tile: Tensor,  # (n, v) float32 products
-    slots: Slots,
-    corner: tuple[int, int],  # first token and first row of the weight
-    bias: Tensor | None,  # (V',)
-    transform: LogitTransform,
-    temperatures: Tensor | None,  # (N,)
-    out: Tensor,  # (S,) float32: what `dots` returns, of the slots in this tile
-) -> None:
-    found, place = in_tile(slots, corner, tile.shape)
-    x = tile.flatten()[place].float()
-    z = transformed(x, None if bias is None else bias[slots.ids[found].long()], transform)
-    out[found] = z if temperatures is None else z / temperatures[slots.tokens[found].long()]
-
-
-def put_in_tile(
-    coefficients: Tensor,  # (S,) float32
-    slots: Slots,
-    corner: tuple[int, int],
-    out: Tensor,  # (n, v) of zeros, contiguous
-) -> None:
-    """out[token, row] = the coefficient of each slot in this tile."""
-    found, place = in_tile(slots, corner, out.shape)
-    out.view(-1)[place] = coefficients[found].to(out.dtype)
-
-
 def _parts(positions: int, columns: int) -> list[slice]:
     step = max(1, GATHERED // max(columns, 1))
     return [slice(start, start + step) for start in range(0, positions, step)]

@@ -74,7 +74,6 @@ ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
-TILE_BLOCK = 1024
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -391,105 +390,6 @@ def dots(
             num_warps=launch.warps,
         )
     return logits
-
-
-@triton.jit
-def _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries):
-    """-> token and entry in the tile of each slot, and whether it is there."""
-    entry = tl.load(slot_ids + slot, mask=slot < positions, other=-1).to(tl.int64) - first
-    inside = (entry >= 0) & (entry < entries) & (slot < positions)
-    # Most slots are in another tile, and nothing else of them is read.
-    token = tl.load(slot_tokens + slot, mask=inside, other=0).to(tl.int64) - start
-    return token, entry, inside & (token >= 0) & (token < tokens)
-
-
-@Launched
-@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
-def _take_kernel(
-    tile,  # (tokens, entries)
-    tile_stride,
-    slot_ids,
-    slot_tokens,
-    bias,
-    temperatures,
-    logits,
-    positions,
-    start,
-    first,
-    tokens,
-    entries,
-    steps,  # LogitSteps
-    BLOCK: tl.constexpr,
-):
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
-    x = tl.load(tile + token * tile_stride + entry, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        x += tl.load(bias + first + entry, mask=inside, other=0.0).to(tl.float32)
-    z, _square = transformed(x, steps)
-    if temperatures is not None:
-        z = z / tl.load(temperatures + start + token, mask=inside, other=1.0)
-    tl.store(logits + slot, z, mask=inside)
-
-
-def take_of_tile(
-    tile: Tensor,
-    slots: Slots,
-    corner: tuple[int, int],
-    bias: Tensor | None,
-    transform: LogitTransform,
-    temperatures: Tensor | None,
-    out: Tensor,
-) -> None:
-    """As `support.take_of_tile`, reading the ids of all slots once."""
-    assert tile.stride(1) == 1
-    if out.numel() == 0:
-        return
-    with on(out.device):
-        _take_kernel[(cdiv(out.numel(), TILE_BLOCK),)](
-            tile,
-            tile.stride(0),
-            slots.ids,
-            slots.tokens,
-            None if bias is None else bias.contiguous(),
-            temperatures,
-            out,
-            out.numel(),
-            *corner,
-            *tile.shape,
-            LogitSteps.of(transform),
-            BLOCK=TILE_BLOCK,
-        )
-
-
-@Launched
-@triton.jit(do_not_specialize=["positions", "start", "first", "tokens", "entries"])
-def _put_kernel(
-    coefficients,
-    slot_ids,
-    slot_tokens,
-    out,  # (tokens, entries)
-    positions,
-    start,
-    first,
-    tokens,
-    entries,
-    BLOCK: tl.constexpr,
-):
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    token, entry, inside = _in_tile(slot_ids, slot_tokens, slot, positions, start, first, tokens, entries)
-    values = tl.load(coefficients + slot, mask=inside, other=0.0)
-    tl.store(out + token * entries + entry, values.to(out.dtype.element_ty), mask=inside)
-
-
-def put_in_tile(coefficients: Tensor, slots: Slots, corner: tuple[int, int], out: Tensor) -> None:
-    """As `support.put_in_tile`, reading the ids of all slots once."""
-    if coefficients.numel() == 0:
-        return
-    with on(out.device):
-        _put_kernel[(cdiv(coefficients.numel(), TILE_BLOCK),)](
-            coefficients, slots.ids, slots.tokens, out, coefficients.numel(), *corner, *out.shape, BLOCK=TILE_BLOCK
-        )
 
 
 def _columns(columns: int, launch: Launch) -> int:

@@ -41,17 +41,11 @@ def interpreted():
         yield
 
 
-PLACES = ["cpu", "cpu tiles", pytest.param("triton", marks=ONLY_WITHOUT_GPU)]
-
-
-@pytest.fixture(params=[*PLACES, *(pytest.param(name, marks=NEEDS_GPU) for name in ("cuda", "cuda tiles"))])
-def place(request, monkeypatch):
-    """A device, with the kernels that run there: "triton" is Triton's interpreter. With "tiles" products are whole."""
-    kind, *tiles = request.param.split()
-    monkeypatch.setattr(engine, "DENSE_SHARE", -1.0)
-    monkeypatch.setattr(engine, "DENSE_IDS", 0 if tiles else math.inf)
-    if kind != "triton":
-        yield torch.device(kind)
+@pytest.fixture(params=["cpu", pytest.param("triton", marks=ONLY_WITHOUT_GPU), pytest.param("cuda", marks=NEEDS_GPU)])
+def place(request):
+    """A device, with the kernels that run there: "triton" is Triton's interpreter."""
+    if request.param != "triton":
+        yield torch.device(request.param)
         return
     with interpreted():
         yield torch.device("cpu")
@@ -198,8 +192,7 @@ def test_a_single_id_leaves_nothing(place):
     case = case_of([[4], [5, 5], [6], [7, 8]], place)
     leaves = case.x.leaves()
     leaves.hidden.data[:3] = math.nan
-    if engine.DENSE_IDS > 0:  # whole products read the whole weight
-        leaves.weight.data[4:7] = math.nan
+    leaves.weight.data[4:7] = math.nan
     found = call(leaves, support=case.support, entropy=True, extras=("log_sum_sq_probs", "is_top1"))
     for values in (found.logps, found.entropy, found.log_sum_sq_probs):
         assert (values[:3] == 0).all()
@@ -211,29 +204,6 @@ def test_a_single_id_leaves_nothing(place):
     others = torch.ones(V, dtype=torch.bool, device=place)
     others[7:9] = False
     assert (leaves.weight.grad[others] == 0).all()
-
-
-# torch 2.11 warns although the call says that nothing is to be checked.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_sparse_gradient_of_the_weight(place):
-    """Of the listed rows, with the numbers of the dense one; an optimiser that takes such gradients goes on from it."""
-    if engine.DENSE_IDS == 0:
-        pytest.skip("a sparse gradient takes no whole product")
-    case = case_of(rows_of([2, 9, 1, 4]), place, bias=True, rules={"may_be_empty": False})
-    dense = solve(case)
-    sparse = solve(case._replace(rules={"may_be_empty": False, "sparse_grad": True}))
-    grad = sparse.grads["weight"]
-    assert grad.is_sparse
-    listed = grad._indices()[0].tolist()
-    assert len(set(listed)) == len(listed)
-    assert set(listed) <= {number for row in case.rows for number in row}
-    close("weight", grad.to_dense(), dense.grads["weight"], 1e-5)
-    same(Result(sparse.values, {**sparse.grads, "weight": dense.grads["weight"]}), dense)
-    weight = case.x.weight.clone().requires_grad_()
-    weight.grad = grad
-    torch.optim.SparseAdam([weight], lr=0.1).step()
-    moved = (weight != case.x.weight).any(1)
-    assert torch.equal(moved, dense.grads["weight"].any(1))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -277,8 +247,7 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     found = solve(case, weight_grad=total)
     assert found.grads["weight"] is None
     assert torch.equal(found.grads["hidden"], whole["hidden"])
-    if engine.DENSE_IDS > 0:  # whole products add 0 to every row
-        assert torch.equal(total[~listed].view(torch.int32), bits)
+    assert torch.equal(total[~listed].view(torch.int32), bits)
     close("weight_grad", (total - before)[listed], whole["weight"][listed], max(torch.finfo(dtype).eps, 1e-6))
     case = case._replace(rows=[[], *case.rows[1:]])  # now every row has its part
     total = torch.zeros(V, H, device=place)

@@ -121,37 +121,6 @@ def test_logits_fold_and_gradients(transform, shape):
         assert nothing is None
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_logits_of_tiles(transform):
-    """Tiles of any place and size together are all slots; what is put into them is found again."""
-    slots = slots_of(support, first=20, rows=50)
-    n, wanted = slots.kinds.numel(), slots.ids < 50
-    hidden, weight, bias = (
-        torch.randn(n, H, device=DEVICE),
-        torch.randn(50, H, device=DEVICE),
-        torch.randn(50).to(DEVICE),
-    )
-    temperatures = None if transform.temperature != 1.0 else (0.5 + torch.rand(n)).to(DEVICE)
-    expected = support.dots(support.Factors(hidden, weight, bias), slots, transform, temperatures)
-    found = [torch.full_like(expected, 7.0) for _ in range(2)]
-    values = torch.randn_like(expected).bfloat16().float()
-    for start, first in ((0, 0), (0, 16), (0, 32), (5, 0), (5, 16), (5, 32)):
-        tile = hidden[start : start + 5] @ weight[first : first + 16 + 2 * (first == 32)].T
-        outs = [torch.zeros_like(tile, dtype=torch.bfloat16) for _ in range(2)]
-        for kernels, z, out in zip((support, support_triton), found, outs, strict=True):
-            kernels.take_of_tile(tile, slots, (start, first), bias, transform, temperatures, z)
-            kernels.put_in_tile(values, slots, (start, first), out)
-        assert torch.equal(*outs)
-        there = wanted & (slots.tokens >= start) & (slots.tokens < start + 5)
-        there = there & (slots.ids >= first) & (slots.ids < first + tile.shape[1])
-        assert outs[0].count_nonzero() == there.sum()
-        places = slots.tokens[there].long() - start, slots.ids[there].long() - first
-        assert torch.equal(outs[0][places], values[there].bfloat16())
-    for z in found:
-        torch.testing.assert_close(z[wanted], expected[wanted], rtol=1e-5, atol=1e-5)
-        assert (z[~wanted] == 7.0).all()
-
-
 @pytest.mark.parametrize("transform", TRANSFORMS[1:])
 def test_temperatures_of_tokens(transform):
     """The kernels of plain PyTorch beside float64; no caller above them has such temperatures."""

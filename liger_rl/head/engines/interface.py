@@ -39,7 +39,6 @@ class Head(NamedTuple):
     weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
     shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
     temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
-    sparse_grad: bool = False  # of the weight, by the support engine
     listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
     weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
 

@@ -4,9 +4,6 @@ It costs 2 P H operations a product for P ids in all, where the dense engines co
 longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
 wrong values do no harm. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
 
-Where tokens list more than DENSE_SHARE of the vocabulary in the mean, whole products are faster than gathered rows: the
-listed logits are then taken out of tiles, and their gradients put into tiles. Nothing else changes.
-
 It keeps every token in its place. A row that is empty stands for the whole vocabulary, so its token takes two passes.
 These are made here and not by the caller, so that a backward gathers the weight once whatever rows there are.
 """
@@ -21,22 +18,14 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
-from liger_rl.head.engines.tiles import plan_tiles, spans
-from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
 from liger_rl.head.support import Support
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels import gemm
 from liger_rl.kernels import support as plain
 from liger_rl.kernels.devices import compiles
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
-from liger_rl.kernels.support import SEVERAL, Factors, Pairs, Rows, Segments, Slots
-
-# On one H200 (bfloat16, N = 8192, H = 4096, V = 128256) a step over gathered rows takes 37 ms at 1024 ids a token, 4.5
-# ns for each id. Over whole products it takes 50 ms at 2048.
-DENSE_SHARE = 1 / 94
-DENSE_IDS = 1 << 20  # under it neither takes long, and gathered rows round no tile of a gradient
+from liger_rl.kernels.support import Factors, Rows, Slots
 
 
 class Saved(NamedTuple):
@@ -106,10 +95,7 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     """Statistics over the tokens' own ids, 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
-    if _is_dense(head, slots):
-        logits = _dots_of_tiles(head, slots, options)
-    else:
-        logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
+    logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
     given = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
         statistics, sizes = kernels.statistics(logits, slots, targets, **given)
@@ -121,46 +107,6 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
     return statistics, Saved(logits)
-
-
-def _is_dense(head: Head, slots: Slots) -> bool:
-    """From the number of ids alone, which the host knows."""
-    return slots.ids.numel() > max(DENSE_IDS, (1 + DENSE_SHARE * head.vocab) * slots.kinds.numel())
-
-
-def _dots_of_tiles(head: Head, slots: Slots, options: EngineOptions) -> Tensor:
-    """`dots` of the kernels from whole products, tile by tile."""
-    rows = head.gathered(options.compute_dtype, TokenSelection(head.targets.numel()))
-    low_rank, hidden = LowRankRows.of(rows.low_inputs, rows.low_weight), rows.hidden
-    if low_rank is not None:
-        hidden = low_rank.beside_rows(hidden)
-    n, vocab = hidden.shape[0], rows.weight.shape[0]
-    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=4)
-    kernels, transform = kernels_for(hidden.device), options.transform.of_logits
-    z = torch.empty(slots.ids.numel(), dtype=torch.float32, device=hidden.device)
-    for first, last in spans(vocab, tiles.vocab):
-        weight_tile = rows.weight[first:last].to(options.compute_dtype)
-        if low_rank is not None:
-            weight_tile = low_rank.beside_tile(weight_tile, first)
-        for start, stop in spans(n, tiles.tokens):
-            logits = gemm.matmul(hidden[start:stop], weight_tile.T)
-            kernels.take_of_tile(logits, slots, (start, first), rows.bias, transform, rows.temperatures, z)
-            del logits
-    return z
-
-
-def _gradients_of_tiles(
-    head: Head, slots: Slots, coefficients: Tensor, options: EngineOptions, needs: Needs
-) -> Gradients:
-    def tile(first: int, last: int, start: int, stop: int) -> Tensor:
-        out = torch.zeros(stop - start, last - first, dtype=options.compute_dtype, device=coefficients.device)
-        kernels_for(out.device).put_in_tile(coefficients, slots, (start, first), out)
-        return out
-
-    # No other token has a gradient, and what is not a number must not get into a sum.
-    live = TokenSelection(head.targets.numel(), mask=slots.kinds == SEVERAL)
-    found = two_pass.gradients(head.gathered(options.compute_dtype, live), options, None, needs, known=tile)
-    return found.of_all_tokens(live, head)
 
 
 def _factors(head: Head) -> Factors:
@@ -212,8 +158,7 @@ def _by_ids(
     """Gradients of the tokens that list ids."""
     hidden, weight, bias, low_inputs, low_weight = _factors(head)
     kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
-    dense = _is_dense(head, slots) and not head.sparse_grad
-    in_order = not dense and (needs[1] or needs[2] or needs[4])
+    in_order = needs[1] or needs[2] or needs[4]
     grad_weight = grad_bias = grad_low = None
     coefficients, pairs = kernels.slot_gradients(
         saved.logits,
@@ -224,8 +169,6 @@ def _by_ids(
         head.temperatures,
         listed.by_id() if in_order else None,
     )
-    if dense:
-        return _gradients_of_tiles(head, slots, coefficients, options, needs)
 
     def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
         if table is None or left is None or not needed:
@@ -243,8 +186,6 @@ def _by_ids(
     if pairs is not None:
         if needs[1] and head.weight_grad is not None:
             kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
-        elif needs[1] and head.sparse_grad:
-            grad_weight = _sparse_sums(kernels, pairs, hidden, weight)
         elif needs[1]:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             kernels.segment_sums(*pairs, hidden, grad_weight)
@@ -262,14 +203,3 @@ def _by_ids(
     if grad_inputs is not None and low_inputs is not None:
         grad_inputs = grad_inputs.to(low_inputs.dtype)
     return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)
-
-
-def _sparse_sums(kernels: ModuleType, pairs: Pairs, hidden: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the listed rows alone; waits for their number."""
-    starts, ids = pairs.segments.starts, pairs.segments.of_position
-    listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
-    place = torch.where(ids < weight.shape[0], torch.searchsorted(listed, ids.long()), listed.numel())
-    segments = Segments(torch.cat([starts[listed], starts[-1:]]), place, by_id=True)
-    rows = torch.empty(listed.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
-    kernels.segment_sums(segments, *pairs[1:], hidden, rows)
-    return torch.sparse_coo_tensor(listed[None], rows, weight.shape, is_coalesced=True, check_invariants=False)
