@@ -194,9 +194,10 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     span, parts = sparse_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
     of_tiles = sparse_triton.list_tiles(chosen, span)
     sparse_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
-    limits = sparse_triton.find_limits(parts, chosen, span)
-    chosen, given = chosen._replace(starts=torch.arange(N + 1)), (targets, ones(N))
-    found, _ = sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, 2 * N, transform)
+    limits, found = sparse_triton.Limits.empty(N, N, CPU), sparse_triton.Lists.empty(2 * N, CPU)
+    sparse_triton.find_limits(parts, chosen, span, limits)
+    given = targets, ones(N)
+    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     support_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
@@ -209,7 +210,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
     wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    given = {"part": support_triton.Rows(V, 0, V), "keep_single": entropy}
+    given = {"part": support_triton.Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
     slots = support_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()

@@ -14,7 +14,6 @@ is a thousandth off would be a large error of dL/dhidden.
 Every kernel writes what one program owns, in a fixed order: no atomics, the same bits on every run.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,6 +94,11 @@ class Lists(NamedTuple):
     ids: Tensor  # (E,) int32
     coefficients: Tensor  # (E,) float32, dL/dx
     tokens: Tensor  # (E,) int32
+
+    @classmethod
+    def empty(cls, entries: int, device: torch.device) -> "Lists":
+        dtypes = torch.int32, torch.float32, torch.int32
+        return cls(*(torch.empty(entries, dtype=dtype, device=device) for dtype in dtypes))
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -652,7 +656,7 @@ def _is_listed(value, limit):
 def _thresholds_kernel(
     parts,  # (parts of the span, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
-    limits,  # (tokens of the span,) float32: the largest size that is not listed
+    limits,  # (n,) float32: the largest size that is not listed
     counts,  # (parts of the span,) int32: entries that are listed
     base,
     first,
@@ -695,7 +699,7 @@ def _thresholds_kernel(
         )
         low = tl.minimum(low, most - 1)
     limit = _size(low)
-    tl.store(limits + token - first, limit)
+    tl.store(limits + token, limit)
     PARTS: tl.constexpr = COUNTED // TILE_VOCAB
     column = tl.arange(0, TILE_VOCAB)[None, :]
     for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
@@ -707,7 +711,7 @@ def _thresholds_kernel(
 
 
 @Launched
-@triton.jit(do_not_specialize=["count", "tokens", "first"])
+@triton.jit(do_not_specialize=["most", "base", "count", "tokens", "first"])
 def _write_kernel(
     parts,  # (count, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
@@ -715,10 +719,11 @@ def _write_kernel(
     entries,  # (V,) shares of the tail
     targets,  # (n,) ids, or None where parts include them
     at_target,  # (n,) float32
-    limits,  # (tokens,) float32
-    starts,  # (tokens,) int64: where a token's entries begin, among the span's
-    before,  # (count + 1,) int64: listed entries of all parts before each
-    lists,  # `Lists` of the span
+    limits,  # (n,) float32
+    before,  # (parts of all spans + 1,) int64: listed entries of all parts before each, but targets
+    lists,  # `Lists` with room for `most`
+    most,
+    base,
     count,  # parts of the span
     tokens,  # of the span
     first,  # token
@@ -731,13 +736,14 @@ def _write_kernel(
     blocks = tl.cdiv(count, PARTS)
     if tl.program_id(0) >= blocks:
         # No name of the other branch: there it has another shape.
-        row = (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        live = row < tokens
+        row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
+        live = row < first + tokens
         if targets is not None:
-            start = tl.load(starts + row, mask=live, other=0)
-            tl.store(lists.ids + start, tl.load(targets + first + row, mask=live, other=0).to(tl.int32), mask=live)
-            tl.store(lists.coefficients + start, tl.load(at_target + first + row, mask=live, other=0.0), mask=live)
-            tl.store(lists.tokens + start, first + row, mask=live)
+            start = tl.load(before + tl.load(chosen.starts + row, mask=live, other=0), mask=live, other=0) + row
+            live = live & (start < most)
+            tl.store(lists.ids + start, tl.load(targets + row, mask=live, other=0).to(tl.int32), mask=live)
+            tl.store(lists.coefficients + start, tl.load(at_target + row, mask=live, other=0.0), mask=live)
+            tl.store(lists.tokens + start, row, mask=live)
     else:
         part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
         inside = part < count
@@ -747,7 +753,7 @@ def _write_kernel(
             tl.load(of.tile_of + part, mask=inside, other=0),
         )
         stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        kept = _is_listed(stored, tl.load(limits + token - first)[:, None])
+        kept = _is_listed(stored, tl.load(limits + token)[:, None])
         grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
         left = tl.where(kept, 0.0, grad)
         rest = tl.sum(left, 1)
@@ -757,35 +763,44 @@ def _write_kernel(
         helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
         rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
         tl.store(chosen.rest + token.to(tl.int64) * width + tile, rest, mask=inside)
-        at = tl.load(before + part, mask=inside, other=0)
+        at = tl.load(before + base + part, mask=inside, other=0)
         if targets is not None:
-            at += token - first + 1
+            at += token + 1
         number = kept.to(tl.int32)
         place = at[:, None] + (tl.cumsum(number, 1) - number)
+        kept = kept & (place < most)
         tl.store(lists.ids + place, tile[:, None] * TILE_VOCAB + column, mask=kept)
         tl.store(lists.coefficients + place, times_slope(grad, steps), mask=kept)
         tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
 
 
 class Limits(NamedTuple):
-    """What a span of tokens lists."""
+    """What tokens list."""
 
-    sizes: Tensor  # (tokens,) float32: the largest stored size that is not listed
-    before: Tensor  # (parts + 1,) int64: listed entries of all parts before each
+    sizes: Tensor  # (n,) float32: the largest stored size that is not listed
+    before: Tensor  # (parts + 1,) int64: listed entries of all parts before each, targets apart
+
+    @classmethod
+    def empty(cls, n: int, parts: int, device: torch.device) -> "Limits":
+        before = torch.zeros(parts + 1, dtype=torch.int64, device=device)
+        return cls(torch.empty(n, dtype=torch.float32, device=device), before)
 
 
-def find_limits(parts: Tensor, chosen: ChosenParts, span: Span) -> Limits:
-    """For each token the largest size under which its entries may be left out together. `parts` is (parts, width)."""
-    sizes = torch.empty(span.last - span.first, dtype=torch.float32, device=parts.device)
+def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
+    """For each token of the span the largest size under which its entries may be left out together.
+
+    `parts` is (span.parts or more, width). Earlier spans have written theirs.
+    """
     counts = torch.empty(span.parts, dtype=torch.int32, device=parts.device)
     with on(parts.device):
         _thresholds_kernel[(span.last - span.first,)](
-            parts, chosen, sizes, counts, span.base, span.first,
+            parts, chosen, out.sizes, counts, span.base, span.first,
             TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
         )  # fmt: skip
-    before = torch.zeros(span.parts + 1, dtype=torch.int64, device=parts.device)
-    torch.cumsum(counts, 0, out=before[1:])
-    return Limits(sizes, before)
+    before = out.before[span.base + 1 : span.base + span.parts + 1]
+    torch.cumsum(counts, 0, out=before)
+    if span.base:
+        before += out.before[span.base]
 
 
 def write_lists(
@@ -796,20 +811,13 @@ def write_lists(
     limits: Limits,
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, where parts leave them out
     span: Span,
-    entries: int,  # that are listed, targets too
     transform: LogitTransform,
-) -> tuple[Lists, Tensor]:
-    """-> the span's lists, and where each of its tokens begins in them, (tokens,) int64."""
-    empty, tokens = partial(torch.empty, entries, device=parts.device), span.last - span.first
-    lists = Lists(empty(dtype=torch.int32), empty(dtype=torch.float32), empty(dtype=torch.int32))
-    starts = limits.before[chosen.starts[span.first : span.last] - span.base]
-    if targets is not None:
-        starts += torch.arange(tokens, device=parts.device)
-    width = max(WRITTEN // parts.shape[1], 1)
+    out: Lists,  # of all spans; what there is no room for is left out
+) -> None:
+    tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
     with on(parts.device):
         _write_kernel[(cdiv(span.parts, width) + cdiv(tokens, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, starts,
-            limits.before, lists, span.parts, tokens, span.first, chosen.rest.shape[1], LogitSteps.of(transform),
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out,
+            out.ids.numel(), span.base, span.parts, tokens, span.first, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
-    return lists, starts

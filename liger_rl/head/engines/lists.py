@@ -22,6 +22,7 @@ from liger_rl.kernels.transform import LogitTransform
 DENSE_SHARE = 0.4
 PARTS_BYTES = 128 << 20  # of kept parts at a time, but at least those of BLOCK_TOKENS tokens
 BYTES_PER_ID = 52  # of a list, with what sorts it
+ROOM_FOR_IDS = 1 / 64  # of the entries of kept parts; a 250th are listed at 0.5 nats, a 50th at 2
 
 
 def most_ids(vocab: int) -> int:
@@ -117,7 +118,7 @@ def list_gradients(
 ) -> Gradients | None:
     """Of the tokens with a gradient, rows (n, H), and of weight and bias; None where lists are too long.
 
-    One host sync for each span of tokens.
+    One host sync.
     """
     from liger_rl.kernels import sparse_triton, support_triton
 
@@ -125,34 +126,35 @@ def list_gradients(
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
     spans = [sparse_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
     parts = torch.empty(max(span.parts for span in spans), width, dtype=torch.float16, device=device)
-    found, starts, listed = [], [], 0
+    n, of_targets = kept.wanted, int(targets is not None)
+    limits = sparse_triton.Limits.empty(n, kept.ends[-1], device)
+    room = min(int(ROOM_FOR_IDS * width * kept.ends[-1]), most_ids(vocab) * n) + n
+    found = sparse_triton.Lists.empty(room, device)
     for span in spans:
         tiles = sparse_triton.list_tiles(chosen, span)
         make_parts(chosen, tiles, span, parts)
-        limits = sparse_triton.find_limits(parts[: span.parts], chosen, span)
-        if needs[0] and span.last == kept.wanted:  # work for the device while the host waits
-            tail_rows = sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)
-        entries = int(limits.before[-1])
-        entries += (span.last - span.first) * (targets is not None)
-        if listed + entries > most_ids(vocab) * kept.wanted:
-            return None
-        written, begin = sparse_triton.write_lists(
-            parts[: span.parts], chosen, tiles, tail, limits, targets, span, entries, transform
-        )
-        found.append(written)
-        starts.append(begin + listed)
-        listed += entries
+        sparse_triton.find_limits(parts, chosen, span, limits)
+        sparse_triton.write_lists(parts, chosen, tiles, tail, limits, targets, span, transform, found)
+    starts = limits.before[chosen.starts[: n + 1]] + of_targets * torch.arange(n + 1, device=device)
+    counted = HostAnswer(starts[-1:])
     del parts, tiles, limits
-    ids, coefficients, tokens = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
-    del found
-    by_token = Segments(torch.cat([*starts, begin.new_full((1,), listed)]), tokens)
-    rest = chosen.rest[: kept.wanted]
+    rest = chosen.rest[:n]
+    # Work for the device while the host waits.
+    of_hidden = of_weight = None
+    if needs[0]:
+        of_hidden = Base(gemm.matmul(rest, sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
+    if needs[1]:
+        of_weight = Base(gemm.matmul(rest.T, hidden), tail.entries, width)
+    listed = int(counted.wait())
+    if listed > room:
+        return None
+    ids, coefficients, tokens = (part[:listed] for part in found)
 
     grad_hidden = grad_weight = grad_bias = None
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
-        base = Base(gemm.matmul(rest, tail_rows))
-        support_triton.segment_sums(by_token, coefficients, ids, weight, grad_hidden, base=base)
+        by_token = Segments(starts, tokens)
+        support_triton.segment_sums(by_token, coefficients, ids, weight, grad_hidden, base=of_hidden)
     if needs[1] or (bias is not None and needs[2]):
         ids, order = torch.sort(ids, stable=True)
         coefficients, tokens = coefficients[order], tokens[order]
@@ -160,11 +162,10 @@ def list_gradients(
         by_id = Segments(torch.searchsorted(ids, rows), ids, by_id=True)
     if needs[1]:
         grad_weight = unwritten(weight, vocab, weight_dtype)
-        base = Base(gemm.matmul(rest.T, hidden), tail.entries, width)
-        support_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=base)
+        support_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=of_weight)
     if bias is not None and needs[2]:
         grad_bias = unwritten(bias, vocab)
-        ones = torch.ones(1, 1, device=device).expand(kept.wanted, 1)
+        ones = torch.ones(1, 1, device=device).expand(n, 1)
         base = Base(gemm.column_sums(rest)[:, None], tail.entries, width)
         support_triton.segment_sums(by_id, coefficients, tokens, ones, grad_bias[:vocab, None], base=base)
     return Gradients(grad_hidden, grad_weight, grad_bias)
