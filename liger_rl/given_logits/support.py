@@ -39,7 +39,7 @@ def support_logprobs(
     ids = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     slots = kernels_for(logits.device).make_slots(
         support.token_ids, support.offsets, ids.reshape(-1), None if mask is None else mask.reshape(-1),
-        part=Rows(vocab, 0, vocab), keep_single=False,
+        part=Rows(vocab, 0, vocab), keep_single=False, distinct=support.distinct,
     )  # fmt: skip
     empty = 0
     if not options.fixed_shape:

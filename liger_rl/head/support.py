@@ -20,8 +20,9 @@ class Support:
     """The ids of each of a call's N tokens in compressed rows: token t has token_ids[offsets[t] : offsets[t + 1]].
 
     Log-probabilities and entropies are those of the softmax over a token's ids alone. A (B, T) call has N = B T rows,
-    in the order of its flattened tokens. An empty row stands for the whole vocabulary. Ids may be in any order, and one
-    that is repeated counts once. The rows of tokens that do not count are not used, but their ids are checked.
+    in the order of its flattened tokens. An empty row stands for the whole vocabulary. Ids may be in any order. A
+    repeated id counts once, but see `distinct`. The rows of tokens that do not count are not used, but their ids are
+    checked.
 
     What a call finds out from these tensors, the targets and the mask is kept here for the next call with the same
     ones, unless it has over a million ids or fixed_shape. Writes that PyTorch counts are noticed: those of operators,
@@ -36,6 +37,8 @@ class Support:
             `LogProbs.missing_target` says so; "error" raises a ValueError.
         may_be_empty: False promises that no token that counts has an empty row, which `fixed_shape` needs to know. An
             empty row then raises, or masks its token with fixed_shape.
+        distinct: True promises that no row lists an id twice. Then nothing looks for repeated ids, which takes time
+            with the square of a row's length on a GPU. If the promise is broken, the repeated id counts twice.
 
     Raises:
         TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
@@ -48,10 +51,12 @@ class Support:
     offsets: Tensor
     missing_target: MissingTarget = "add"
     may_be_empty: bool = True
+    distinct: bool = False
 
     def __post_init__(self) -> None:
         check_missing_target(self.missing_target)
         check_flag("may_be_empty", self.may_be_empty)
+        check_flag("distinct", self.distinct)
         for name in ("token_ids", "offsets"):
             tensor = check_dense(name, getattr(self, name))
             if tensor.dtype not in (torch.int32, torch.int64):
@@ -73,7 +78,7 @@ class Support:
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
         """From (N, K) or (B, T, K) integers, where -1 stands for no id. Waits for the device, which counts the ids.
 
-        `rules` are missing_target and may_be_empty, here and below.
+        `rules` are missing_target, may_be_empty and distinct, here and below.
         """
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
@@ -93,11 +98,12 @@ class Support:
                 or a list of rows, one per token, of ids or None for a row without ids; or a list of such objects.
             length: T of a (B, T) call, for a list of such objects alone: each is filled up with empty rows.
             device: where the support is needed.
-            rules: other fields of the support.
+            rules: other fields of the support. A mask of a sampler is `distinct` as a rule, rows of ids are not.
         """
         if _is_mask(mask):
             if length is not None:
                 raise ValueError(f"length must be None for the mask of one sequence, got {length}")
+            rules.setdefault("distinct", getattr(mask, "distinct", True))  # it may be a Support
             return cls(
                 _integers("token_ids", mask.token_ids, device), _integers("offsets", mask.offsets, device), **rules
             )
@@ -140,7 +146,7 @@ class Support:
             top_k: at least 1.
             min_p: in [0, 1].
             temperature: above 0.
-            rules: other fields of the support.
+            rules: other fields of the support; `distinct` is True as a rule.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -163,6 +169,7 @@ class Support:
         if min_p is not None:
             kept &= (ordered - ordered[:, :1]).exp() >= min_p
         kept[:, 0] = True
+        rules.setdefault("distinct", True)
         return cls(ids[kept], _offsets(kept.sum(1)), **rules)
 
     @property
@@ -312,7 +319,8 @@ def _joined(masks: Sequence[Support], length: int | None, device: torch.device |
             rows = torch.cat([rows, rows.new_zeros(length - rows.numel())])
         counts.append(rows)
     token_ids = torch.cat([mask.token_ids.long() for mask in masks])
-    return Support(token_ids.to(device), _offsets(torch.cat(counts)).to(device))
+    distinct = all(mask.distinct for mask in masks)
+    return Support(token_ids.to(device), _offsets(torch.cat(counts)).to(device), distinct=distinct)
 
 
 def _check_number(name: str, value: float, *, above: float, most: float) -> None:

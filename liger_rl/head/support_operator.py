@@ -29,8 +29,8 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TokenStatistics
 from liger_rl.kernels.support import COUNTED, FULL_ROWS, Slots
 
-LISTED = "Tensor token_ids, Tensor offsets, str missing_target, bool may_be_empty"
-LISTED_COUNT = 4
+LISTED = "Tensor token_ids, Tensor offsets, str missing_target, bool may_be_empty, bool distinct"
+LISTED_COUNT = 5
 
 
 def _apart(arguments: tuple[Any, ...]) -> tuple[Head, OpOptions]:
@@ -39,8 +39,7 @@ def _apart(arguments: tuple[Any, ...]) -> tuple[Head, OpOptions]:
 
 def _listed(arguments: tuple[Any, ...]) -> Support:
     """Only where the operator runs: making one looks at values."""
-    token_ids, offsets, missing_target, may_be_empty = arguments[-LISTED_COUNT:]
-    return Support(token_ids, offsets, missing_target, may_be_empty)
+    return Support(*arguments[-LISTED_COUNT:])
 
 
 def _parts(options: OpOptions) -> list[bool]:
@@ -91,7 +90,8 @@ def _grad(
         numbers = slots.numbers.tolist()
         return numbers, numbers[FULL_ROWS]
 
-    head = head._replace(listed=ListedIds(slots, check if arguments[-1] else None))  # may_be_empty
+    *_, may_be_empty, _distinct = arguments
+    head = head._replace(listed=ListedIds(slots, check if may_be_empty else None))
     gradients = token_gradients(engine, head, flat.resolved(), statistics, saved, grads, tuple(needs))
     return [part.contiguous() for part in gradients if part is not None]
 
@@ -134,7 +134,7 @@ _LIBRARY.impl("support_values", _in_graph, "CompositeImplicitAutograd")
 def support_op(head: Head, options: EngineOptions, listed: Support, *, targets_name: str) -> tuple[Any, ...]:
     """(logps, entropy, *EXTRAS, missing_target) of all N tokens; `head.live` has the mask of those that count."""
     flat = flat_options(options, targets_name)
-    rest = listed.token_ids, listed.offsets, listed.missing_target, listed.may_be_empty
+    rest = listed.token_ids, listed.offsets, listed.missing_target, listed.may_be_empty, listed.distinct
     found = iter(torch.ops.liger_rl.support_values(*tensors_of(head), *flat, *rest))
     logps, entropy = next(found), next(found) if options.entropy else None
     return logps, entropy, *(next(found) if name in options.extras else None for name in EXTRAS), next(found)

@@ -124,6 +124,7 @@ def make_slots(
     *,
     part: Rows,
     keep_single: bool,  # the one logit of a SINGLE row is wanted, too
+    distinct: bool,  # no row lists an id twice, so nothing looks for repeated ids
 ) -> Slots:
     """Nothing here trusts the values of the support: what is wrong with them is in `numbers`."""
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
@@ -153,8 +154,9 @@ def make_slots(
     kinds = torch.where(others > 0, SEVERAL, SINGLE)
     kinds = torch.where(counts, torch.where(end > begin, kinds, FULL), IGNORED).to(torch.uint8)
     missing = counts & (end > begin) & (first_hit == pairs)
-    repeated = _repeated(token * vocab + listed.clamp(0, vocab - 1))
-    member = known & ~hit & ~repeated & (kinds == SEVERAL)[token]
+    member = known & ~hit & (kinds == SEVERAL)[token]
+    if not distinct:
+        member &= ~_repeated(token * vocab + listed.clamp(0, vocab - 1))
 
     def local(global_ids: Tensor, wanted: Tensor) -> Tensor:
         row = global_ids - first

@@ -71,7 +71,8 @@ BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
 # Of ids there are many, most of them in no row.
 BY_ID = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
-SLOT_PIECE, SLOT_BLOCK = 32, 32  # ids of a program that makes slots, and ids that it compares them with at a time
+ROW_BLOCK, SLOT_BLOCK = 256, 512  # ids at a time: of a row, and where slots are made
+COMPARED_BLOCK = 32  # ids of a program that compares each with all before it in its row
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 LOWEST = torch.finfo(torch.float32).min
@@ -104,7 +105,7 @@ def _count(number, found):
 
 @Launched
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
-def _slots_kernel(
+def _rows_kernel(
     token_ids,  # (pairs,)
     offsets,  # (tokens + 1,)
     targets,  # (tokens,)
@@ -115,6 +116,7 @@ def _slots_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,)
     missing,
+    first_hits,  # where the row lists the target, or `pairs`
     numbers,  # (NUMBERS,) zeros
     tokens,
     pairs,
@@ -124,7 +126,6 @@ def _slots_kernel(
     rows,
     long_row,
     KEEP_SINGLE: tl.constexpr,
-    PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     # Defaults, because each global name that a kernel reads is compared at each launch.
     SINGLE: tl.constexpr = SINGLE,
@@ -134,109 +135,130 @@ def _slots_kernel(
     START: tl.constexpr = BAD_STARTS,
     ORDER: tl.constexpr = BAD_ORDERS,
     END: tl.constexpr = BAD_ENDS,
-    ID: tl.constexpr = BAD_IDS,
     MISSING: tl.constexpr = MISSING_TARGETS,
     EMPTY: tl.constexpr = FULL_ROWS,
     TARGET: tl.constexpr = BAD_TARGETS,
     MASK: tl.constexpr = BAD_MASKS,
     LONG: tl.constexpr = LONG_ROWS,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    own = program < tokens
-    position = (program - tokens) * PIECE
-    token = program
-    if program >= tokens:
-        # The last token whose row starts at or before the position. Offsets may be anything, so this always ends.
-        low = program * 0
-        high = low + tokens - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if tl.load(offsets + middle).to(tl.int64) <= position:
-                low = middle
-            else:
-                high = middle - 1
-        token = low
+    token = tl.program_id(0).to(tl.int64)
     raw_begin = tl.load(offsets + token).to(tl.int64)
     raw_end = tl.load(offsets + token + 1).to(tl.int64)
     begin = tl.minimum(tl.maximum(raw_begin, 0), pairs)
     end = tl.minimum(tl.maximum(raw_end, begin), pairs)
     target = tl.load(targets + token).to(tl.int64)
     counts = target >= 0
-    improper = target != target
     if mask is not None:
         value = tl.load(mask + token)
         counts = counts & (value != 0)
         if mask.dtype.element_ty != tl.int1:
-            improper = (value != 0) & (value != 1)
-    _count(numbers + MASK, own & improper)
-    _count(numbers + TARGET, own & counts & (target >= vocab))
-    _count(numbers + LONG, own & (end - begin + 1 > long_row))
+            _count(numbers + MASK, (value != 0) & (value != 1))
+    _count(numbers + TARGET, counts & (target >= vocab))
+    _count(numbers + LONG, end - begin + 1 > long_row)
     counts = counts & (target < vocab)
     if wanted_tokens is not None:
         counts = counts & (tl.load(wanted_tokens + token // each) != 0)
-    _count(numbers + START, (program == 0) & (raw_begin != 0))
-    _count(numbers + ORDER, own & (raw_end < raw_begin))
-    _count(numbers + END, (program == tokens - 1) & (raw_end != pairs))
-    lists = counts & (end > begin)
-    hits = 0
-    if own:
-        others = 0
-        for start in range(begin, end, 128):
-            place = start + tl.arange(0, 128)
-            listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
-            known = (listed >= 0) & (listed < vocab)
-            hits = tl.maximum(hits, tl.max((known & (listed == target)).to(tl.int32)))
-            others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
-        kind = tl.where(others > 0, SEVERAL, SINGLE)
-        kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
-        wanted = kind == SEVERAL
-        if KEEP_SINGLE:
-            wanted = wanted | (kind == SINGLE)
-        row = target - first_id
-        row = tl.where((row >= 0) & (row < rows), row, rows)
-        slot = begin + token
-        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
-        tl.store(slot_tokens + slot, token.to(tl.int32))
-        tl.store(slot_tokens + end + token, token.to(tl.int32), mask=hits > 0)  # of the slot to spare
-        tl.store(starts + token, slot)
-        tl.store(kinds + token, kind.to(tl.uint8))
-        tl.store(missing + token, lists & (hits == 0))
-        if token == tokens - 1:
-            tl.store(starts + tokens, end + tokens)
-    _count(numbers + MISSING, own & lists & (hits == 0))
-    _count(numbers + EMPTY, own & counts & (end == begin))
-    first = tl.where(own, begin, tl.maximum(position, begin + PIECE))
-    last = tl.minimum(end, tl.where(own, begin, position) + PIECE)
-    outside = 0
-    if first < last:
-        place = first + tl.arange(0, PIECE)
-        inside = place < last
-        listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
+    _count(numbers + START, (token == 0) & (raw_begin != 0))
+    _count(numbers + ORDER, raw_end < raw_begin)
+    _count(numbers + END, (token == tokens - 1) & (raw_end != pairs))
+    first_hit = begin * 0 + pairs
+    others = 0
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        listed = tl.load(token_ids + place, mask=place < end, other=-1).to(tl.int64)
         known = (listed >= 0) & (listed < vocab)
-        repeated = tl.zeros((PIECE,), tl.int32)
-        passed = tl.zeros((PIECE,), tl.int32)  # the target stands before
+        first_hit = tl.minimum(first_hit, tl.min(tl.where(known & (listed == target), place, first_hit)))
+        others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
+    kind = tl.where(others > 0, SEVERAL, SINGLE)
+    kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
+    wanted = kind == SEVERAL
+    if KEEP_SINGLE:
+        wanted = wanted | (kind == SINGLE)
+    row = target - first_id
+    row = tl.where((row >= 0) & (row < rows), row, rows)
+    slot = begin + token
+    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
+    tl.store(slot_tokens + slot, token.to(tl.int32))
+    tl.store(slot_tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # of the slot to spare
+    tl.store(starts + token, slot)
+    tl.store(starts + tokens, end + tokens, mask=token == tokens - 1)
+    tl.store(kinds + token, kind.to(tl.uint8))
+    tl.store(first_hits + token, first_hit)
+    lacks = counts & (end > begin) & (first_hit == pairs)
+    tl.store(missing + token, lacks)
+    _count(numbers + MISSING, lacks)
+    _count(numbers + EMPTY, counts & (end == begin))
+
+
+@triton.jit
+def _first_of(row, ids, positions, steps):
+    """-> the first of the ascending ids that is not under each row."""
+    low = row * 0
+    high = low + positions
+    for _ in range(steps):
+        middle = (low + high) // 2
+        under = (low < high) & (tl.load(ids + middle, mask=low < high, other=0).to(tl.int64) < row)
+        low = tl.where(under, middle + 1, low)
+        high = tl.where(under, high, middle)
+    return low
+
+
+@Launched
+@triton.jit(do_not_specialize=["tokens", "pairs", "vocab", "first_id", "rows", "searches"])
+def _slots_kernel(
+    token_ids,  # (pairs,)
+    offsets,  # (tokens + 1,)
+    targets,  # (tokens,)
+    kinds,
+    first_hits,
+    slot_ids,  # (pairs + tokens,)
+    slot_tokens,
+    numbers,  # (NUMBERS,)
+    tokens,
+    pairs,
+    vocab,
+    first_id,
+    rows,
+    searches,  # that find a token
+    DISTINCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEVERAL: tl.constexpr = SEVERAL,
+    ID: tl.constexpr = BAD_IDS,
+):
+    lane = tl.arange(0, BLOCK)
+    position = tl.program_id(0).to(tl.int64) * BLOCK
+    place = position + lane
+    # Offsets may be anything, so the search ends after a number of steps, and what it finds is looked at again.
+    token = tl.minimum(_first_of(place + 1, offsets + 1, tokens, searches), tokens - 1)
+    begin = tl.maximum(tl.load(offsets + token).to(tl.int64), 0)
+    end = tl.load(offsets + token + 1).to(tl.int64)
+    inside = (place >= begin) & (place < end) & (place < pairs)
+    listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
+    known = (listed >= 0) & (listed < vocab)
+    first_hit = tl.load(first_hits + token)
+    wanted = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
+    if not DISTINCT:
+        repeated = tl.zeros((BLOCK,), tl.int32)
         # In 32 bits, because the comparison of all with all has half the registers.
-        lane = tl.arange(0, PIECE)
         narrow = listed.to(tl.int32)
-        for start in range(begin, last, BLOCK):
-            before = start + tl.arange(0, BLOCK)
-            earlier = tl.load(token_ids + before, mask=before < last, other=-1).to(tl.int32)
-            is_earlier = (before - first).to(tl.int32)[None, :] < lane[:, None]
-            same = (earlier[None, :] == narrow[:, None]) & is_earlier
+        row_begin = (begin - position).to(tl.int32)
+        stop = tl.minimum(position + BLOCK, pairs)
+        for start in range(tl.min(tl.where(inside, begin, position)), stop, BLOCK):
+            before = start + lane
+            earlier = tl.load(token_ids + before, mask=before < stop, other=-1).to(tl.int32)
+            before = (before - position).to(tl.int32)
+            same = earlier[None, :] == narrow[:, None]
+            same = same & (before[None, :] < lane[:, None]) & (before[None, :] >= row_begin[:, None])
             repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
-            same = (earlier == target.to(tl.int32))[None, :] & is_earlier
-            passed = tl.maximum(passed, tl.max(same.to(tl.int32), 1))
-        hit = known & (listed == target)
-        wanted = counts & known & (hit == 0) & (repeated == 0)
-        row = listed - first_id
-        row = tl.where((row >= 0) & (row < rows), row, rows)
-        # The target is first, and what stands after it in the row moves up.
-        slot = place + token + 1 - passed
-        stored = inside & ((hit == 0) | (passed > 0))
-        tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
-        tl.store(slot_tokens + slot, (token + tl.zeros((PIECE,), tl.int64)).to(tl.int32), mask=stored)
-        outside = tl.sum((inside & (known == 0)).to(tl.int32))
-    _count(numbers + ID, outside)
+        wanted = wanted & (repeated == 0)
+    row = listed - first_id
+    row = tl.where((row >= 0) & (row < rows), row, rows)
+    # The target is first, and what stands after it in the row moves up.
+    slot = place + token + (place < first_hit).to(tl.int64)
+    stored = inside & (place != first_hit)
+    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
+    tl.store(slot_tokens + slot, token.to(tl.int32), mask=stored)
+    _count(numbers + ID, tl.sum((inside & (known == 0)).to(tl.int32)))
 
 
 def make_slots(
@@ -248,8 +270,9 @@ def make_slots(
     *,
     part: Rows,
     keep_single: bool,
+    distinct: bool,
 ) -> Slots:
-    """As `support.make_slots`, comparing each id with those before it in its row."""
+    """As `support.make_slots`. If ids may be repeated, each is compared with those before it in its row."""
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
         return no_slots(pairs, part, device)
@@ -260,12 +283,14 @@ def make_slots(
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     kinds = torch.empty(n, dtype=torch.uint8, device=device)
     missing = torch.empty(n, dtype=torch.bool, device=device)
+    first_hits = torch.empty(n, dtype=torch.int64, device=device)
     numbers = torch.zeros(COUNTED, dtype=torch.int64, device=device)
+    token_ids, offsets, targets = token_ids.contiguous(), offsets.contiguous(), targets.contiguous()
     with on(device):
-        _slots_kernel[(n + cdiv(pairs, SLOT_PIECE),)](
-            token_ids.contiguous(),
-            offsets.contiguous(),
-            targets.contiguous(),
+        _rows_kernel[(n,)](
+            token_ids,
+            offsets,
+            targets,
             None if mask is None else mask.contiguous(),
             None if wanted is None else wanted.contiguous(),
             ids,
@@ -273,6 +298,7 @@ def make_slots(
             starts,
             kinds,
             missing,
+            first_hits,
             numbers,
             n,
             pairs,
@@ -282,10 +308,30 @@ def make_slots(
             rows,
             BY_TOKEN.piece,
             KEEP_SINGLE=keep_single,
-            PIECE=SLOT_PIECE,
-            BLOCK=SLOT_BLOCK,
+            BLOCK=ROW_BLOCK,
             num_warps=1,
         )
+        if pairs > 0:
+            block = SLOT_BLOCK if distinct else COMPARED_BLOCK
+            _slots_kernel[(cdiv(pairs, block),)](
+                token_ids,
+                offsets,
+                targets,
+                kinds,
+                first_hits,
+                ids,
+                tokens,
+                numbers,
+                n,
+                pairs,
+                vocab,
+                first,
+                rows,
+                n.bit_length(),
+                DISTINCT=distinct,
+                BLOCK=block,
+                num_warps=4 if distinct else 1,
+            )
     return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
 
 
@@ -554,19 +600,6 @@ def _launch_fold(
         )
 
 
-@triton.jit
-def _first_of(row, ids, positions, steps):
-    """-> the first of the ascending ids that is not under each row."""
-    low = row * 0
-    high = low + positions
-    for _ in range(steps):
-        middle = (low + high) // 2
-        under = (low < high) & (tl.load(ids + middle, mask=low < high, other=0).to(tl.int64) < row)
-        low = tl.where(under, middle + 1, low)
-        high = tl.where(under, high, middle)
-    return low
-
-
 @Launched
 @triton.jit(do_not_specialize=["positions", "rows", "searches"])
 def _slot_gradients_kernel(
@@ -808,6 +841,7 @@ def segment_sums(
     pieces = cdiv(positions, piece)
     partial = coefficients  # which nothing reads where no segment is cut
     width = _columns(columns, launch)
+    slots = launch.slots * (launch.columns // width)  # as many numbers of a step, however few the columns are
     slabs = cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
@@ -820,7 +854,7 @@ def segment_sums(
                 segments.number,
                 columns,
                 piece,
-                SLOTS=launch.slots,
+                SLOTS=slots,
                 COLUMNS=width,
                 num_warps=launch.warps,
             )
@@ -836,7 +870,7 @@ def segment_sums(
             columns,
             piece,
             ADD=add,
-            SLOTS=launch.slots,
+            SLOTS=slots,
             COLUMNS=width,
             SEGMENTS=launch.segments,
             num_warps=launch.warps,

@@ -267,7 +267,11 @@ def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     place = offsets[:-1] + numbers.below(60, (n,)) % sizes.clamp(min=1)
     ids[place[holds_target]] = targets[holds_target]
     dtype = one(draw, torch.int64, torch.int32)
-    return {"token_ids": ids.to(dtype), "offsets": offsets.to(dtype), "may_be_empty": empty}
+    keys = torch.repeat_interleave(torch.arange(n, device=ids.device), sizes) * vocab + ids
+    distinct = one(draw, False, True) and keys.unique().numel() == keys.numel()
+    return {
+        "token_ids": ids.to(dtype), "offsets": offsets.to(dtype), "may_be_empty": empty, "distinct": distinct
+    }  # fmt: skip
 
 
 @strategy

@@ -45,7 +45,7 @@ MUTANTS = (
     ("world size ignored", "policy/reductions.py", "_weights(batch) * self.world_size / divisor(batch.num_items_in_batch)", "_weights(batch) / divisor(batch.num_items_in_batch)"),
     ("entropy bonus over every token", "policy/penalties.py", "torch.where(kept, entropy, 0.0).sum()", "entropy.sum()"),
     ("sampler ratio not bounded below", "policy/corrections.py", "ratio.clamp(low, high)", "ratio.clamp(max=high)"),
-    ("a repeated id counts twice", "kernels/support.py", "member = known & ~hit & ~repeated & ", "member = known & ~hit & "),
+    ("a repeated id counts twice", "kernels/support.py", "if not distinct:", "if False:"),
     ("the target's gradient is another id's", "kernels/support.py", "torch.where(own, tokens.at_target[token], -tokens.grad_logps[token] * p)", "-tokens.grad_logps[token] * p"),
     ("tokens whose row is empty get nothing", "head/support_slots.py", "return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None", "return None"),
     ("a target that its row does not list is left out", "kernels/support.py", "missing = counts & (end > begin) & (first_hit == pairs)", "missing = counts & (end > begin) & (first_hit == pairs); counts = counts & ~missing; kinds = torch.where(missing, IGNORED, kinds).to(torch.uint8)"),

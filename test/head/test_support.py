@@ -206,6 +206,16 @@ def test_a_single_id_leaves_nothing(place):
     assert (leaves.weight.grad[others] == 0).all()
 
 
+def test_rows_that_are_promised_to_be_distinct(place):
+    """The same bits if they are; otherwise a repeated id counts twice, but a target once."""
+    case = case_of(rows_of([2, 9, 1, 0, 30]), place, bias=True)
+    same(solve(case._replace(rules={"distinct": True})), solve(case))
+    case = case_of([[7, 3, 7, 5], [4, 8, 4]], place, rules={"distinct": True})
+    z = oracles.linear_logits(case.x.hidden, case.x.weight)
+    twice = torch.stack([z[0, [7, 3, 7, 5]].log_softmax(0)[-1], z[1, [8, 4]].log_softmax(0)[-1]])
+    close("logps", solve(case).values["logps"], twice, 1e-5)
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_token(tokens, place):
     """N = 0, and tokens that are all masked."""
@@ -417,7 +427,7 @@ def test_what_the_host_has_to_do(in_place, monkeypatch):
     given = {"weight_grad": torch.zeros(V, H)} if in_place else {}
     slopes = torch.randn(4)
     for launches, ops in (
-        (["_slots_kernel", "_dots_kernel", "_fold_kernel"], 16),
+        (["_rows_kernel", "_slots_kernel", "_dots_kernel", "_fold_kernel"], 16),
         (["_dots_kernel", "_fold_kernel"], 8),
     ):
         with Work(monkeypatch) as work:
@@ -536,6 +546,8 @@ def test_constructors(device):
         assert lists(found) == ([3, 5, 1, 2, 0, 4], [0, 2, 2, 5, 6])
         assert (found.tokens, found.missing_target, found.may_be_empty) == (4, "error", True)
         assert found.token_ids.device.type == device.type
+        assert not found.distinct
+        assert Support.from_padded(padded, distinct=True).distinct
     mask = SimpleNamespace(token_ids=[3, 5, 1], offsets=[0, 2, 3])
     as_tensors = SimpleNamespace(token_ids=torch.tensor(mask.token_ids), offsets=torch.tensor(mask.offsets))
     for one in (mask, as_tensors):
@@ -547,6 +559,11 @@ def test_constructors(device):
     assert lists(Support.from_vllm([mask, mask])) == ([3, 5, 1] * 2, [0, 2, 3, 5, 6])
     assert lists(Support.from_vllm([[3, 5], None, (1,)])) == ([3, 5, 1], [0, 2, 2, 3])
     assert lists(Support.from_vllm([])) == ([], [0])
+    rows = Support.from_vllm([[3, 3]])
+    for made_of, distinct in ((mask, True), ([mask] * 2, True), (rows, False), ([rows, mask], False), ([[3]], False)):
+        assert Support.from_vllm(made_of).distinct is distinct
+    assert not Support.from_vllm(mask, distinct=False).distinct
+    assert Support.from_vllm([[3, 5]], distinct=True).distinct
 
 
 @pytest.mark.parametrize(
@@ -560,6 +577,7 @@ def test_from_logits_is_hugging_faces(given, device):
     for name, warper in names.items():
         scores = warper(given[name])(None, scores) if name in given else scores
     found = Support.from_logits(logits, temperature=0.8, **given)
+    assert found.distinct
     rows = [set(row.tolist()) for row in found.token_ids.cpu().tensor_split(found.offsets[1:-1].cpu())]
     assert rows == [set(row.isfinite().nonzero().squeeze(1).tolist()) for row in scores]
 
@@ -584,6 +602,7 @@ def ints(*numbers: int) -> Tensor:
         (lambda: Support(ints(1, -2), ints(0, 2)), "token_ids must be token ids at least 0, got -2"),
         (lambda: Support(ints(), ints(0), missing_target="drop"), r"missing_target must be one of \['add', 'error'\]"),
         (lambda: Support(ints(), ints(0), may_be_empty=1), "may_be_empty must be a bool, got int"),
+        (lambda: Support(ints(), ints(0), distinct=1), "distinct must be a bool, got int"),
         (lambda: Support.from_padded(ints(1, 2)), r"ids must be \(N, K\) or \(B, T, K\), got \(2,\)"),
         (lambda: Support.from_padded(torch.ones(1, 2)), "ids must be int32 or int64, got torch.float32"),
         (lambda: Support.from_vllm(3), "mask must have token_ids and offsets, or be a list"),

@@ -183,7 +183,7 @@ def rows_of(support: Support) -> list[list[int]]:
 def test_take_and_placed(dtype, device):
     rows = [[1, 2], [], [3], [4, 4, 5], [], [6]]
     made = Support.from_vllm(rows, missing_target="error", may_be_empty=False)
-    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), "error", False)
+    support = Support(made.token_ids.to(device, dtype), made.offsets.to(device, dtype), "error", False, True)
     picked = {
         "slice": (slice(1, 3), [*rows[2:]]),
         "index": (torch.tensor([2, 0]), [*rows[4:], *rows[:2]]),
@@ -194,6 +194,7 @@ def test_take_and_placed(dtype, device):
         part = support.take(sequences, batch=3)
         assert rows_of(part) == expected
         assert (part.token_ids.dtype, part.missing_target, part.may_be_empty) == (dtype, "error", False)
+        assert part.distinct
     mask = torch.tensor([[False, True, True], [True, True, False], [False, True, True]], device=device)
     given = iter(rows)
     assert rows_of(support.placed(mask)) == [next(given) if counts else [] for counts in mask.flatten().tolist()]

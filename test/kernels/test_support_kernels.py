@@ -22,7 +22,7 @@ def csr(sizes: list[int], dtype: torch.dtype, pool: int) -> tuple[torch.Tensor, 
 
 
 def slots_of(
-    kernels, *, keep_single: bool = True, first: int = 0, rows: int = V, dtype=torch.int64, mask=None, wanted=None
+    kernels, *, keep_single=True, distinct=False, first=0, rows=V, dtype=torch.int64, mask=None, wanted=None
 ) -> support.Slots:
     generator = torch.get_rng_state()
     torch.manual_seed(3)
@@ -31,17 +31,20 @@ def slots_of(
     mask = torch.tensor([True] * 8 + [False] if mask is None else mask, device=DEVICE)
     wanted = None if wanted is None else torch.tensor(wanted, device=DEVICE)
     torch.set_rng_state(generator)
-    given = {"part": support.Rows(rows, first, V), "keep_single": keep_single}
+    given = {"part": support.Rows(rows, first, V), "keep_single": keep_single, "distinct": distinct}
     return kernels.make_slots(ids, offsets, targets, mask, wanted, **given)
 
 
-@pytest.mark.parametrize("keep_single", [False, True])
+@pytest.mark.parametrize(("keep_single", "distinct"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("first", "rows", "dtype"), [(0, V, torch.int64), (20, 30, torch.int32)])
-def test_slots(keep_single, first, rows, dtype):
-    mine, theirs = (
-        slots_of(kernels, keep_single=keep_single, first=first, rows=rows, dtype=dtype)
-        for kernels in (support_triton, support)
-    )
+def test_slots(keep_single, distinct, first, rows, dtype, monkeypatch):
+    """Rows in one block and in many; where the promise of distinct rows is broken, repeated ids count."""
+    given = {"keep_single": keep_single, "distinct": distinct, "first": first, "rows": rows, "dtype": dtype}
+    mine, theirs = (slots_of(kernels, **given) for kernels in (support_triton, support))
+    for name in ("ROW_BLOCK", "SLOT_BLOCK", "COMPARED_BLOCK"):
+        monkeypatch.setattr(support_triton, name, 16)
+    for one, other in zip(slots_of(support_triton, **given), mine, strict=True):
+        assert one == other if isinstance(one, int) else torch.equal(one, other)
     for name, values in theirs._asdict().items():
         found = getattr(mine, name)
         if isinstance(values, int):
@@ -72,7 +75,7 @@ def test_which_tokens_count_and_what_is_wrong(wanted):
 def test_long_rows_are_counted():
     for kernels in (support_triton, support):
         ids, offsets = csr([support.LONG_ROW - 1, support.LONG_ROW, 0], torch.int64, 5)
-        given = {"part": support.Rows(V, 0, V), "keep_single": False}
+        given = {"part": support.Rows(V, 0, V), "keep_single": False, "distinct": False}
         slots = kernels.make_slots(ids, offsets, torch.zeros(3, dtype=torch.int64, device=DEVICE), None, **given)
         assert slots.numbers[support.LONG_ROWS] == 1
 

@@ -63,6 +63,7 @@ def support_slots(
         wanted,
         part=part,
         keep_single="mean_logits" in options.extras,
+        distinct=support.distinct,
     )
 
 
