@@ -239,9 +239,9 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
 
 
 def policy_cases(like: Case, policy: str | None) -> list[Case]:
-    """One dense batch of a trained policy's own tokens for each temperature in its folder; [] without one.
+    """A policy's own tokens at each temperature in its folder: an RL batch, and a batch of which every token counts.
 
-    The first temperature is measured in full, the others for what a tolerance does.
+    The first temperature is measured in full, the others for what a tolerance does. [] without a folder.
     """
     if policy is None:
         return []
@@ -262,7 +262,11 @@ def policy_cases(like: Case, policy: str | None) -> list[Case]:
             variants=("liger_sm90", "trl_chunked", "cce", *TOLERANCES) if cases else OF_POLICY,
         )
         cases.append(case)
-    return cases
+    rl = [
+        replace(case, name=f"rl-{case.name}", mask_share=0.42, idle_share=0.25, beta=0.0, groups=(RL,))
+        for case in cases
+    ]
+    return [replace(rl[0], variants=EVERYWHERE), *rl[1:], *cases]
 
 
 def quick_preset(dtype: str, policy: str | None = None) -> list[Case]:

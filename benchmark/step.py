@@ -235,7 +235,7 @@ def title(name: str, about: dict[str, Any]) -> str:
         about["dtype"],
         f"entropy {about['entropy']:.2f} nats",
     ]
-    if about["kept_share_3e-4"] is not None:
+    if about.get("kept_share_3e-4") is not None:  # not in results of earlier engines
         parts.append(f"{about['kept_share_3e-4']:.1%} of the head's parts kept at 3e-4")
     return ", ".join(parts)
 

@@ -342,6 +342,8 @@ def test_a_policy_learns_and_its_cases_are_its_own_tokens(tmp_path):
     entropies = {sample["temperature"]: sample["entropy"] for sample in about["samples"]}
     assert entropies[0.4] < entropies[0.6] < entropies[1.0] < math.log(about["vocab"])
     cases = [case for case in preset("cpu", quick=True, policy=str(tmp_path)) if case.policy]
+    assert [case.name for case in cases[:3]] == ["rl-policy-0.6", "rl-policy-1", "rl-policy-0.4"]
+    cases = cases[3:]
     assert [case.name for case in cases] == ["policy-0.6", "policy-1", "policy-0.4"]
     for case, sample in zip(cases, about["samples"], strict=True):
         inputs = make_inputs(case, "cpu")

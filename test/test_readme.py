@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page):
 def test_tables_of_numbers_are_those_of_the_results():
     readme = pytest.importorskip("benchmark.readme", reason="the benchmark is not part of an installed package")
     tables = {
-        "README.md": {"nvidia-h200"},
+        "README.md": {"nvidia-h200-policy"},
         "results.md": {
             "row-losses-nvidia-h200",
             "nvidia-h200",
@@ -78,8 +78,8 @@ def test_sentences_have_the_numbers_of_the_rl_batch():
     from benchmark.environment import RESULTS, read_results
     from benchmark.variants import DEFAULT
 
-    results = read_results(RESULTS / "nvidia-h200.json")
-    rows = {row["variant"]: row for row in results["rows"] if row["case"] == "rl-llama-3-8b"}
+    results = read_results(RESULTS / "nvidia-h200-policy.json")
+    rows = {row["variant"]: row for row in results["rows"] if row["case"] == "rl-policy-0.6"}
     default, cce = rows[DEFAULT], rows["cce"]
     error = {
         name: f"{table.gradient_error(row):.1e}".replace("e-0", "e-")
