@@ -419,7 +419,7 @@ def test_other_heads_run_on_cpu(name, tmp_path, monkeypatch):
 
 
 def test_a_trained_pair_of_heads(monkeypatch):
-    """Of a model and itself a step earlier; and what a tolerance keeps."""
+    """Of a model and itself a step earlier. On CPU a tolerance computes the exact gradient, and nothing is kept."""
     real_policy = pytest.importorskip("benchmark.real_policy", reason="training a policy needs transformers")
     from benchmark import divergence_policy
 
@@ -436,7 +436,7 @@ def test_a_trained_pair_of_heads(monkeypatch):
     ours = [row for row in rows if row["variant"].startswith("liger_rl")]
     assert all(row["grad_hidden_error"] < 6e-3 and row["grad_weight_error"] < 2e-3 for row in ours)
     assert all(row["divergence"] > 0 for row in ours)
-    assert [row["kept_share"] is None for row in ours] == [True, True, False, False]
+    assert [row["kept_share"] for row in ours] == [None] * 4
     penalties = list(divergence_policy.penalty_rows(pair, "cpu"))
     assert [row["x_k3"] == 1.0 for row in penalties] == [True, False] * 2
     _check_penalties(penalties)
