@@ -87,7 +87,7 @@ def sample(sampler: Any, prompts: Tensor, plan: Plan, generator: torch.Generator
     batch, length = prompts.shape[0], plan.completion_length
     counts = torch.cat([support.offsets.diff() for _, _, support in steps])
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    by_step = Support(torch.cat([support.token_ids for _, _, support in steps]), offsets)
+    by_step = Support(torch.cat([support.token_ids for _, _, support in steps]), offsets, distinct=True)
     order = torch.arange(length * batch, device=prompts.device).view(length, batch).T.reshape(-1)
     by_sequence = by_step.take(order, batch=length * batch)
     drawn = torch.cat([log_p for _, log_p, _ in steps], dim=1)

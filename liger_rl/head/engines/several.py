@@ -86,11 +86,10 @@ class _Targets:
 
         rows, (n, count), device = self.rows, self.ids.shape, self.ids.device
         vocab = rows.weight.shape[0]
-        places = torch.arange(n * count, dtype=torch.int32, device=device)
         nothing = self.here.new_empty(0)
         slots = Slots(
             ids=torch.where(self.here, self.ids, vocab).to(torch.int32).flatten(),
-            tokens=places // count,
+            tokens=torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(count),
             starts=torch.arange(n + 1, device=device) * count,
             kinds=self.here[:, 0],
             missing=nothing,
