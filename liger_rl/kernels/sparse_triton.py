@@ -4,8 +4,8 @@ A part is one token's dL/dlogits in one tile of the vocabulary. From bounds of e
 
 1. `choose_parts` keeps, for each token, the parts without which its own error could exceed its share of the tolerance;
 2. a product with gathered tokens makes the kept parts again, in float16 relative to the token's largest entry;
-3. `thresholds` finds, for each token, the largest threshold under which its entries may be left out together;
-4. `write_lists` lists the entries above it, and adds what is left out of each part to the part's rest.
+3. `find_limits` finds, for each token, the largest size under which its entries may be left out together;
+4. `write_lists` lists the larger entries, and writes the sum of the others as the part's rest.
 
 A rest is the sum of what a token leaves out of a tile. The tile's entries share it by `Tail.entries`, so that
 dL/dlogits still adds up to zero over the vocabulary. The rows of a trained weight have much in common, and a sum that
