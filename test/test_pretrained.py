@@ -42,9 +42,9 @@ def test_the_folder_is_one_of_a_policy(pieces, monkeypatch, tmp_path, shape):
     about = pretrained.make_policy(RECIPE, tmp_path, "tiny.gguf", shape, "cpu", tmp_path)
     assert about == json.loads((tmp_path / "policy.json").read_text())
     assert (about["hidden_size"], about["vocab"]) == (shape or tuple(reversed(pieces[0].lm_head.weight.shape)))
-    for case, sample in zip(
-        [case for case in preset("cpu", quick=True, policy=str(tmp_path)) if case.policy], about["samples"], strict=True
-    ):
+    cases = [case for case in preset("cpu", quick=True, policy=str(tmp_path)) if case.policy]
+    assert [case.name for case in cases[:3]] == [f"rl-{case.name}" for case in cases[3:]]
+    for case, sample in zip(cases[3:], about["samples"], strict=True):
         inputs = make_inputs(case, "cpu")
         assert inputs.current_entropy.mean().item() == pytest.approx(sample["entropy"], rel=1e-3)
         surprise = -inputs.current_logps
