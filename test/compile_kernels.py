@@ -288,9 +288,9 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
         of_tiles = sparse_triton.list_tiles(chosen, span)
         student = pair_epilogue.Student(head, targets, 0)
         sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
-    limits = sparse_triton.find_limits(parts, chosen, span)
-    chosen = chosen._replace(starts=torch.arange(N + 1))
-    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, 2 * N, transform)
+    limits, found = sparse_triton.Limits.empty(N, N, CPU), sparse_triton.Lists.empty(2 * N, CPU)
+    sparse_triton.find_limits(parts, chosen, span, limits)
+    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:
