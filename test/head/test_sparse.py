@@ -21,7 +21,7 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
-TOKENS, VOCAB = (700, 3000) if DEVICE.type == "cuda" else (72, 1100)  # the interpreter takes its time
+TOKENS, VOCAB = (700, 3000) if DEVICE.type == "cuda" else (32, 800)  # the interpreter takes its time
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=4.0, scale=1.5)
 
 
