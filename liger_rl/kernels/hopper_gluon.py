@@ -1,4 +1,4 @@
-"""The products of `kernels.epilogue` and `kernels.blocks_triton` with one half's epilogue under the other's product.
+"""The products of `kernels.epilogue` with one half's epilogue under the other's product.
 
 A program's warps are three groups. One loads; the other two multiply the upper and the lower half of a tile of tokens
 with what it loaded, each at its own pace. The lower half begins as many steps later as there are buffers, and keeps

@@ -43,8 +43,8 @@ from liger_rl.kernels.sparse_triton import (
     ChosenParts,
     Span,
     TileLists,
-    _rows_of_tile,
     padded_tiles,
+    rows_of_tile,
 )
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import LogitSteps
@@ -261,7 +261,7 @@ def _parts_kernel(
     # Neighbours share their rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     entry = tl.program_id(0) % slices * ENTRIES
-    tile, row, inside = _rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
+    tile, row, inside = rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
     if tile < tiles:
         first = tile * TILE_VOCAB + entry
         z = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)

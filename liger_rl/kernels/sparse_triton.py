@@ -537,7 +537,7 @@ def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
 
 
 @triton.jit
-def _rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
     """-> a tile, some of the tokens that keep it, and which of them there are; no tile past the last chunk."""
     tile = tl.arange(0, TILES)
     kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
@@ -573,7 +573,7 @@ def _parts_kernel(
     STEP: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    tile, row, inside = _rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
+    tile, row, inside = rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
     if tile < tiles:
         first = tile * TILE_VOCAB
         part = tl.load(chosen.starts + row) - base
@@ -653,7 +653,7 @@ def _is_listed(value, limit):
 
 @Launched
 @triton.jit(do_not_specialize=["base", "first"])
-def _thresholds_kernel(
+def _limits_kernel(
     parts,  # (parts of the span, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
     limits,  # (n,) float32: the largest size that is not listed
@@ -793,7 +793,7 @@ def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> 
     """
     counts = torch.empty(span.parts, dtype=torch.int32, device=parts.device)
     with on(parts.device):
-        _thresholds_kernel[(span.last - span.first,)](
+        _limits_kernel[(span.last - span.first,)](
             parts, chosen, out.sizes, counts, span.base, span.first,
             TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
         )  # fmt: skip
