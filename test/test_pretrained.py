@@ -47,8 +47,11 @@ def test_the_folder_is_one_of_a_policy(pieces, monkeypatch, tmp_path, shape):
     for case, sample in zip(cases[3:], about["samples"], strict=True):
         inputs = make_inputs(case, "cpu")
         assert inputs.current_entropy.mean().item() == pytest.approx(sample["entropy"], rel=1e-3)
-        surprise = -inputs.current_logps
-        assert abs(surprise.mean() - sample["entropy"]) < 4 * surprise.std() / math.sqrt(surprise.numel())
+        # The spread of the distribution itself: few sampled tokens are rare, so a sample's own spread may miss them.
+        all_logps = logps(inputs.hidden.float(), inputs.weight.float())
+        variance = (all_logps.exp() * all_logps.square()).sum(-1) - inputs.current_entropy.double().square()
+        spread = variance.mean().sqrt().item() / math.sqrt(inputs.current_logps.numel())
+        assert abs(-inputs.current_logps.mean().item() - sample["entropy"]) < 8 * spread
 
 
 def test_a_larger_shape_has_the_probabilities_of_the_model():
