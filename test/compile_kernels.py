@@ -29,6 +29,7 @@ from liger_rl.kernels import (
     epilogue,
     kept_pair_triton,
     launches,
+    listing_triton,
     pair_epilogue,
     softmax,
     sparse_pair_triton,
@@ -187,17 +188,19 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     targets, tokens = torch.zeros(N, dtype=torch.long), token_gradients(entropy)
     known = TileStatistics(*(ones(TILES, N) for _ in range(2)), ones(TILES, N) if entropy else None)
     bounds = sparse_triton.part_bounds(known, statistics(entropy), tokens, targets, transform)
-    drawn = sparse_triton.draw_tokens(bounds)
+    drawn = sparse_triton.draw_tokens(bounds, torch.arange(N))
     tail = sparse_triton.tail_of_logits(ones(V, SAMPLES), bias, drawn, targets, tokens, transform)
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    chosen = sparse_triton.choose_parts(bounds, tail, torch.arange(N), 1e-3, transform, torch.bfloat16, signed=entropy)
-    span, parts = sparse_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
-    of_tiles = sparse_triton.list_tiles(chosen, span)
-    sparse_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
-    limits, found = sparse_triton.Limits.empty(N, N, CPU), sparse_triton.Lists.empty(2 * N, CPU)
-    sparse_triton.find_limits(parts, chosen, span, limits)
+    chosen, _ = sparse_triton.choose_parts(bounds, tail, 1e-3, transform, torch.bfloat16, signed=entropy)
+    span, parts = listing_triton.Span(0, N, 0, N), ones(N, BLOCK_VOCAB, dtype=torch.float16)
+    of_tiles = listing_triton.list_tiles(chosen, span)
+    listing_triton.make_parts(hidden, weight, bias, targets, tokens, transform, chosen, of_tiles, span, parts)
+    starts = torch.arange(N + 1)
+    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
+    listing_triton.find_limits(parts, chosen, span, limits)
     given = targets, ones(N)
-    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, given, span, transform, found, starts)
+    listing_triton.order_by_id(found, V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
     support_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
@@ -279,18 +282,19 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     head, targets = pair_epilogue.Factors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
-    span, parts = sparse_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
+    span, parts = listing_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         tokens = PairGradients(*(ones(N) for _ in range(4)), *([ones(N)] * 2 if entropy else [None] * 2), None, None)
         bounds = sparse_pair_triton.part_bounds(TileSums.unwritten(N, V, CPU, measure), measure, tokens, targets)
-        given = torch.arange(N), 1e-3, transform, torch.bfloat16
-        chosen = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
-        of_tiles = sparse_triton.list_tiles(chosen, span)
+        given = 1e-3, transform, torch.bfloat16
+        chosen, _ = sparse_triton.choose_parts(bounds, tail, *given, signed=True)
+        of_tiles = listing_triton.list_tiles(chosen, span)
         student = pair_epilogue.Student(head, targets, 0)
         sparse_pair_triton.make_parts(student, head, measure, tokens, chosen, of_tiles, span, parts)
-    limits, found = sparse_triton.Limits.empty(N, N, CPU), sparse_triton.Lists.empty(2 * N, CPU)
-    sparse_triton.find_limits(parts, chosen, span, limits)
-    sparse_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found)
+    starts = torch.arange(N + 1)
+    limits, found = listing_triton.Limits.empty(N, N, CPU), listing_triton.Lists.empty(2 * N, CPU)
+    listing_triton.find_limits(parts, chosen, span, limits)
+    listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, None, span, transform, found, starts)
 
 
 def policy_terms(_transform: LogitTransform, entropy: bool) -> None:

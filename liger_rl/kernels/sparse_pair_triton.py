@@ -30,22 +30,12 @@ from torch import Tensor
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
+from liger_rl.kernels.listing_triton import STORED_UNIT, Span, TileLists, rows_of_tile
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.pair_epilogue import Factors, Student
 from liger_rl.kernels.pair_tiles import divergence_gradient, with_other_gradients
 from liger_rl.kernels.softmax import flushed_exp, transformed
-from liger_rl.kernels.sparse_triton import (
-    BOUND_TILES,
-    BOUND_TOKENS,
-    BOUND_WARPS,
-    CUTS,
-    STORED_UNIT,
-    ChosenParts,
-    Span,
-    TileLists,
-    padded_tiles,
-    rows_of_tile,
-)
+from liger_rl.kernels.sparse_triton import BOUND_TILES, BOUND_TOKENS, BOUND_WARPS, CUTS, ChosenParts, padded_tiles
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import LogitSteps
 

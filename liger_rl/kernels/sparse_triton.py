@@ -1,11 +1,8 @@
-"""Lists of the entries that each token's gradient needs, found by a certificate, as Triton kernels.
+"""Which parts of a gradient are kept: found by a certificate for each token, as Triton kernels.
 
-A part is one token's dL/dlogits in one tile of the vocabulary. From bounds of every part's norm
-
-1. `choose_parts` keeps, for each token, the parts without which its own error could exceed its share of the tolerance;
-2. a product with gathered tokens makes the kept parts again, in float16 relative to the token's largest entry;
-3. `find_limits` finds, for each token, the largest size under which its entries may be left out together;
-4. `write_lists` lists the larger entries, and writes the sum of the others as the part's rest.
+A part is one token's dL/dlogits in one tile of the vocabulary. From bounds of every part's norm `choose_parts` keeps,
+for each token, the parts without which its own error could exceed its share of the tolerance. `listing_triton` makes
+lists of entries from them.
 
 A rest is the sum of what a token leaves out of a tile. The tile's entries share it by `Tail.entries`, so that
 dL/dlogits still adds up to zero over the vocabulary. The rows of a trained weight have much in common, and a sum that
@@ -21,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
-from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -37,6 +33,7 @@ from liger_rl.kernels.softmax import (
     transformed,
 )
 from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
     BLOCK_VOCAB,
     SAMPLES,
     PartBounds,
@@ -45,16 +42,11 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.tile_epilogues import part_of
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 BOUND_TOKENS, BOUND_TILES, BOUND_WARPS = 16, 128, 8
 CHOSEN, CHOOSING_WARPS = 4096, 8  # parts of a program that chooses, at least a token's
 HALVINGS = 10  # of the range in which a token's threshold of parts lies
-LISTED_TOKENS = 1024  # that a program lists at a time
-ROWS = 128  # tokens of a product
-COUNTED, COUNTING_WARPS = 4096, 8  # entries that a program counts at a time
-WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program that writes
 DRAWN, DRAWING_WARPS = 1024, 8  # tokens that the one program draws from at a time
 SHARING_WARPS = 8
 CUTS = 6  # of a tile's entries to twice their mean, of which each changes the mean
@@ -62,8 +54,6 @@ CUTS = 6  # of a tile's entries to twice their mean, of which each changes the m
 # once; 16 x 256 took 1.6 to 2.4 x.
 WEIGHED_ENTRIES, WEIGHED_COLUMNS = 32, 512
 TILE_MULTIPLE = 8  # rests have rows of a multiple of so many tiles, for products that read them 16 bytes at a time
-UNIT = 2.0**15  # what a part stores for an entry as large as the bound of all; float16 ends at twice as much
-LEVEL_BITS = 7  # of a float16 that a level leaves out: eight levels for each power of 2
 TILE_SHARE = 0.5  # of a token's tolerated energy, for parts that are left out whole
 
 # What float32 loses on the way to a bound, added to it: in nats, absolute and relative to the size of the logits.
@@ -74,8 +64,6 @@ SLACK_OF_SHARES = tl.constexpr(1.0 + 2.0**-6)  # of rests and shares to the prod
 SLACK_OF_DERIVATIVE = tl.constexpr(1e-5)
 BUDGET_ROUNDING = 1.0 - 1e-3  # of float32 sums of squares and of entries in float16, taken off the tolerated energy
 LOG_4 = tl.constexpr(1.3862943611198906)
-STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
-LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
 
 
 class ChosenParts(NamedTuple):
@@ -84,21 +72,8 @@ class ChosenParts(NamedTuple):
     rank: Tensor  # (tiles, n) int16: of a kept part among its token's, -1 where it is left out
     starts: Tensor  # (n + 1,) int64: the first part of each token
     room: Tensor  # (n,) float32: energy that a token's entries may leave out, in units of its scale squared
-    scale: Tensor  # (n,) float32: no entry is larger, 0 without a gradient
+    scale: Tensor  # (n,) float32: no entry is larger; 0 without a gradient, and then no part is kept
     rest: Tensor  # (n, padded tiles) sums of parts that are left out, 0 elsewhere
-
-
-class Lists(NamedTuple):
-    """The listed entries of consecutive tokens: a token's target first, then its tiles and ids, ascending."""
-
-    ids: Tensor  # (E,) int32
-    coefficients: Tensor  # (E,) float32, dL/dx
-    tokens: Tensor  # (E,) int32
-
-    @classmethod
-    def empty(cls, entries: int, device: torch.device) -> "Lists":
-        dtypes = torch.int32, torch.float32, torch.int32
-        return cls(*(torch.empty(entries, dtype=dtype, device=device) for dtype in dtypes))
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -123,7 +98,10 @@ def _slope_at(z, steps):
 @triton.jit
 def _has_gradient(tokens, token, live):
     """-> whether tokens have a gradient; true for NaN, which must reach the gradients."""
-    wanted = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
+    if tokens.wanted is None:
+        wanted = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
+    else:
+        wanted = tl.load(tokens.wanted + token, mask=live, other=0) != 0
     if tokens.grad_entropy is not None:
         wanted |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
     return wanted
@@ -153,14 +131,17 @@ def _bounds_kernel(
     slack = SLACK + SLACK_OF_LSE * tl.abs(lse)
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
     g, e, entropy = token_terms(tokens, token, live)
-    unit = tl.where(wanted, tl.abs(g) + tl.abs(e), 1.0)
+    unit = tl.abs(g) + tl.abs(e)
+    unit = tl.where(wanted & (unit != 0.0), unit, 1.0)
     # Relative to the unit, no square of a small gradient is lost. Zero times what an idle token holds may be NaN.
     g = tl.where(wanted, g / unit, 0.0)
     at_target = gradient_at_target(tokens, token, live, logps)
     known_gradient = at_target
     if steps.cap is not None:
         known_gradient *= 1.0 - tanh_square(logps + lse, steps)
-    tl.store(out.at_target + token, times_slope(known_gradient, steps), mask=live)
+    # Zero times what an idle token's logits are may be NaN.
+    known_gradient = tl.where(wanted, times_slope(known_gradient, steps), 0.0)
+    tl.store(out.at_target + token, known_gradient, mask=live)
     at_target = at_target / unit
     if tokens.grad_entropy is not None:
         e = tl.where(wanted, e / unit, 0.0)
@@ -230,20 +211,38 @@ def part_bounds(
 
 
 class Drawn(NamedTuple):
-    """Tokens that say how entries share a rest, (SAMPLES,) each."""
+    """Tokens that say how entries share a rest, (SAMPLES,) each, and where to read hidden states."""
 
     rows: Tensor  # int64, among n tokens
+    positions: Tensor  # int64, the same among all N
     scales: Tensor  # float32, by what the gradients of all become alike in size
+    # (n,) int64, among all N: a token's own position; a token without a gradient has that of one with, because zero
+    # times what its own hidden state is may be NaN.
+    sources: Tensor
 
 
 @Launched
 @triton.jit(do_not_specialize=["count"])
-def _draw_kernel(sizes, drawn, count, SAMPLES: tl.constexpr, STEP: tl.constexpr):
+def _draw_kernel(
+    bounds,  # `PartBounds`
+    index,  # (count,) int64: positions of the tokens, None where they are all tokens
+    drawn,  # `Drawn`
+    count,
+    SAMPLES: tl.constexpr,
+    STEP: tl.constexpr,
+):
     # One program, because where a token comes depends on all before it; its order is fixed, so its sums may be floats.
     total = tl.zeros((), tl.float64)
+    some = tl.zeros((), tl.int32) + (count - 1)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
-        total += tl.sum(tl.load(sizes + token, mask=token < count, other=0.0))
+        live = token < count
+        total += tl.sum(tl.load(bounds.size + token, mask=live, other=0.0))
+        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        some = tl.minimum(some, tl.min(tl.where(wanted, token, count - 1)))
+    source = some.to(tl.int64)
+    if index is not None:
+        source = tl.load(index + some)
     sample = tl.arange(0, SAMPLES)
     step = (sample + 0.5) * (total / SAMPLES)
     so_far = tl.zeros((), tl.float64)
@@ -251,25 +250,35 @@ def _draw_kernel(sizes, drawn, count, SAMPLES: tl.constexpr, STEP: tl.constexpr)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
         live = token < count
-        until = so_far + tl.cumsum(tl.load(sizes + token, mask=live, other=0.0), 0)
+        until = so_far + tl.cumsum(tl.load(bounds.size + token, mask=live, other=0.0), 0)
         place += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
         so_far = tl.max(until, 0)
+        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        position = token.to(tl.int64)
+        if index is not None:
+            position = tl.load(index + token, mask=live, other=0)
+        tl.store(drawn.sources + token, tl.where(wanted, position, source), mask=live)
     place = tl.minimum(place, count - 1)
-    size = tl.load(sizes + place)
+    size = tl.load(bounds.size + place)
+    position = place.to(tl.int64)
+    if index is not None:
+        position = tl.load(index + place)
     tl.store(drawn.rows + sample, place.to(tl.int64))
+    tl.store(drawn.positions + sample, position)
     tl.store(drawn.scales + sample, tl.where(size > 0.0, 1.0 / size, 0.0).to(tl.float32))
 
 
-def draw_tokens(bounds: PartBounds) -> Drawn:
-    """Each token as often as its size says."""
-    device = bounds.size.device
-    drawn = Drawn(
-        torch.empty(SAMPLES, dtype=torch.int64, device=device), torch.empty(SAMPLES, dtype=torch.float32, device=device)
+def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
+    """Each token as often as its size says; `index` (n,) has the tokens' positions, None where they are all tokens."""
+    n, device = bounds.size.numel(), bounds.size.device
+    rows, positions = torch.empty(2, SAMPLES, dtype=torch.int64, device=device).unbind()
+    scales, sources = (
+        torch.empty(SAMPLES, dtype=torch.float32, device=device),
+        torch.empty(n, dtype=torch.int64, device=device),
     )
+    drawn = Drawn(rows, positions, scales, sources)
     with on(device):
-        _draw_kernel[(1,)](
-            bounds.size, drawn, bounds.size.numel(), SAMPLES=SAMPLES, STEP=DRAWN, num_warps=DRAWING_WARPS
-        )
+        _draw_kernel[(1,)](bounds, index, drawn, n, SAMPLES=SAMPLES, STEP=DRAWN, num_warps=DRAWING_WARPS)
     return drawn
 
 
@@ -394,8 +403,8 @@ def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _choose_kernel(
     bounds,  # `PartBounds`
     squares,  # (tiles,) of the tail's shares
-    place_of,  # (count,) int64: a token's place among those with a gradient
-    chosen,  # `ChosenParts`; `starts` gets the number of each token's parts, one place on
+    chosen,  # `ChosenParts`, all but the starts
+    numbers,  # (count,) int32: parts of each token
     tiles,
     count,
     width,  # padded tiles
@@ -439,385 +448,76 @@ def _choose_kernel(
     dropped = inside & ((energy < (low * ceiling)[None, :]) | (energy == 0.0))
     spent = tl.sum(tl.where(dropped, energy, 0.0), 0)
     kept = inside & (dropped == 0)
-    here = tl.load(place_of + token, mask=wanted, other=0)
     number = kept.to(tl.int32)
     among = tl.cumsum(number, 0) - number
     rank = tl.where(kept, among, -1)
-    tl.store(chosen.rank + tile.to(tl.int64)[:, None] * count + here[None, :], rank.to(tl.int16), mask=inside)
-    tl.store(chosen.starts + here + 1, tl.sum(number, 0).to(tl.int64), mask=wanted)
-    tl.store(chosen.room + here, (tolerated - spent) / (scale * scale), mask=wanted)
-    tl.store(chosen.scale + here, scale * unit, mask=wanted)
+    written = (tile < tiles)[:, None] & live[None, :]
+    tl.store(chosen.rank + place, rank.to(tl.int16), mask=written)
+    tl.store(numbers + token, tl.sum(number, 0), mask=live)
+    room = tl.where(wanted, (tolerated - spent) / (scale * scale), 0.0)
+    tl.store(chosen.room + token, room, mask=live)
+    tl.store(chosen.scale + token, scale * unit, mask=live)
     rest = tl.where(dropped, times_slope(rest * unit[None, :], steps), 0.0).to(chosen.rest.dtype.element_ty)
-    written = (tile < width)[:, None] & wanted[None, :]
-    tl.store(chosen.rest + here[None, :] * width + tile[:, None], rest, mask=written)
+    written = (tile < width)[:, None] & live[None, :]
+    tl.store(chosen.rest + token.to(tl.int64)[None, :] * width + tile[:, None], rest, mask=written)
+
+
+@Launched
+@triton.jit(do_not_specialize=["count"])
+def _starts_kernel(numbers, scales, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
+    # One program, because where a token starts depends on all before it.
+    before = tl.zeros((), tl.int64)
+    wanted = tl.zeros((), tl.int32)
+    for first in range(0, count, STEP):
+        token = first + tl.arange(0, STEP)
+        live = token < count
+        number = tl.load(numbers + token, mask=live, other=0).to(tl.int64)
+        until = before + tl.cumsum(number, 0)
+        tl.store(starts + token, until - number, mask=live)
+        last = live & ((token % TOKENS == TOKENS - 1) | (token == count - 1))
+        tl.store(counted + 1 + token // TOKENS, until, mask=last)
+        before += tl.sum(number)
+        wanted += tl.sum((tl.load(scales + token, mask=live, other=0.0) != 0.0).to(tl.int32))
+    tl.store(starts + count, before)
+    tl.store(counted, wanted.to(tl.int64))
 
 
 def choose_parts(
     bounds: PartBounds,
     tail: Tail,
-    place: Tensor,  # (n,) int64: a token's place among those with a gradient
     tolerance: float,
     transform: LogitTransform,
     dtype: torch.dtype,
     *,
     signed: bool,
-) -> ChosenParts:
+) -> tuple[ChosenParts, Tensor]:
     """For each token the parts without which its own error could pass TILE_SHARE of what it may be.
 
-    Tokens without a gradient have no place. What stands behind the last place is undefined.
+    Returns:
+        The parts, and (1 + ceil(n / BLOCK_TOKENS),) int64: the tokens with a gradient, and the parts of the first
+        BLOCK_TOKENS tokens, of twice as many, ..., of all.
     """
     tiles, n = bounds.most.shape
     device, width = bounds.most.device, tail.squares.numel()
+    scale, room = torch.empty(2, n, dtype=torch.float32, device=device).unbind()
+    numbers = torch.empty(n, dtype=torch.int32, device=device)
+    starts, counted = torch.empty(n + 2 + cdiv(n, BLOCK_TOKENS), dtype=torch.int64, device=device).tensor_split([n + 1])
     chosen = ChosenParts(
         torch.empty(tiles, n, dtype=torch.int16, device=device),
-        torch.zeros(n + 1, dtype=torch.int64, device=device),
-        torch.empty(n, dtype=torch.float32, device=device),
-        torch.empty(n, dtype=torch.float32, device=device),
+        starts,
+        room,
+        scale,
         torch.empty(n, width, dtype=dtype, device=device),
     )
     side = next_power_of_2(width)
     together = max(CHOSEN // side, 1)
     with on(device):
         _choose_kernel[(cdiv(n, together),)](
-            bounds, tail.squares, place, chosen, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
+            bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
             LogitSteps.of(transform),
             SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=together, TILES=side, num_warps=CHOOSING_WARPS,
         )  # fmt: skip
-    return chosen._replace(starts=chosen.starts.cumsum(0))
-
-
-# --- the kept parts ---------------------------------------------------------------------------------------------------
-
-
-class Span(NamedTuple):
-    """Consecutive tokens, `first` to `last`, and their parts from number `base` on."""
-
-    first: int
-    last: int
-    base: int
-    parts: int
-
-
-class TileLists(NamedTuple):
-    """The tokens of a span that keep each tile, and the tile and the token of each of the span's parts."""
-
-    tokens: Tensor  # (tiles, tokens of the span) int32
-    counts: Tensor  # (tiles,) int32
-    tile_of: Tensor  # (parts,) int32
-    token_of: Tensor  # (parts,) int32
-
-
-@Launched
-@triton.jit(do_not_specialize=["first", "last", "base"])
-def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constexpr):
-    tile = tl.program_id(0).to(tl.int64)
-    width = last - first
-    at = 0
-    for start in range(first, last, STEP):
-        token = start + tl.arange(0, STEP)
-        inside = token < last
-        rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
-        kept = rank >= 0
-        number = kept.to(tl.int32)
-        tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=kept)
-        part = tl.load(chosen.starts + token, mask=kept, other=0) + rank - base
-        tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=kept)
-        tl.store(lists.token_of + part, token, mask=kept)
-        at += tl.sum(number, 0)
-    tl.store(lists.counts + tile, at)
-
-
-def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
-    tiles, n = chosen.rank.shape
-    sizes = (tiles, span.last - span.first), (tiles,), (span.parts,), (span.parts,)
-    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
-    with on(chosen.rank.device):
-        _list_tiles_kernel[(tiles,)](chosen, lists, span.first, span.last, span.base, n, LISTED_TOKENS)
-    return lists
-
-
-@triton.jit
-def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> a tile, some of the tokens that keep it, and which of them there are; no tile past the last chunk."""
-    tile = tl.arange(0, TILES)
-    kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
-    chunks = tl.cdiv(kept, ROWS)
-    here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
-    before = tl.sum(tl.where(tile < here, chunks, 0), 0)
-    place = (chunk - before) * ROWS + tl.arange(0, ROWS)
-    inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
-    return here, tl.load(lists.tokens + here.to(tl.int64) * width + place, mask=inside, other=0), inside
-
-
-@Launched
-@triton.jit(do_not_specialize=["base", "width"])
-def _parts_kernel(
-    out,  # (parts of the span, TILE_VOCAB) float16
-    hidden,  # a `matrix` (n, H), for pointers
-    weight,  # a `matrix` (V, H)
-    bias,
-    targets,
-    gradients,  # `TokenGradients`, (n,) each
-    chosen,  # `ChosenParts`
-    lists,  # `TileLists`
-    base,
-    width,  # tokens of the span
-    tiles,
-    count,
-    vocab,
-    size,  # H
-    steps,
-    PARTS: tl.constexpr,  # of a tile, one after the other
-    TILE_VOCAB: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    tile, row, inside = rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
-    if tile < tiles:
-        first = tile * TILE_VOCAB
-        part = tl.load(chosen.starts + row) - base
-        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
-        logits = tl.zeros((ROWS, TILE_VOCAB), tl.float32)
-        for step in range(tl.cdiv(size, STEP)):
-            left = load_picked(hidden, row, step * STEP, STEP)
-            logits = tl.dot(left, load(weight, first, step * STEP, TILE_VOCAB, STEP).T, logits)
-        lse = tl.load(gradients.lse + row)[:, None]
-        target = (tl.load(targets + row) - first)[:, None]
-        per_scale = STORED_UNIT / tl.load(chosen.scale + row)[:, None]
-        g, e, entropy = token_terms(gradients, row, inside)
-        ENTROPY: tl.constexpr = gradients.grad_entropy is not None
-        if ENTROPY:
-            e = e[:, None]
-            entropy = entropy[:, None]
-        for half in tl.static_range(PARTS):
-            x = part_of(logits, half, PARTS)
-            column = half * x.shape[1] + tl.arange(0, x.shape[1])
-            known = (column < vocab - first)[None, :]
-            if bias is not None:
-                x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
-            z, square = transformed(x, steps)
-            log_p = z - lse
-            grad = gradient(flushed_exp(log_p), log_p, None, 0.0, g[:, None], e, entropy, ENTROPY)
-            if steps.cap is not None:
-                grad *= 1.0 - square
-            grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
-            tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], grad.to(tl.float16), mask=inside[:, None])
-
-
-def make_parts(
-    hidden: Tensor,  # (n, H) in the compute dtype
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (n,)
-    tokens: TokenGradients,  # (n,) each
-    transform: LogitTransform,
-    chosen: ChosenParts,
-    lists: TileLists,
-    span: Span,
-    out: Tensor,  # (span.parts or more, BLOCK_VOCAB) float16
-) -> None:
-    """The span's kept parts of dL/dz, in units of the tokens' scales over UNIT; 0 at targets."""
-    tiles, n = chosen.rank.shape
-    family = family_of(hidden.device)
-    halved = transform.softcap is not None or tokens.grad_entropy is not None
-    with on(hidden.device):
-        _parts_kernel[(span.parts // ROWS + tiles,)](
-            out, matrix(hidden, 1, family.step, tma=False), matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
-            None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
-            span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
-            PARTS=max(family.parts, 2 if halved else 1), TILE_VOCAB=BLOCK_VOCAB, ROWS=ROWS, STEP=family.step,
-            TILES=next_power_of_2(tiles), num_stages=family.stages, num_warps=8,
-        )  # fmt: skip
-
-
-# --- from parts to lists ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _level(value):
-    """-> the largest level whose size is no larger than `value` >= 0."""
-    return tl.minimum(value, LARGEST_HALF).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> BITS
-
-
-@triton.jit
-def _size(level):
-    """-> of a level: a float16 whose last BITS are 0."""
-    return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _is_listed(value, limit):
-    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # no comparison holds for NaN, which is listed
-
-
-@Launched
-@triton.jit(do_not_specialize=["base", "first"])
-def _limits_kernel(
-    parts,  # (parts of the span, TILE_VOCAB) float16
-    chosen,  # `ChosenParts`
-    limits,  # (n,) float32: the largest size that is not listed
-    counts,  # (parts of the span,) int32: entries that are listed
-    base,
-    first,
-    TILE_VOCAB: tl.constexpr,
-    COUNTED: tl.constexpr,
-):
-    token = first + tl.program_id(0)
-    begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
-    end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
-    room = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
-    room = tl.where(room > 0.0, room, 0.0)  # of NaN, too
-    # All entries that are no larger than the lowest fit in any case, and one that is larger than the highest does not.
-    low = _level(tl.sqrt(room / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
-    high = _level(tl.sqrt(room)) + 1
-    # Three levels at a time: the parts are read a third of the times that halving takes.
-    while low + 1 < high:
-        step = tl.maximum((high - low) // 4, 1)
-        first_level = low + step
-        second_level = tl.minimum(low + 2 * step, high)
-        third_level = tl.minimum(low + 3 * step, high)
-        under_first = tl.zeros((COUNTED,), tl.float32)
-        under_second = tl.zeros((COUNTED,), tl.float32)
-        under_third = tl.zeros((COUNTED,), tl.float32)
-        for start in range(begin, end, COUNTED):
-            place = start + tl.arange(0, COUNTED)
-            value = tl.abs(tl.load(parts + place, mask=place < end, other=0.0).to(tl.float32))
-            square = value * value
-            under_first += tl.where(value <= _size(first_level), square, 0.0)
-            under_second += tl.where(value <= _size(second_level), square, 0.0)
-            under_third += tl.where(value <= _size(third_level), square, 0.0)
-        first_fits = tl.sum(under_first) <= room
-        second_fits = tl.sum(under_second) <= room
-        third_fits = tl.sum(under_third) <= room
-        most = high
-        high = tl.where(
-            first_fits, tl.where(second_fits, tl.where(third_fits, most, third_level), second_level), first_level
+        _starts_kernel[(1,)](
+            numbers, scale, starts, counted, n, TOKENS=BLOCK_TOKENS, STEP=DRAWN, num_warps=DRAWING_WARPS
         )
-        low = tl.where(
-            first_fits, tl.where(second_fits, tl.where(third_fits, third_level, second_level), first_level), low
-        )
-        low = tl.minimum(low, most - 1)
-    limit = _size(low)
-    tl.store(limits + token, limit)
-    PARTS: tl.constexpr = COUNTED // TILE_VOCAB
-    column = tl.arange(0, TILE_VOCAB)[None, :]
-    for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = part < end // TILE_VOCAB
-        value = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        number = tl.sum(_is_listed(value, limit).to(tl.int32), 1)
-        tl.store(counts + part, number, mask=inside)
-
-
-@Launched
-@triton.jit(do_not_specialize=["most", "base", "count", "tokens", "first"])
-def _write_kernel(
-    parts,  # (count, TILE_VOCAB) float16
-    chosen,  # `ChosenParts`
-    of,  # `TileLists`
-    entries,  # (V,) shares of the tail
-    targets,  # (n,) ids, or None where parts include them
-    at_target,  # (n,) float32
-    limits,  # (n,) float32
-    before,  # (parts of all spans + 1,) int64: listed entries of all parts before each, but targets
-    lists,  # `Lists` with room for `most`
-    most,
-    base,
-    count,  # parts of the span
-    tokens,  # of the span
-    first,  # token
-    width,  # padded tiles
-    steps,
-    TILE_VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    blocks = tl.cdiv(count, PARTS)
-    if tl.program_id(0) >= blocks:
-        # No name of the other branch: there it has another shape.
-        row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        live = row < first + tokens
-        if targets is not None:
-            start = tl.load(before + tl.load(chosen.starts + row, mask=live, other=0), mask=live, other=0) + row
-            live = live & (start < most)
-            tl.store(lists.ids + start, tl.load(targets + row, mask=live, other=0).to(tl.int32), mask=live)
-            tl.store(lists.coefficients + start, tl.load(at_target + row, mask=live, other=0.0), mask=live)
-            tl.store(lists.tokens + start, row, mask=live)
-    else:
-        part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
-        inside = part < count
-        column = tl.arange(0, TILE_VOCAB)[None, :]
-        token, tile = (
-            tl.load(of.token_of + part, mask=inside, other=first),
-            tl.load(of.tile_of + part, mask=inside, other=0),
-        )
-        stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        kept = _is_listed(stored, tl.load(limits + token)[:, None])
-        grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
-        left = tl.where(kept, 0.0, grad)
-        rest = tl.sum(left, 1)
-        share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        # The rest stands in for its entries where it is closer to them than nothing.
-        away = left - rest[:, None] * share
-        helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
-        rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
-        tl.store(chosen.rest + token.to(tl.int64) * width + tile, rest, mask=inside)
-        at = tl.load(before + base + part, mask=inside, other=0)
-        if targets is not None:
-            at += token + 1
-        number = kept.to(tl.int32)
-        place = at[:, None] + (tl.cumsum(number, 1) - number)
-        kept = kept & (place < most)
-        tl.store(lists.ids + place, tile[:, None] * TILE_VOCAB + column, mask=kept)
-        tl.store(lists.coefficients + place, times_slope(grad, steps), mask=kept)
-        tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
-
-
-class Limits(NamedTuple):
-    """What tokens list."""
-
-    sizes: Tensor  # (n,) float32: the largest stored size that is not listed
-    before: Tensor  # (parts + 1,) int64: listed entries of all parts before each, targets apart
-
-    @classmethod
-    def empty(cls, n: int, parts: int, device: torch.device) -> "Limits":
-        before = torch.zeros(parts + 1, dtype=torch.int64, device=device)
-        return cls(torch.empty(n, dtype=torch.float32, device=device), before)
-
-
-def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
-    """For each token of the span the largest size under which its entries may be left out together.
-
-    `parts` is (span.parts or more, width). Earlier spans have written theirs.
-    """
-    counts = torch.empty(span.parts, dtype=torch.int32, device=parts.device)
-    with on(parts.device):
-        _limits_kernel[(span.last - span.first,)](
-            parts, chosen, out.sizes, counts, span.base, span.first,
-            TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
-        )  # fmt: skip
-    before = out.before[span.base + 1 : span.base + span.parts + 1]
-    torch.cumsum(counts, 0, out=before)
-    if span.base:
-        before += out.before[span.base]
-
-
-def write_lists(
-    parts: Tensor,
-    chosen: ChosenParts,  # whose rests get what is left out of the kept parts
-    of_parts: TileLists,
-    tail: Tail,
-    limits: Limits,
-    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, where parts leave them out
-    span: Span,
-    transform: LogitTransform,
-    out: Lists,  # of all spans; what there is no room for is left out
-) -> None:
-    tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
-    with on(parts.device):
-        _write_kernel[(cdiv(span.parts, width) + cdiv(tokens, WRITTEN_TOKENS),)](
-            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out,
-            out.ids.numel(), span.base, span.parts, tokens, span.first, chosen.rest.shape[1], LogitSteps.of(transform),
-            TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
-        )  # fmt: skip
+    return chosen, counted

@@ -175,7 +175,7 @@ class TokenGradients(NamedTuple):
     at_target: Tensor  # (n,) dL/dlogp (1 - p_target), with dL/dlse p_target
     entropy: Tensor | None  # (n,) given together with grad_entropy
     grad_entropy: Tensor | None  # (n,) dL/dentropy
-    # (n,) bool: there is a gradient, where grad_logps may be 0 and does not tell. No kernel is given it.
+    # (n,) bool: there is a gradient, where grad_logps may be 0 and does not tell.
     wanted: Tensor | None = None
 
     @classmethod

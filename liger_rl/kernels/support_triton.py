@@ -191,7 +191,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _first_of(row, ids, positions, steps):
+def first_of(row, ids, positions, steps):
     """-> the first of the ascending ids that is not under each row."""
     low = row * 0
     high = low + positions
@@ -229,7 +229,7 @@ def _slots_kernel(
     position = tl.program_id(0).to(tl.int64) * BLOCK
     place = position + lane
     # Offsets may be anything, so the search ends after a number of steps, and what it finds is looked at again.
-    token = tl.minimum(_first_of(place + 1, offsets + 1, tokens, searches), tokens - 1)
+    token = tl.minimum(first_of(place + 1, offsets + 1, tokens, searches), tokens - 1)
     begin = tl.maximum(tl.load(offsets + token).to(tl.int64), 0)
     end = tl.load(offsets + token + 1).to(tl.int64)
     inside = (place >= begin) & (place < end) & (place < pairs)
@@ -635,7 +635,7 @@ def _slot_gradients_kernel(
         again = (place >= 0) & (place < positions)
         if tl.program_id(0) >= 2 * step:
             row = place - step * BLOCK
-            tl.store(row_starts + row, _first_of(row, ids, positions, searches), mask=row <= rows)
+            tl.store(row_starts + row, first_of(row, ids, positions, searches), mask=row <= rows)
         slot = tl.load(order + place, mask=again, other=slot)
         inside = inside | again
     wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
@@ -784,37 +784,47 @@ def _sums_kernel(
     COLUMNS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    segment = tl.program_id(0).to(tl.int64) * SEGMENTS
+    first = tl.program_id(0).to(tl.int64) * SEGMENTS
+    segment = first + tl.arange(0, SEGMENTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    stop = tl.minimum(segment + SEGMENTS, count)
-    begin = tl.load(starts + segment)
-    end = tl.load(starts + segment + 1)
-    while segment < stop:
-        following = tl.load(starts + tl.minimum(segment + 2, count))  # which is there once it is needed
-        if (end > begin) | (not ADD):
-            last = tl.minimum(end, begin + piece)
-            total = _weighted_rows(
-                coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS
-            )
-            if end > last:
-                after = (end - 1) // piece + 1
-                for start in range(last // piece, after, SLOTS):
-                    cut = start + tl.arange(0, SLOTS)
-                    values = partial + cut[:, None] * columns + column[None, :]
-                    total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
-            place = out + segment * out_stride + column
-            if base is not None:
-                start_row = tl.load(base + segment // base_width * columns + column, mask=inside, other=0.0)
-                if shares is not None:
-                    start_row *= tl.load(shares + segment)
-                total += start_row
-            if ADD:
-                total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            tl.store(place, total.to(out.dtype.element_ty), mask=inside)
-        begin = end
-        end = following
-        segment += 1
+    known = segment < count
+    begins = tl.load(starts + segment, mask=known, other=0)
+    ends = tl.load(starts + segment + 1, mask=known, other=0)
+    empty = begins == ends
+    if not ADD:
+        # Most ids are in no row. Together, these wait for memory once.
+        bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
+        if base is not None:
+            base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
+            bases = tl.load(base_rows, mask=known[:, None] & inside[None, :], other=0.0)
+            if shares is not None:
+                bases *= tl.load(shares + segment, mask=known, other=0.0)[:, None]
+        rows = out + segment[:, None] * out_stride + column[None, :]
+        tl.store(rows, bases.to(out.dtype.element_ty), mask=(known & empty)[:, None] & inside[None, :])
+    number = tl.cumsum((empty == 0).to(tl.int32), 0)
+    for which in range(tl.max(number)):
+        here = (number == which + 1) & (empty == 0)
+        row = tl.sum(tl.where(here, segment, 0))
+        begin = tl.sum(tl.where(here, begins, 0))
+        end = tl.sum(tl.where(here, ends, 0))
+        last = tl.minimum(end, begin + piece)
+        total = _weighted_rows(coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS)
+        if end > last:
+            after = (end - 1) // piece + 1
+            for start in range(last // piece, after, SLOTS):
+                cut = start + tl.arange(0, SLOTS)
+                values = partial + cut[:, None] * columns + column[None, :]
+                total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
+        place = out + row * out_stride + column
+        if base is not None:
+            start_row = tl.load(base + row // base_width * columns + column, mask=inside, other=0.0)
+            if shares is not None:
+                start_row *= tl.load(shares + row)
+            total += start_row
+        if ADD:
+            total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
 def segment_sums(

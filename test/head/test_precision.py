@@ -136,9 +136,9 @@ def test_the_same_bits_as_the_rounded_weight(options, folds, device):
 def test_lists_of_ids_beside_a_float32_weight(folds, device, monkeypatch):
     """As beside its rounding; their sums for the weight are not rounded."""
     from liger_rl.head.engines import lists
-    from liger_rl.kernels import epilogue, sparse_triton, support, support_triton
+    from liger_rl.kernels import epilogue, listing_triton, support, support_triton
 
-    monkeypatch.setattr(sparse_triton, "family_of", epilogue.family_of)
+    monkeypatch.setattr(listing_triton, "family_of", epilogue.family_of)
     monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)
     if device.type == "cpu":  # interpreted, the sums would take minutes
         monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)

@@ -12,7 +12,7 @@ from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import epilogue, sparse_triton
+from liger_rl.kernels import epilogue, listing_triton, sparse_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))
@@ -25,7 +25,7 @@ MI350 = Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6))
 def use(family, monkeypatch):
     monkeypatch.setattr(epilogue, "family_of", lambda device: family)
     monkeypatch.setattr(epilogue, "gluon_for", lambda device: None)
-    monkeypatch.setattr(sparse_triton, "family_of", lambda device: family)
+    monkeypatch.setattr(listing_triton, "family_of", lambda device: family)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def made(tokens, vocab, hidden_size, transform, entropy, bias):
     tile = epilogue.gemm_grad(hidden, weight[:-3], biases, targets, 0, transform, gradients)
     bounds = sparse_triton.part_bounds(known, statistics, gradients, targets, transform)
     tail = Tail.empty(sparse_triton.padded_tiles(vocab, BLOCK_VOCAB), BLOCK_VOCAB, DEVICE)
-    given = Tail(tail.entries.zero_(), tail.squares.zero_()), torch.arange(tokens, device=DEVICE), 0.1, transform
-    chosen = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
-    span = sparse_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
+    given = Tail(tail.entries.zero_(), tail.squares.zero_()), 0.1, transform
+    chosen, _ = sparse_triton.choose_parts(bounds, *given, torch.float16, signed=entropy)
+    span = listing_triton.Span(0, tokens, 0, int(chosen.starts[-1]))
     parts = torch.zeros(span.parts, BLOCK_VOCAB, dtype=torch.float16, device=DEVICE)
-    of_tiles = sparse_triton.list_tiles(chosen, span)
-    sparse_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
+    of_tiles = listing_triton.list_tiles(chosen, span)
+    listing_triton.make_parts(*inputs[:3], targets, gradients, transform, chosen, of_tiles, span, parts)
     values = (*statistics[:3], *known, kept.values, kept.peaks, tile, parts)
     return inputs, statistics, [part for part in values if part is not None]
 

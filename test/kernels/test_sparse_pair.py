@@ -24,9 +24,10 @@ from liger_rl.kernels.divergence import (
 )
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import sparse_pair_triton, sparse_triton
+from liger_rl.kernels import listing_triton, sparse_pair_triton
+from liger_rl.kernels.listing_triton import Span
 from liger_rl.kernels.pair_epilogue import Factors, Student
-from liger_rl.kernels.sparse_triton import ChosenParts, Span
+from liger_rl.kernels.sparse_triton import ChosenParts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
@@ -152,8 +153,8 @@ def test_parts(measure, more, family, monkeypatch):
     for first, last in ((0, cut), (cut, N)):
         base, end = int(starts[first]), int(starts[last])
         span = Span(first, last, base, end - base)
-        lists = sparse_triton.list_tiles(chosen, span)
+        lists = listing_triton.list_tiles(chosen, span)
         made = out[base:end]
         sparse_pair_triton.make_parts(student, case.heads[1], measure, case.tokens, chosen, lists, span, made)
     kept = (expected / scale[:, None]).transpose(0, 1)[keep.T]
-    torch.testing.assert_close(out.float() / sparse_triton.UNIT, kept, rtol=2e-3, atol=2e-5)
+    torch.testing.assert_close(out.float() / listing_triton.UNIT, kept, rtol=2e-3, atol=2e-5)

@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_rl.head.engines.interface import Gradients, Needs
 from liger_rl.head.engines.two_pass import unwritten
 from liger_rl.head.host_answer import HostAnswer
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.support import Base, Segments
@@ -34,16 +35,15 @@ class Choice(NamedTuple):
     """Parts that are kept, chosen on the device. The host knows nothing of them yet."""
 
     chosen: Any  # `sparse_triton.ChosenParts`
-    places: Tensor  # (n,) int64: tokens with a gradient first, in their order
     counted: HostAnswer
-    tiles: int
 
 
 class Kept(NamedTuple):
     """How many parts tokens keep, on the host."""
 
     wanted: int  # tokens with a gradient
-    ends: list[int]  # parts of the first BLOCK_TOKENS of these, of twice as many, ...
+    ends: list[int]  # parts of the first BLOCK_TOKENS tokens, of twice as many, ..., of all
+    n: int  # tokens, with those without a gradient, which keep no part
     tiles: int
 
     @property
@@ -55,24 +55,25 @@ class Kept(NamedTuple):
         """Whether lists of ids are faster than the exact backward."""
         return self.wanted > 0 and self.share <= DENSE_SHARE
 
+    def readable(self, live: TokenSelection, sources: Tensor) -> TokenSelection:
+        """Tokens whose hidden states are read in place of the live ones': where these are idle, they may hold NaN."""
+        return live if self.wanted == self.n else TokenSelection(live.total, index=sources)
+
     def spans(self, most: int) -> list[tuple[int, int, int, int]]:
         """(first token, last, first part, parts) of runs with at most so many parts, one block of tokens at least."""
         spans, first, base = [], 0, 0
         for block, end in enumerate(self.ends):
-            last = min((block + 1) * BLOCK_TOKENS, self.wanted)
+            last = min((block + 1) * BLOCK_TOKENS, self.n)
             following = self.ends[min(block + 1, len(self.ends) - 1)]
-            if last == self.wanted or following - base > most:
+            if last == self.n or following - base > most:
                 spans.append((first, last, base, end - base))
                 first, base = last, end
-            if last == self.wanted:
-                break
         return spans
 
 
 def choose_parts(
     bounds: PartBounds,
     tail: Tail,
-    wanted: Tensor,  # (n,) bool: tokens with a gradient
     tolerance: float,
     transform: LogitTransform,
     dtype: torch.dtype,  # of products
@@ -82,24 +83,21 @@ def choose_parts(
     """Choose on the device alone. Work that is launched before `plan_parts` hides that call's wait."""
     from liger_rl.kernels import sparse_triton
 
-    place = wanted.cumsum(0) - 1
-    chosen = sparse_triton.choose_parts(bounds, tail, place, tolerance, transform, dtype, signed=signed)
-    starts = chosen.starts
-    counted = HostAnswer(torch.cat([place[-1:] + 1, starts[BLOCK_TOKENS::BLOCK_TOKENS], starts[-1:]]))
-    places = torch.sort(wanted.logical_not().to(torch.uint8), stable=True).indices
-    return Choice(chosen, places, counted, bounds.most.shape[0])
+    chosen, counted = sparse_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=signed)
+    return Choice(chosen, HostAnswer(counted))
 
 
 def plan_parts(choice: Choice) -> Kept:
     """Tell the host how much there is to do: the backward's first host sync."""
     wanted, *ends = choice.counted.wait().tolist()
-    return Kept(wanted, ends, choice.tiles)
+    tiles, n = choice.chosen.rank.shape
+    return Kept(wanted, ends, n, tiles)
 
 
 class ListedHead(NamedTuple):
     """What lists of ids are sums of, and where their sums go."""
 
-    hidden: Tensor  # (n, H) in the dtype of products, of the tokens with a gradient
+    hidden: Tensor  # (n, H) in the dtype of products; of a token without a gradient any finite numbers
     weight: Tensor  # (V or more, H) in it, too; the gradient of rows from `vocab` on is 0
     bias: Tensor | None
     vocab: int
@@ -116,50 +114,47 @@ def list_gradients(
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx that are listed in any case; None where parts have them
     needs: Needs,
 ) -> Gradients | None:
-    """Of the tokens with a gradient, rows (n, H), and of weight and bias; None where lists are too long.
+    """Of all n tokens, rows (n, H), and of weight and bias; None where lists are too long.
 
     One host sync.
     """
-    from liger_rl.kernels import sparse_triton, support_triton
+    from liger_rl.kernels import listing_triton, sparse_triton, support_triton
 
     hidden, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
-    spans = [sparse_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
+    spans = [listing_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
     parts = torch.empty(max(span.parts for span in spans), width, dtype=torch.float16, device=device)
-    n, of_targets = kept.wanted, int(targets is not None)
-    limits = sparse_triton.Limits.empty(n, kept.ends[-1], device)
+    n, of_targets = kept.n, int(targets is not None)
+    limits = listing_triton.Limits.empty(n, kept.ends[-1], device)
     room = min(int(ROOM_FOR_IDS * width * kept.ends[-1]), most_ids(vocab) * n) + n
-    found = sparse_triton.Lists.empty(room, device)
+    found = listing_triton.Lists.empty(room, device)
+    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     for span in spans:
-        tiles = sparse_triton.list_tiles(chosen, span)
+        tiles = listing_triton.list_tiles(chosen, span)
         make_parts(chosen, tiles, span, parts)
-        sparse_triton.find_limits(parts, chosen, span, limits)
-        sparse_triton.write_lists(parts, chosen, tiles, tail, limits, targets, span, transform, found)
-    starts = limits.before[chosen.starts[: n + 1]] + of_targets * torch.arange(n + 1, device=device)
-    counted = HostAnswer(starts[-1:])
+        listing_triton.find_limits(parts, chosen, span, limits)
+        listing_triton.write_lists(parts, chosen, tiles, tail, limits, targets, span, transform, found, starts)
+    counted = HostAnswer(limits.before[-1:])
     del parts, tiles, limits
-    rest = chosen.rest[:n]
+    rest = chosen.rest
     # Work for the device while the host waits.
     of_hidden = of_weight = None
     if needs[0]:
         of_hidden = Base(gemm.matmul(rest, sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
         of_weight = Base(gemm.matmul(rest.T, hidden), tail.entries, width)
-    listed = int(counted.wait())
+    listed = int(counted.wait()) + of_targets * n
     if listed > room:
         return None
-    ids, coefficients, tokens = (part[:listed] for part in found)
+    found = listing_triton.Lists._make(part[:listed] for part in found)
 
     grad_hidden = grad_weight = grad_bias = None
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
-        by_token = Segments(starts, tokens)
-        support_triton.segment_sums(by_token, coefficients, ids, weight, grad_hidden, base=of_hidden)
+        by_token = Segments(starts, found.tokens)
+        support_triton.segment_sums(by_token, found.coefficients, found.ids, weight, grad_hidden, base=of_hidden)
     if needs[1] or (bias is not None and needs[2]):
-        ids, order = torch.sort(ids, stable=True)
-        coefficients, tokens = coefficients[order], tokens[order]
-        rows = torch.arange(vocab + 1, dtype=ids.dtype, device=device)
-        by_id = Segments(torch.searchsorted(ids, rows), ids, by_id=True)
+        by_id, coefficients, tokens = listing_triton.order_by_id(found, vocab)
     if needs[1]:
         grad_weight = unwritten(weight, vocab, weight_dtype)
         support_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=of_weight)

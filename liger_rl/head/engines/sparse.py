@@ -19,7 +19,7 @@ Tiles are kept where the forward's product has an epilogue. Everywhere else the 
 from functools import partial
 
 from liger_rl.head.engines import lists, two_pass
-from liger_rl.head.engines.interface import Gradients, Head, Needs, has_gradient
+from liger_rl.head.engines.interface import Gradients, Head, Needs, gathered
 from liger_rl.head.engines.lists import ListedHead
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
@@ -40,33 +40,29 @@ def backward(
     """From lists of ids; exact where the lists would be long. Two host syncs."""
     if known is None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
-    from liger_rl.kernels import sparse_triton
+    from liger_rl.kernels import listing_triton, sparse_triton
 
-    transform, dtype, weight_dtype = options.transform, options.compute_dtype, head.weight.dtype
-    head, live = head.with_weight_in(dtype), head.live
+    transform, dtype, live = options.transform, options.compute_dtype, head.live
+    weight_dtype, head = head.weight.dtype, head.with_weight_in(dtype)
     weight, bias = head.weight, head.bias
     targets, tokens = live.gather(head.targets), tokens.contiguous()
     bounds = sparse_triton.part_bounds(known, statistics, tokens, targets, transform)
-    drawn = sparse_triton.draw_tokens(bounds)
-    sample = head.hidden[drawn.rows if live.index is None else live.index[drawn.rows]].to(dtype)
+    drawn = sparse_triton.draw_tokens(bounds, live.index)
+    sample = head.hidden[drawn.positions].to(dtype)
     tail = sparse_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, tokens, transform)
     signed = tokens.grad_entropy is not None
-    wanted, tolerance = has_gradient(tokens), options.grad_tolerance
-    choice = lists.choose_parts(bounds, tail, wanted, tolerance, transform, dtype, signed=signed)
+    choice = lists.choose_parts(bounds, tail, options.grad_tolerance, transform, dtype, signed=signed)
     at_target = bounds.at_target
     assert at_target is not None
     del bounds
-    kept = lists.plan_parts(choice)
-    if kept.wanted < wanted.numel():
-        picked = choice.places[: kept.wanted]
-        live, tokens, targets, at_target = live.among(picked), tokens.take(picked), targets[picked], at_target[picked]
-    rows, found = head.gathered(dtype, live), None
+    kept, found = lists.plan_parts(choice), None
     if kept.pays:
-        make = partial(sparse_triton.make_parts, rows.hidden, weight, bias, targets, tokens, transform)
+        hidden = gathered(head.hidden, kept.readable(live, drawn.sources), dtype)
+        make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
         dtypes = head.hidden.dtype, weight_dtype
-        listed = ListedHead(rows.hidden, weight, bias, weight.shape[0], transform, dtypes)
+        listed = ListedHead(hidden, weight, bias, weight.shape[0], transform, dtypes)
         found = lists.list_gradients(listed, choice, kept, tail, make, (targets, at_target), needs)
     if found is None:
         del choice, tail
-        found = two_pass.gradients(rows, options, tokens._replace(wanted=None), needs)
+        return two_pass.backward(head, options, statistics, None, tokens, needs)
     return found.of_all_tokens(live, head)

@@ -16,6 +16,7 @@ from liger_rl.head.engines import lists
 from liger_rl.head.engines.divergence import Pair, PairOptions
 from liger_rl.head.engines.interface import Gradients, Needs
 from liger_rl.head.engines.lists import ListedHead
+from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import devices, for_device
 from liger_rl.kernels.divergence import PairGradients, TileSums
 
@@ -39,22 +40,19 @@ def backward(
 
     head, live, own, measure, vocab = pair.student, pair.student.live, options.student, options.measure, pair.vocab
     bounds = sparse_pair_triton.part_bounds(tile_sums, measure, tokens, live.gather(head.targets))
-    wanted, drawn = bounds.unit != 0, sparse_triton.draw_tokens(bounds)
-    sides = exact.sides(pair, options, live.among(drawn.rows))
+    drawn = sparse_triton.draw_tokens(bounds, live.index)
+    sides = exact.sides(pair, options, TokenSelection(live.total, index=drawn.positions))
     student, teacher = (side.whole_tile(slice(0, drawn.rows.numel()), vocab) for side in sides)
     # Ids that no tile has: the entry of a target says nothing of the others'.
     nowhere, sample = torch.full_like(drawn.rows, -1), student.logits
     for_device(sample.device).grad_pair(student, teacher, nowhere, 0, measure, tokens.take(drawn.rows), sample)
     tail = sparse_pair_triton.tail_of(sample, drawn.scales)
     tolerance, transform, dtype = own.grad_tolerance, own.transform, own.compute_dtype
-    choice = lists.choose_parts(bounds, tail, wanted, tolerance, transform, dtype, signed=True)
+    choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, signed=True)
     del bounds, sides, student, teacher, sample
     kept, found = lists.plan_parts(choice), None
-    if kept.wanted < wanted.numel():
-        picked = choice.places[: kept.wanted]
-        live, tokens = live.among(picked), tokens.take(picked)
     if kept.pays:
-        sides = exact.sides(pair, options, live)
+        sides = exact.sides(pair, options, kept.readable(live, drawn.sources))
         factors, other = (
             Factors(
                 side.factor,
@@ -71,5 +69,5 @@ def backward(
         found = lists.list_gradients(listed, choice, kept, tail, make, None, needs)
     if found is None:
         del choice, tail
-        found = exact.gradients(pair, options, live, tokens, needs)
+        return exact.backward(pair, options, tokens, needs)
     return found.of_all_tokens(live, head)
