@@ -53,12 +53,16 @@ class Lists(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Consecutive tokens, `first` to `last`, and their parts from number `base` on."""
+    """Consecutive tokens, `first` to `last`, and room for their parts from number `base` on.
+
+    Where they keep more parts than there is room for, no kernel writes any. So a span may be listed before the host
+    knows how many parts there are.
+    """
 
     first: int
     last: int
     base: int
-    parts: int
+    room: int
 
 
 class TileLists(NamedTuple):
@@ -66,17 +70,26 @@ class TileLists(NamedTuple):
 
     tokens: Tensor  # (tiles, tokens of the span) int32
     counts: Tensor  # (tiles,) int32
-    tile_of: Tensor  # (parts,) int32
-    token_of: Tensor  # (parts,) int32
+    tile_of: Tensor  # (room,) int32
+    token_of: Tensor  # (room,) int32
+
+
+@triton.jit
+def _parts_of(chosen, last, base, room):
+    """-> how many parts a span has; -1 where there is no room for them."""
+    parts = tl.load(chosen.starts + last) - base
+    return tl.where(parts <= room, parts, -1)
 
 
 @Launched
-@triton.jit(do_not_specialize=["first", "last", "base"])
-def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
+def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     width = last - first
     at = 0
-    for start in range(first, last, STEP):
+    # No tokens where there is no room.
+    stop = tl.where(_parts_of(chosen, last, base, room) > 0, last, first)
+    for start in range(first, stop, STEP):
         token = start + tl.arange(0, STEP)
         inside = token < last
         rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
@@ -92,10 +105,10 @@ def _list_tiles_kernel(chosen, lists, first, last, base, count, STEP: tl.constex
 
 def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
     tiles, n = chosen.rank.shape
-    sizes = (tiles, span.last - span.first), (tiles,), (span.parts,), (span.parts,)
+    sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
     lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
     with on(chosen.rank.device):
-        _list_tiles_kernel[(tiles,)](chosen, lists, span.first, span.last, span.base, n, LISTED_TOKENS)
+        _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
     return lists
 
 
@@ -115,7 +128,7 @@ def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.const
 @Launched
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (parts of the span, TILE_VOCAB) float16
+    out,  # (room, TILE_VOCAB) float16
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (V, H)
     bias,
@@ -178,14 +191,14 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.parts or more, BLOCK_VOCAB) float16
+    out: Tensor,  # (span.room or more, BLOCK_VOCAB) float16
 ) -> None:
     """The span's kept parts of dL/dz, in units of the tokens' scales over UNIT; 0 at targets."""
     tiles, n = chosen.rank.shape
     family = family_of(hidden.device)
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     with on(hidden.device):
-        _parts_kernel[(span.parts // ROWS + tiles,)](
+        _parts_kernel[(span.room // ROWS + tiles,)](
             out, matrix(hidden, 1, family.step, tma=False), matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
             None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
@@ -215,25 +228,28 @@ def _is_listed(value, limit):
 
 
 @Launched
-@triton.jit(do_not_specialize=["base", "first"])
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _limits_kernel(
-    parts,  # (parts of the span, TILE_VOCAB) float16
+    parts,  # (room, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
     limits,  # (n,) float32: the largest size that is not listed
-    counts,  # (parts of the span,) int32: entries that are listed
-    base,
+    counts,  # (room,) int32, zeros: entries that are listed
     first,
+    last,
+    base,
+    room,
     TILE_VOCAB: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
     token = first + tl.program_id(0)
     begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
-    room = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
-    room = tl.where(room > 0.0, room, 0.0)  # of NaN, too
+    end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
+    tolerated = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
+    tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # of NaN, too
     # All entries that are no larger than the lowest fit in any case, and one that is larger than the highest does not.
-    low = _level(tl.sqrt(room / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
-    high = _level(tl.sqrt(room)) + 1
+    low = _level(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
+    high = _level(tl.sqrt(tolerated)) + 1
     # Three levels at a time: the parts are read a third of the times that halving takes.
     while low + 1 < high:
         step = tl.maximum((high - low) // 4, 1)
@@ -250,9 +266,9 @@ def _limits_kernel(
             under_first += tl.where(value <= _size(first_level), square, 0.0)
             under_second += tl.where(value <= _size(second_level), square, 0.0)
             under_third += tl.where(value <= _size(third_level), square, 0.0)
-        first_fits = tl.sum(under_first) <= room
-        second_fits = tl.sum(under_second) <= room
-        third_fits = tl.sum(under_third) <= room
+        first_fits = tl.sum(under_first) <= tolerated
+        second_fits = tl.sum(under_second) <= tolerated
+        third_fits = tl.sum(under_third) <= tolerated
         most = high
         high = tl.where(
             first_fits, tl.where(second_fits, tl.where(third_fits, most, third_level), second_level), first_level
@@ -274,9 +290,9 @@ def _limits_kernel(
 
 
 @Launched
-@triton.jit(do_not_specialize=["most", "base", "count", "tokens", "first"])
+@triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
 def _write_kernel(
-    parts,  # (count, TILE_VOCAB) float16
+    parts,  # (room, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
     of,  # `TileLists`
     entries,  # (V,) shares of the tail
@@ -287,22 +303,23 @@ def _write_kernel(
     lists,  # `Lists` with room for `most`
     starts,  # (n + 1,) int64: the first entry of each token
     most,
+    first,
+    last,
     base,
-    count,  # parts of the span
-    tokens,  # of the span
-    first,  # token
+    room,
     width,  # padded tiles
     steps,
     TILE_VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    blocks = tl.cdiv(count, PARTS)
+    blocks = tl.cdiv(room, PARTS)
+    count = _parts_of(chosen, last, base, room)
     if tl.program_id(0) >= blocks:
         # No name of the other branch: there it has another shape.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
-        listed = row < first + tokens
-        reached = row <= first + tokens
+        listed = (row < last) & (count >= 0)
+        reached = (row <= last) & (count >= 0)
         start = tl.load(before + tl.load(chosen.starts + row, mask=reached, other=0), mask=reached, other=0)
         if targets is not None:
             start += row
@@ -311,7 +328,7 @@ def _write_kernel(
             tl.store(lists.coefficients + start, tl.load(at_target + row, mask=listed, other=0.0), mask=listed)
             tl.store(lists.tokens + start, row, mask=listed)
         tl.store(starts + row, start, mask=reached)
-    else:
+    elif tl.program_id(0) * PARTS < count:
         part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
         inside = part < count
         column = tl.arange(0, TILE_VOCAB)[None, :]
@@ -345,26 +362,26 @@ class Limits(NamedTuple):
     """What tokens list."""
 
     sizes: Tensor  # (n,) float32: the largest stored size that is not listed
-    before: Tensor  # (parts + 1,) int64: listed entries of all parts before each, targets apart
+    before: Tensor  # (room + 1,) int64: listed entries of all parts before each, targets apart
 
     @classmethod
-    def empty(cls, n: int, parts: int, device: torch.device) -> "Limits":
-        before = torch.zeros(parts + 1, dtype=torch.int64, device=device)
+    def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
+        before = torch.zeros(room + 1, dtype=torch.int64, device=device)
         return cls(torch.empty(n, dtype=torch.float32, device=device), before)
 
 
 def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
     """For each token of the span the largest size under which its entries may be left out together.
 
-    `parts` is (span.parts or more, width). Earlier spans have written theirs.
+    `parts` is (span.room or more, width). Earlier spans have written theirs.
     """
-    counts = torch.empty(span.parts, dtype=torch.int32, device=parts.device)
+    counts = torch.zeros(span.room, dtype=torch.int32, device=parts.device)
     with on(parts.device):
         _limits_kernel[(span.last - span.first,)](
-            parts, chosen, out.sizes, counts, span.base, span.first,
+            parts, chosen, out.sizes, counts, *span,
             TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
         )  # fmt: skip
-    before = out.before[span.base + 1 : span.base + span.parts + 1]
+    before = out.before[span.base + 1 : span.base + span.room + 1]
     torch.cumsum(counts, 0, out=before)
     if span.base:
         before += out.before[span.base]
@@ -384,9 +401,9 @@ def write_lists(
 ) -> None:
     tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
     with on(parts.device):
-        _write_kernel[(cdiv(span.parts, width) + cdiv(tokens + 1, WRITTEN_TOKENS),)](
+        _write_kernel[(cdiv(span.room, width) + cdiv(tokens + 1, WRITTEN_TOKENS),)](
             parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out, starts,
-            out.ids.numel(), span.base, span.parts, tokens, span.first, chosen.rest.shape[1], LogitSteps.of(transform),
+            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
 

@@ -220,7 +220,7 @@ def _logits(
 @Launched
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
-    out,  # (parts of the span, TILE_VOCAB) float16
+    out,  # (room, TILE_VOCAB) float16
     hidden,  # a `matrix` (n, H), for pointers
     weight,  # a `matrix` (vocab, H)
     bias,
@@ -283,7 +283,7 @@ def make_parts(
     chosen: ChosenParts,
     lists: TileLists,
     span: Span,
-    out: Tensor,  # (span.parts or more, TILE_VOCAB) float16
+    out: Tensor,  # (span.room or more, TILE_VOCAB) float16
 ) -> None:
     """The span's kept parts of dL/dz, targets' entries too, in units of the tokens' scales over UNIT."""
     (tiles, n), family = chosen.rank.shape, family_of(out.device)
@@ -298,7 +298,7 @@ def make_parts(
         for hidden, weight, bias, transform in (student.factors, teacher)
     )
     with on(out.device):
-        _parts_kernel[((span.parts // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
+        _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
             out, *own, *other, student.targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,

@@ -164,6 +164,21 @@ def test_flat_distributions_take_the_dense_products(plans, monkeypatch):
     assert all(map(torch.equal, found, gradients(leaves, targets, grad)))
 
 
+@pytest.mark.parametrize("room", [1, 60])
+def test_parts_that_there_is_no_room_for(room, plans, monkeypatch):
+    """Lists are first written in one go, and run by run of tokens where there is no room for that: the same bits."""
+    leaves, targets, grad = batch("sure", tokens=300)
+    grad[7] = 0.0
+    mask = torch.arange(300, device=DEVICE) % 11 != 5
+    expected = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
+    monkeypatch.setattr(lists, "PARTS_BYTES", room * 2 * BLOCK_VOCAB)
+    found = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
+    assert plans[0] == plans[1]
+    assert plans[0].ends[-1] > room
+    assert len(plans[0].spans(room)) == 3
+    assert all(map(torch.equal, found, expected))
+
+
 @SPARSE
 def test_no_tile_is_kept_without_a_backward(monkeypatch):
     leaves, targets, _ = batch("sure")

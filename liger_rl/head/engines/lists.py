@@ -55,10 +55,6 @@ class Kept(NamedTuple):
         """Whether lists of ids are faster than the exact backward."""
         return self.wanted > 0 and self.share <= DENSE_SHARE
 
-    def readable(self, live: TokenSelection, sources: Tensor) -> TokenSelection:
-        """Tokens whose hidden states are read in place of the live ones': where these are idle, they may hold NaN."""
-        return live if self.wanted == self.n else TokenSelection(live.total, index=sources)
-
     def spans(self, most: int) -> list[tuple[int, int, int, int]]:
         """(first token, last, first part, parts) of runs with at most so many parts, one block of tokens at least."""
         spans, first, base = [], 0, 0
@@ -80,7 +76,7 @@ def choose_parts(
     *,
     signed: bool,  # a part's entries may have both signs
 ) -> Choice:
-    """Choose on the device alone. Work that is launched before `plan_parts` hides that call's wait."""
+    """Choose on the device alone."""
     from liger_rl.kernels import sparse_triton
 
     chosen, counted = sparse_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=signed)
@@ -88,7 +84,7 @@ def choose_parts(
 
 
 def plan_parts(choice: Choice) -> Kept:
-    """Tell the host how much there is to do: the backward's first host sync."""
+    """Tell the host how many parts there are: the backward's first host sync."""
     wanted, *ends = choice.counted.wait().tolist()
     tiles, n = choice.chosen.rank.shape
     return Kept(wanted, ends, n, tiles)
@@ -97,7 +93,10 @@ def plan_parts(choice: Choice) -> Kept:
 class ListedHead(NamedTuple):
     """What lists of ids are sums of, and where their sums go."""
 
-    hidden: Tensor  # (n, H) in the dtype of products; of a token without a gradient any finite numbers
+    hidden: Tensor  # (n, H) in the dtype of products
+    # (n,) the rows of hidden whose tokens have a gradient; another's, which may hold NaN, is replaced by one of these.
+    # None where it has been.
+    finite: Tensor | None
     weight: Tensor  # (V or more, H) in it, too; the gradient of rows from `vocab` on is 0
     bias: Tensor | None
     vocab: int
@@ -105,46 +104,63 @@ class ListedHead(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of the gradients of hidden and weight
 
 
+def readable(live: TokenSelection, drawn: Any) -> tuple[TokenSelection, Tensor | None]:
+    """-> which hidden states to gather, and `ListedHead.finite` of them; `drawn` is `sparse_triton.Drawn`."""
+    if live.index is None:
+        return live, drawn.sources
+    return TokenSelection(live.total, index=drawn.sources), None
+
+
 def list_gradients(
     head: ListedHead,
     choice: Choice,
-    kept: Kept,
     tail: Tail,
     make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx that are listed in any case; None where parts have them
     needs: Needs,
 ) -> Gradients | None:
-    """Of all n tokens, rows (n, H), and of weight and bias; None where lists are too long.
+    """Of all n tokens, rows (n, H), and of weight and bias; None where the exact backward is faster.
 
-    One host sync.
+    The lists are written before the host knows how long they are, as far as there is room. Two host syncs.
     """
     from liger_rl.kernels import listing_triton, sparse_triton, support_triton
 
-    hidden, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
+    hidden, finite, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
-    spans = [listing_triton.Span(*span) for span in kept.spans(PARTS_BYTES // (2 * width))]
-    parts = torch.empty(max(span.parts for span in spans), width, dtype=torch.float16, device=device)
-    n, of_targets = kept.n, int(targets is not None)
-    limits = listing_triton.Limits.empty(n, kept.ends[-1], device)
-    room = min(int(ROOM_FOR_IDS * width * kept.ends[-1]), most_ids(vocab) * n) + n
-    found = listing_triton.Lists.empty(room, device)
+    (tiles, n), of_targets = chosen.rank.shape, int(targets is not None)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
-    for span in spans:
-        tiles = listing_triton.list_tiles(chosen, span)
-        make_parts(chosen, tiles, span, parts)
-        listing_triton.find_limits(parts, chosen, span, limits)
-        listing_triton.write_lists(parts, chosen, tiles, tail, limits, targets, span, transform, found, starts)
-    counted = HostAnswer(limits.before[-1:])
-    del parts, tiles, limits
+
+    def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Any, HostAnswer]:
+        room = min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n
+        limits, found = listing_triton.Limits.empty(n, kept, device), listing_triton.Lists.empty(room, device)
+        parts = torch.empty(max(span[-1] for span in spans), width, dtype=torch.float16, device=device)
+        for span in (listing_triton.Span(*span) for span in spans):
+            of_tiles = listing_triton.list_tiles(chosen, span)
+            make_parts(chosen, of_tiles, span, parts)
+            listing_triton.find_limits(parts, chosen, span, limits)
+            listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, targets, span, transform, found, starts)
+        return found, HostAnswer(limits.before[-1:])
+
+    most = PARTS_BYTES // (2 * width)
+    room = max(min(most, int(DENSE_SHARE * n * tiles)), 1)
+    found, counted = write([(0, n, 0, room)], room)
+    kept = plan_parts(choice)
+    if not kept.pays:
+        return None
+    if kept.ends[-1] > room:
+        del found
+        found, counted = write(kept.spans(most), kept.ends[-1])
     rest = chosen.rest
     # Work for the device while the host waits.
     of_hidden = of_weight = None
     if needs[0]:
         of_hidden = Base(gemm.matmul(rest, sparse_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
-        of_weight = Base(gemm.matmul(rest.T, hidden), tail.entries, width)
+        of_finite = hidden if finite is None or kept.wanted == n else hidden[finite]
+        of_weight = Base(gemm.matmul(rest.T, of_finite), tail.entries, width)
+        del of_finite
     listed = int(counted.wait()) + of_targets * n
-    if listed > room:
+    if listed > found.ids.numel():
         return None
     found = listing_triton.Lists._make(part[:listed] for part in found)
 

@@ -55,14 +55,13 @@ def backward(
     at_target = bounds.at_target
     assert at_target is not None
     del bounds
-    kept, found = lists.plan_parts(choice), None
-    if kept.pays:
-        hidden = gathered(head.hidden, kept.readable(live, drawn.sources), dtype)
-        make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
-        dtypes = head.hidden.dtype, weight_dtype
-        listed = ListedHead(hidden, weight, bias, weight.shape[0], transform, dtypes)
-        found = lists.list_gradients(listed, choice, kept, tail, make, (targets, at_target), needs)
+    selection, finite = lists.readable(live, drawn)
+    hidden = gathered(head.hidden, selection, dtype)
+    make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
+    dtypes = head.hidden.dtype, weight_dtype
+    listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
+    found = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
     if found is None:
-        del choice, tail
+        del choice, tail, hidden, make, listed
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     return found.of_all_tokens(live, head)

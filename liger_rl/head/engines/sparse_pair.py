@@ -50,24 +50,23 @@ def backward(
     tolerance, transform, dtype = own.grad_tolerance, own.transform, own.compute_dtype
     choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, signed=True)
     del bounds, sides, student, teacher, sample
-    kept, found = lists.plan_parts(choice), None
-    if kept.pays:
-        sides = exact.sides(pair, options, kept.readable(live, drawn.sources))
-        factors, other = (
-            Factors(
-                side.factor,
-                side.rows.weight[:vocab],
-                None if side.rows.bias is None else side.rows.bias[:vocab],
-                side.options.transform,
-            )
-            for side in sides
+    selection, finite = lists.readable(live, drawn)
+    sides = exact.sides(pair, options, selection)
+    factors, other = (
+        Factors(
+            side.factor,
+            side.rows.weight[:vocab],
+            None if side.rows.bias is None else side.rows.bias[:vocab],
+            side.options.transform,
         )
-        with_targets = Student(factors, sides[0].rows.targets, 0)
-        make = partial(sparse_pair_triton.make_parts, with_targets, other, measure, tokens)
-        dtypes = head.hidden.dtype, head.weight.dtype
-        listed = ListedHead(factors.hidden, head.weight, head.bias, vocab, transform, dtypes)
-        found = lists.list_gradients(listed, choice, kept, tail, make, None, needs)
+        for side in sides
+    )
+    with_targets = Student(factors, sides[0].rows.targets, 0)
+    make = partial(sparse_pair_triton.make_parts, with_targets, other, measure, tokens)
+    dtypes = head.hidden.dtype, head.weight.dtype
+    listed = ListedHead(factors.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
+    found = lists.list_gradients(listed, choice, tail, make, None, needs)
     if found is None:
-        del choice, tail
+        del choice, tail, sides, factors, other, with_targets, make, listed
         return exact.backward(pair, options, tokens, needs)
     return found.of_all_tokens(live, head)
