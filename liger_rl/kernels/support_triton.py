@@ -66,10 +66,12 @@ class Launch(NamedTuple):
 
 # docs/notes/kernels.md has the times of these shapes and of others.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
-# Rows of tokens are seldom long, and then a launch for the rest of them is left out.
+# Rows of tokens that a sampler gives are seldom long, and then a launch for the rest of them is left out.
 BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
+# A few tokens with thousands of ids would keep all others waiting.
+BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
 # Of ids there are many, most of them in no row.
-BY_ID = Launch(slots=4, columns=4096, warps=8, piece=64, segments=4)
+BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 ROW_BLOCK, SLOT_BLOCK = 256, 512  # ids at a time: of a row, and where slots are made
 COMPARED_BLOCK = 32  # ids of a program that compares each with all before it in its row
@@ -843,7 +845,10 @@ def segment_sums(
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
     if launch is None:
-        launch = (ADDED_BY_ID if add else BY_ID) if segments.by_id else BY_TOKEN
+        if segments.by_id:
+            launch = ADDED_BY_ID if add else BY_ID
+        else:
+            launch = BY_TOKEN if segments.all_short else BY_LONG_TOKEN
     positions, columns = coefficients.numel(), table.shape[1]
     if segments.number == 0 or columns == 0:
         return

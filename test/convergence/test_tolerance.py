@@ -88,7 +88,7 @@ def test_as_close_to_the_exact_run_as_bfloat16_to_float32(monkeypatch):
         return kept
 
     monkeypatch.setattr(lists, "plan_parts", recorded)
-    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)  # a small vocabulary keeps most of its tiles
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)  # a small vocabulary keeps most of its tiles
     start = torch.cat([p.detach().double().flatten() for p in pretrained().parameters()]).to(DEVICE)
     exact, losses = policy(torch.float32, torch.float32, 0.0)
     rounded, _ = policy(torch.bfloat16, torch.bfloat16, 0.0)

@@ -34,7 +34,7 @@ SOME_KINDS = ["forward", "reverse", "jsd 0.5", *(pytest.param(k, marks=NEEDS_GPU
 @pytest.fixture
 def plans(monkeypatch):
     """What each backward with a tolerance keeps. A few tiles make a vocabulary of which most are kept."""
-    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     monkeypatch.setattr(lists, "most_ids", lambda vocab: vocab)
     if DEVICE.type == "cpu":
         run_triton(monkeypatch, epilogue=True)
@@ -275,7 +275,7 @@ def test_where_much_is_kept_the_gradient_is_exact(heads, plans, monkeypatch):
     if heads == "long lists":
         monkeypatch.setattr(lists, "most_ids", lambda vocab: 1)
     else:
-        monkeypatch.setattr(lists, "DENSE_SHARE", 0.7)
+        monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 0.7)
     if heads == "flat":
         given = given._replace(weight=0.1 * given.weight)
     if heads == "equal":

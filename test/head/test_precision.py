@@ -139,7 +139,7 @@ def test_lists_of_ids_beside_a_float32_weight(folds, device, monkeypatch):
     from liger_rl.kernels import epilogue, listing_triton, support, support_triton
 
     monkeypatch.setattr(listing_triton, "family_of", epilogue.family_of)
-    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     if device.type == "cpu":  # interpreted, the sums would take minutes
         monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
     called, list_gradients = [], lists.list_gradients

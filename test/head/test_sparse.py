@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
 
     A vocabulary of a few tiles is one of which most are kept.
     """
-    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     if DEVICE.type == "cpu":
         from liger_rl.kernels import support, support_triton
 
@@ -156,7 +156,7 @@ def test_hidden_states_that_another_backward_needs():
 
 def test_flat_distributions_take_the_dense_products(plans, monkeypatch):
     """Where most parts are kept the exact backward is the faster one, and it is what runs."""
-    monkeypatch.setattr(lists, "DENSE_SHARE", 0.9)
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 0.9)
     leaves, targets, grad = batch("unsure", tokens=TOKENS if DEVICE.type == "cuda" else 40)
     grad[::3] = 0.0
     found = gradients(leaves, targets, grad, grad_tolerance=1e-5)
@@ -167,15 +167,16 @@ def test_flat_distributions_take_the_dense_products(plans, monkeypatch):
 @pytest.mark.parametrize("room", [1, 60])
 def test_parts_that_there_is_no_room_for(room, plans, monkeypatch):
     """Lists are first written in one go, and run by run of tokens where there is no room for that: the same bits."""
-    leaves, targets, grad = batch("sure", tokens=300)
+    tokens = max(TOKENS, 300)
+    leaves, targets, grad = batch("sure", tokens=tokens)
     grad[7] = 0.0
-    mask = torch.arange(300, device=DEVICE) % 11 != 5
+    mask = torch.arange(tokens, device=DEVICE) % 11 != 5
     expected = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
     monkeypatch.setattr(lists, "PARTS_BYTES", room * 2 * BLOCK_VOCAB)
     found = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
     assert plans[0] == plans[1]
     assert plans[0].ends[-1] > room
-    assert len(plans[0].spans(room)) == 3
+    assert len(plans[0].spans(room)) > 2
     assert all(map(torch.equal, found, expected))
 
 

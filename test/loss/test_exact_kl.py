@@ -355,7 +355,7 @@ def test_a_tolerance(monkeypatch):
     run_triton(monkeypatch, epilogue=True)
     plans, plan_parts = [], lists.plan_parts
     monkeypatch.setattr(lists, "plan_parts", lambda *given: plans.append(plan_parts(*given)) or plans[-1])
-    monkeypatch.setattr(lists, "DENSE_SHARE", 1.0)  # the vocabulary is one tile
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)  # the vocabulary is one tile
     data, _ = heads(dtype=torch.float16)
     hidden = 12.0 * data.head.weight[data.head.targets] + 0.3 * data.head.hidden
     data = data._replace(head=data.head._replace(hidden=hidden))

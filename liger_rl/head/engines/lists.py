@@ -19,11 +19,18 @@ from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.support import Base, Segments
 from liger_rl.kernels.transform import LogitTransform
 
-# Of a token's tiles, in the mean. From this share on the exact backward is no slower.
-DENSE_SHARE = 0.4
-PARTS_BYTES = 128 << 20  # of kept parts at a time, but at least those of BLOCK_TOKENS tokens
+PARTS_BYTES = 192 << 20  # of kept parts at a time, but at least those of BLOCK_TOKENS tokens
 BYTES_PER_ID = 52  # of a list, with what sorts it
 ROOM_FOR_IDS = 1 / 64  # of the entries of kept parts; a 250th are listed at 0.5 nats, a 50th at 2
+
+
+def dense_share(hidden_size: int) -> float:
+    """Of a token's tiles, in the mean: from this share on the exact backward is no slower.
+
+    That takes 2.7 ns for a token's tile at H = 1024 and 9.1 at 4096. A kept part takes 1.9 to be read and listed,
+    whatever H is, and its products 2.7 and 7.9. (One H200, 0.9 nats; lists grow with entropy.)
+    """
+    return 0.5 * hidden_size / (hidden_size + 1024)
 
 
 def most_ids(vocab: int) -> int:
@@ -36,6 +43,7 @@ class Choice(NamedTuple):
 
     chosen: Any  # `sparse_triton.ChosenParts`
     counted: HostAnswer
+    most: float  # `Kept.most`
 
 
 class Kept(NamedTuple):
@@ -45,6 +53,7 @@ class Kept(NamedTuple):
     ends: list[int]  # parts of the first BLOCK_TOKENS tokens, of twice as many, ..., of all
     n: int  # tokens, with those without a gradient, which keep no part
     tiles: int
+    most: float  # share of the tiles with which lists of ids are still faster than the exact backward
 
     @property
     def share(self) -> float:
@@ -53,7 +62,7 @@ class Kept(NamedTuple):
     @property
     def pays(self) -> bool:
         """Whether lists of ids are faster than the exact backward."""
-        return self.wanted > 0 and self.share <= DENSE_SHARE
+        return self.wanted > 0 and self.share <= self.most
 
     def spans(self, most: int) -> list[tuple[int, int, int, int]]:
         """(first token, last, first part, parts) of runs with at most so many parts, one block of tokens at least."""
@@ -73,6 +82,7 @@ def choose_parts(
     tolerance: float,
     transform: LogitTransform,
     dtype: torch.dtype,  # of products
+    hidden_size: int,
     *,
     signed: bool,  # a part's entries may have both signs
 ) -> Choice:
@@ -80,14 +90,14 @@ def choose_parts(
     from liger_rl.kernels import sparse_triton
 
     chosen, counted = sparse_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=signed)
-    return Choice(chosen, HostAnswer(counted))
+    return Choice(chosen, HostAnswer(counted), dense_share(hidden_size))
 
 
 def plan_parts(choice: Choice) -> Kept:
     """Tell the host how many parts there are: the backward's first host sync."""
     wanted, *ends = choice.counted.wait().tolist()
     tiles, n = choice.chosen.rank.shape
-    return Kept(wanted, ends, n, tiles)
+    return Kept(wanted, ends, n, tiles, choice.most)
 
 
 class ListedHead(NamedTuple):
@@ -142,7 +152,7 @@ def list_gradients(
         return found, HostAnswer(limits.before[-1:])
 
     most = PARTS_BYTES // (2 * width)
-    room = max(min(most, int(DENSE_SHARE * n * tiles)), 1)
+    room = max(min(most, int(choice.most * n * tiles)), 1)
     found, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
     if not kept.pays:
@@ -165,12 +175,12 @@ def list_gradients(
     found = listing_triton.Lists._make(part[:listed] for part in found)
 
     grad_hidden = grad_weight = grad_bias = None
+    if needs[1] or (bias is not None and needs[2]):
+        by_id, coefficients, tokens = listing_triton.order_by_id(found, vocab)
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
         by_token = Segments(starts, found.tokens)
         support_triton.segment_sums(by_token, found.coefficients, found.ids, weight, grad_hidden, base=of_hidden)
-    if needs[1] or (bias is not None and needs[2]):
-        by_id, coefficients, tokens = listing_triton.order_by_id(found, vocab)
     if needs[1]:
         grad_weight = unwritten(weight, vocab, weight_dtype)
         support_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=of_weight)

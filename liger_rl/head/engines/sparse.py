@@ -51,7 +51,7 @@ def backward(
     sample = head.hidden[drawn.positions].to(dtype)
     tail = sparse_triton.tail_of_logits(gemm.matmul(weight, sample.T), bias, drawn, targets, tokens, transform)
     signed = tokens.grad_entropy is not None
-    choice = lists.choose_parts(bounds, tail, options.grad_tolerance, transform, dtype, signed=signed)
+    choice = lists.choose_parts(bounds, tail, options.grad_tolerance, transform, dtype, weight.shape[1], signed=signed)
     at_target = bounds.at_target
     assert at_target is not None
     del bounds

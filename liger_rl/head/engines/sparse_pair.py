@@ -48,7 +48,7 @@ def backward(
     for_device(sample.device).grad_pair(student, teacher, nowhere, 0, measure, tokens.take(drawn.rows), sample)
     tail = sparse_pair_triton.tail_of(sample, drawn.scales)
     tolerance, transform, dtype = own.grad_tolerance, own.transform, own.compute_dtype
-    choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, signed=True)
+    choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, head.weight.shape[1], signed=True)
     del bounds, sides, student, teacher, sample
     selection, finite = lists.readable(live, drawn)
     sides = exact.sides(pair, options, selection)
