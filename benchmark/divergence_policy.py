@@ -4,17 +4,21 @@ What a tolerance saves depends on how sure a student is, and on where it differs
 `benchmark.real_policy` is trained for `--minutes`. It is the teacher, and the student is itself after EARLIER of that
 time, both on held-out text and at each of TEMPERATURES, by which their hidden states are divided. Reading the text and
 learning the vocabulary take a minute more.
+
+With `--pretrained FOLDER FILE.gguf` the teacher is that model, and the student the same without every second layer,
+trained for `--minutes` on windows of the text that the contexts are taken from.
 """
 
 import gc
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmark import exact_kl, real_policy
+from benchmark import exact_kl, pretrained, real_policy
 from benchmark.command import parser_of, write
 from benchmark.divergence import COLUMNS, WAYS, Gold, Way, in_float64, measure
 from benchmark.environment import describe
@@ -26,6 +30,7 @@ from liger_rl.head.engines import lists
 PREFIX = "divergence-policy-"
 TEMPERATURES = (1.0, 0.6)
 EARLIER = 0.75
+TRAINING_WINDOWS = 64  # for each that is compared
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
@@ -41,6 +46,23 @@ def make_pair(minutes: float, device: str) -> Heads:
     del model
     gc.collect()  # an optimizer and its parameters refer to each other
     return Heads(*heads)
+
+
+def pretrained_pair(folder: Path, name: str, minutes: float, device: str) -> Heads:
+    """With float32 hidden states."""
+    recipe = real_policy.FULL if device == "cuda" else real_policy.TOY
+    model, tokenizer = pretrained.load(folder, name, device)
+    windows = pretrained.contexts(tokenizer, TRAINING_WINDOWS * recipe.sequences, recipe.length)
+    contexts = windows[::TRAINING_WINDOWS].to(device)
+    teacher = real_policy.head_of(model, contexts, device)
+    model.model.layers = model.model.layers[::2]
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.train()
+    real_policy.train(model, windows.flatten(), recipe, 60 * minutes, device)
+    student = real_policy.head_of(model, contexts, device)
+    del model
+    gc.collect()
+    return Heads(*student, *teacher)
 
 
 def _tolerance(grad_tolerance: float) -> Way:
@@ -101,7 +123,7 @@ def _about(heads: Heads, temperature: float) -> dict[str, Any]:
 
 
 def rows_of(pair: Heads, device: str) -> Iterator[dict[str, Any]]:
-    ways = WAYS | {f"liger_rl, {name}": partial(_tolerance, float(name)) for name in ("1e-4", "1e-3")}
+    ways = WAYS | {f"liger_rl, {name}": partial(_tolerance, float(name)) for name in ("3e-4", "1e-3")}
     for temperature in TEMPERATURES:
         heads = _at(pair, temperature)
         about = _about(heads, temperature)
@@ -140,11 +162,18 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = parser_of("divergence_policy", __doc__)
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--pretrained", nargs=2, metavar=("FOLDER", "FILE"), help="a GGUF file, in place of training")
     arguments = parser.parse_args()
-    environment = describe("auto")
-    pair = make_pair(arguments.minutes, environment["device"])
-    rows, penalties = (list(of_pair(pair, environment["device"])) for of_pair in (rows_of, penalty_rows))
-    write(PREFIX, {"environment": environment, "rows": rows, "penalties": penalties}, arguments, markdown)
+    environment, prefix = describe("auto"), PREFIX
+    device = environment["device"]
+    if arguments.pretrained is None:
+        pair = make_pair(arguments.minutes, device)
+    else:
+        folder, name = arguments.pretrained
+        prefix += "pretrained-"
+        pair = pretrained_pair(Path(folder), name, arguments.minutes, device)
+    rows, penalties = (list(of_pair(pair, device)) for of_pair in (rows_of, penalty_rows))
+    write(prefix, {"environment": environment, "rows": rows, "penalties": penalties}, arguments, markdown)
 
 
 if __name__ == "__main__":
