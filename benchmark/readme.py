@@ -14,6 +14,7 @@ from benchmark import (
     support,
     targets,
     tolerance_runs,
+    train_real_runs,
 )
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
@@ -32,6 +33,7 @@ OTHERS = {
     targets.PREFIX: targets.markdown,
     tolerance_runs.PREFIX: tolerance_runs.markdown,
     step.PREFIX: step.markdown,
+    train_real_runs.PREFIX: train_real_runs.markdown,
 }
 BLOCK = re.compile(r"(<!-- begin table (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end table \2 -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- begin summary (\S+) (\S+)((?: \S+)+) -->\n)(.*?)(<!-- end summary -->)", re.DOTALL)

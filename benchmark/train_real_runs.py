@@ -40,10 +40,14 @@ CURVES = ("reward", "kl", "entropy")
 PAIRS = (("default", "trl"), ("exact", "trl"), ("default", "exact"))
 LAST = 0.2  # of the steps, whose mean is a run's result
 SEEDS, STEPS, SECONDS = 5, 80, 400.0
+LABELS = {"trl": "TRL", "default": "TRL, patch_trl()", "exact": "TRL, patch_trl(grad_tolerance=0)"}
+COLORS = {"trl": "#7d3c98", "default": "#0b2f55", "exact": "#7fc4ee"}
+SMOOTHED = 5
 PLAN: dict[str, Any] = {
     "learning_rate": 1e-5,
     "beta": 0.01,
-    "per_device_train_batch_size": 64,
+    # An answer takes 4 tokens. Parts of a gradient are left out of batches of at least 512 tokens.
+    "per_device_train_batch_size": 256,
     "num_generations": 8,
     "max_completion_length": 32,
     "temperature": 1.0,
@@ -199,7 +203,10 @@ def markdown(results: dict[str, Any]) -> str:
     seeds = sorted({seed for _, seed in found})
     if len(seeds) < 2:
         return "fewer than two whole seeds: no test\n"
-    lines = [environment_line(results["environment"], ()), "", f"{len(seeds)} seeds.", ""]
+    plan = results["plan"]
+    batch = f"{plan['per_device_train_batch_size']} completions, {plan['num_generations']} of each problem"
+    about = f"{results['model']}, {len(seeds)} seeds, {results['steps']} steps of {batch}."
+    lines = [environment_line(results["environment"], ()), "", about, ""]
     lines += ["| mean ± standard error | reward | KL | entropy |", "|---|---:|---:|---:|"]
 
     def row(label: str, values: dict[str, list[float]], *, test: bool) -> str:
@@ -216,6 +223,30 @@ def markdown(results: dict[str, Any]) -> str:
         apart = {c: [found[one, s][c] - found[other, s][c] for s in seeds] for c in CURVES}
         lines.append(row(f"{one} - {other}", apart, test=True))
     return "\n".join(lines) + "\n"
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Each curve's mean over the seeds, and the range of its runs, smoothed over SMOOTHED steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(CURVES), figsize=(13, 4), layout="constrained")
+    for curve, panel in zip(CURVES, panels, strict=True):
+        for variant, color in COLORS.items():
+            runs = [run[curve] for run in results["runs"] if run["variant"] == variant]
+            length = min(len(run) for run in runs)
+            smooth = [[mean(run[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(length)] for run in runs]
+            steps, values = range(1, length + 1), list(zip(*smooth, strict=True))
+            panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12)
+            style = "--" if variant == "exact" else "-"
+            panel.plot(steps, [mean(v) for v in values], style, color=color, label=LABELS[variant])
+        panel.set(title=curve, xlabel="step")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -241,6 +272,8 @@ def main() -> None:
     target = output_directory(arguments.out, record=arguments.record) / f"{PREFIX}{slug(environment)}.json"
     results = measure(arguments, environment, target)
     print(markdown(results))
+    if results["runs"]:
+        plot(results, target.with_suffix(".png"))
     print(f"written: {target}")
     if results["failed"]:
         raise SystemExit(f"failed: {', '.join(results['failed'])}")

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -47,6 +48,7 @@ def test_tables_of_numbers_are_those_of_the_results():
             "nvidia-h200-policy",
             "cpu",
             "tolerance-runs-nvidia-h200",
+            "train-real-runs-nvidia-h200",
             "step-nvidia-h200",
         },
         "choosing.md": {"float32_head-nvidia-h200"},
@@ -105,6 +107,20 @@ def _of_another_batch(variant: str) -> dict:
 
     rows = read_results(RESULTS / "nvidia-h200.json")["rows"]
     return next(row for row in rows if (row["case"], row["variant"]) == ("rl-llama-3-8b", variant))
+
+
+def test_rewards_are_those_of_the_runs():
+    runs = pytest.importorskip("benchmark.train_real_runs", reason="the benchmark is not part of a package")
+    from benchmark.environment import RESULTS, read_results
+
+    found = runs.ends(read_results(RESULTS / "train-real-runs-nvidia-h200.json"))
+    rewards = {
+        name: [ends["reward"] for (variant, _), ends in found.items() if variant == name] for name in runs.VARIANTS
+    }
+    errors = {f"{stdev(values) / len(values) ** 0.5:.2f}" for values in rewards.values()}
+    assert (errors, len(rewards["trl"])) == ({"0.02"}, 5)
+    sentence = f"Five seeds end with a mean reward of {mean(rewards['trl']):.2f} and {mean(rewards['default']):.2f}, each ± 0.02"
+    assert sentence in " ".join(README.split())
 
 
 def test_sampling_sets_take_the_time_of_the_results():

@@ -15,6 +15,7 @@ ENVIRONMENT = {
     "dirty": False,
     "date": "d",
 }
+ABOUT = {"model": "M", "steps": 20, "plan": train_real_runs.PLAN}
 
 
 def curves(variant, seed, end, steps=20):
@@ -45,7 +46,7 @@ def test_signs_are_flipped_in_every_way():
 def test_the_table_shows_differences_within_seeds():
     gains = {"trl": 0.0, "default": 0.1, "exact": 0.0}
     runs = [curves(name, seed, 0.2 * seed + gain) for name, gain in gains.items() for seed in range(4)]
-    lines = train_real_runs.markdown({"environment": ENVIRONMENT, "runs": runs}).splitlines()
+    lines = train_real_runs.markdown(ABOUT | {"environment": ENVIRONMENT, "runs": runs}).splitlines()
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("| ")}
     assert rows["default - trl"] == "0.1000 ± 0.0000 (p 0.12)"
     assert rows["exact - trl"] == "0.0000 ± 0.0000 (p 1.00)"

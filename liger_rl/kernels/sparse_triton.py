@@ -464,7 +464,7 @@ def _choose_kernel(
 
 @Launched
 @triton.jit(do_not_specialize=["count"])
-def _starts_kernel(numbers, scales, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
+def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
     # One program, because where a token starts depends on all before it.
     before = tl.zeros((), tl.int64)
     wanted = tl.zeros((), tl.int32)
@@ -477,7 +477,7 @@ def _starts_kernel(numbers, scales, starts, counted, count, TOKENS: tl.constexpr
         last = live & ((token % TOKENS == TOKENS - 1) | (token == count - 1))
         tl.store(counted + 1 + token // TOKENS, until, mask=last)
         before += tl.sum(number)
-        wanted += tl.sum((tl.load(scales + token, mask=live, other=0.0) != 0.0).to(tl.int32))
+        wanted += tl.sum((tl.load(units + token, mask=live, other=0.0) != 0.0).to(tl.int32))
     tl.store(starts + count, before)
     tl.store(counted, wanted.to(tl.int64))
 
@@ -518,6 +518,6 @@ def choose_parts(
             SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=together, TILES=side, num_warps=CHOOSING_WARPS,
         )  # fmt: skip
         _starts_kernel[(1,)](
-            numbers, scale, starts, counted, n, TOKENS=BLOCK_TOKENS, STEP=DRAWN, num_warps=DRAWING_WARPS
+            numbers, bounds.unit, starts, counted, n, TOKENS=BLOCK_TOKENS, STEP=DRAWN, num_warps=DRAWING_WARPS
         )
     return chosen, counted

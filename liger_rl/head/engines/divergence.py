@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines import two_pass
-from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.interface import Gradients, Head, Needs, picked_rows
 from liger_rl.head.engines.pair_products import (
     KEPT_BYTES,
     KEPT_MOST_BYTES,
@@ -191,14 +191,23 @@ def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
     return None if tokens < MIN_WHOLE_ROWS else tokens // MIN_WHOLE_ROWS * MIN_WHOLE_ROWS
 
 
-def backward(pair: Pair, options: PairOptions, tokens: PairGradients, needs: Needs) -> Gradients:
-    """Gradients of the student; `tokens` are the numbers of the tokens that count."""
-    live, tokens = _with_gradient(pair.student.live, tokens)
+def backward(
+    pair: Pair,
+    options: PairOptions,
+    tokens: PairGradients,  # of the tokens that count
+    needs: Needs,
+    *,
+    count: int | None = None,  # of the tokens with a gradient, where the host knows it
+) -> Gradients:
+    """Gradients of the student."""
+    live, tokens = _with_gradient(pair.student.live, tokens, count)
     return gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
 
 
-def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSelection, PairGradients]:
-    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+def _with_gradient(
+    live: TokenSelection, tokens: PairGradients, count: int | None
+) -> tuple[TokenSelection, PairGradients]:
+    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask or `count` known."""
     wanted = tokens.grad != 0
     for grad in (tokens.grad_logps, tokens.grad_entropy):
         wanted = wanted if grad is None else wanted | (grad != 0)
@@ -210,8 +219,8 @@ def _with_gradient(live: TokenSelection, tokens: PairGradients) -> tuple[TokenSe
         # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
         silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
         return live, parts._replace(**silent)
-    picked = wanted.nonzero().squeeze(1)
-    return (live, tokens) if picked.numel() == wanted.numel() else (live.among(picked), tokens.take(picked))
+    picked = picked_rows(wanted, count)
+    return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
 def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:

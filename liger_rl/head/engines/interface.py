@@ -118,13 +118,15 @@ class Gradients(NamedTuple):
 Needs = tuple[bool, ...]  # which of `Gradients` are asked for
 
 
-def with_gradient(live: TokenSelection, tokens: TokenGradients) -> tuple[TokenSelection, TokenGradients]:
-    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask."""
+def with_gradient(
+    live: TokenSelection, tokens: TokenGradients, count: int | None = None
+) -> tuple[TokenSelection, TokenGradients]:
+    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask or `count` known."""
     if live.mask is not None:
         live = live.restricted(has_gradient(tokens))
         assert live.mask is not None
         return live, tokens._replace(wanted=None).silenced(live.mask)
-    picked, tokens = select_rows(tokens), tokens._replace(wanted=None)
+    picked, tokens = picked_rows(has_gradient(tokens), count), tokens._replace(wanted=None)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
@@ -134,10 +136,14 @@ def has_gradient(tokens: TokenGradients) -> Tensor:
     return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
 
 
-def select_rows(tokens: TokenGradients) -> Tensor | None:
-    """Index of the tokens whose gradient is not exactly zero, None for all of them. The backward's one host sync."""
-    wanted = has_gradient(tokens)
-    index = wanted.nonzero().squeeze(1)
+def picked_rows(wanted: Tensor, count: int | None = None) -> Tensor | None:
+    """Index of the tokens that are wanted, None for all of them; one host sync, unless their `count` is known."""
+    if count is None:
+        index = wanted.nonzero().squeeze(1)
+    elif count == wanted.numel():
+        return None
+    else:
+        index = torch.sort(wanted.logical_not().to(torch.uint8), stable=True).indices[:count]
     return None if index.numel() == wanted.numel() else index
 
 

@@ -128,8 +128,8 @@ def list_gradients(
     make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
     targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx that are listed in any case; None where parts have them
     needs: Needs,
-) -> Gradients | None:
-    """Of all n tokens, rows (n, H), and of weight and bias; None where the exact backward is faster.
+) -> tuple[Gradients | None, Kept]:
+    """-> gradients of all n tokens, rows (n, H), and of weight and bias; None where the exact backward is faster.
 
     The lists are written before the host knows how long they are, as far as there is room. Two host syncs.
     """
@@ -156,7 +156,7 @@ def list_gradients(
     found, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
     if not kept.pays:
-        return None
+        return None, kept
     if kept.ends[-1] > room:
         del found
         found, counted = write(kept.spans(most), kept.ends[-1])
@@ -171,7 +171,7 @@ def list_gradients(
         del of_finite
     listed = int(counted.wait()) + of_targets * n
     if listed > found.ids.numel():
-        return None
+        return None, kept
     found = listing_triton.Lists._make(part[:listed] for part in found)
 
     grad_hidden = grad_weight = grad_bias = None
@@ -189,4 +189,4 @@ def list_gradients(
         ones = torch.ones(1, 1, device=device).expand(n, 1)
         base = Base(gemm.column_sums(rest)[:, None], tail.entries, width)
         support_triton.segment_sums(by_id, coefficients, tokens, ones, grad_bias[:vocab, None], base=base)
-    return Gradients(grad_hidden, grad_weight, grad_bias)
+    return Gradients(grad_hidden, grad_weight, grad_bias), kept

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.head.engines import two_pass
-from liger_rl.head.engines.interface import Gradients, Head, Needs, select_rows
+from liger_rl.head.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
 from liger_rl.head.engines.tiles import free_tile_vocab, spans
 from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
@@ -83,7 +83,7 @@ def one_pass(
                 assert statistics.entropy is not None
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
-            wanted = select_rows(tokens) if select and not in_place else None
+            wanted = picked_rows(has_gradient(tokens)) if select and not in_place else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
             _add_chunk(totals, kept, wanted, index, rows, tokens, at_target, options)
     deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None

@@ -60,8 +60,8 @@ def backward(
     make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
     dtypes = head.hidden.dtype, weight_dtype
     listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
-    found = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
+    found, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
     if found is None:
         del choice, tail, hidden, make, listed
-        return two_pass.backward(head, options, statistics, None, tokens, needs)
+        return two_pass.backward(head, options, statistics, None, tokens, needs, count=kept.wanted)
     return found.of_all_tokens(live, head)

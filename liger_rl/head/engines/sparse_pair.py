@@ -65,8 +65,8 @@ def backward(
     make = partial(sparse_pair_triton.make_parts, with_targets, other, measure, tokens)
     dtypes = head.hidden.dtype, head.weight.dtype
     listed = ListedHead(factors.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
-    found = lists.list_gradients(listed, choice, tail, make, None, needs)
+    found, kept = lists.list_gradients(listed, choice, tail, make, None, needs)
     if found is None:
         del choice, tail, sides, factors, other, with_targets, make, listed
-        return exact.backward(pair, options, tokens, needs)
+        return exact.backward(pair, options, tokens, needs, count=kept.wanted)
     return found.of_all_tokens(live, head)

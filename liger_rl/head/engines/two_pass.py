@@ -65,8 +65,10 @@ def backward(
     _saved: None,
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
+    *,
+    count: int | None = None,  # of the tokens with a gradient, where the host knows it
 ) -> Gradients:
-    live, tokens = with_gradient(head.live, tokens)
+    live, tokens = with_gradient(head.live, tokens, count)
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
     return gradients(
         with_factor(head.gathered(options.rows_dtype, live), options), options, tokens, needs
