@@ -255,7 +255,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
     factors = pair_epilogue.Factors(hidden, weight, bias, transform)
     student = pair_epilogue.Student(factors, torch.zeros(N, dtype=torch.long), 0)
-    teacher = factors if pair_epilogue.makes_teacher(CPU) else Tile(ones(N, vocab), bias, transform)
+    teacher = Tile(ones(N, vocab), bias, transform)
     kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU, BLOCK_VOCAB // pair_epilogue.PARTS)
     for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
@@ -331,13 +331,6 @@ WITH_EPILOGUE = (in_the_epilogue, found_ids, parts_of_pairs)  # where the produc
 OFF_AND_ON = tuple(zip(TRANSFORMS, (False, True), strict=True))
 
 
-def check_fence(name: str, ptx: str) -> None:
-    """NVIDIA asks for a fence between the making of the barriers and the first copy that arrives at one."""
-    made = ptx.rindex("mbarrier.init")
-    if "fence.proxy.async" not in ptx[made : ptx.index("barrier.sync", made)]:
-        raise SystemExit(f"{name} lets other threads go on without a fence after its barriers are made")
-
-
 def spilled_bytes(kernel: object) -> int:
     """Of registers, a thread: what the compiler of either vendor says of the machine code."""
     if "amdgcn" in kernel.asm:
@@ -370,8 +363,6 @@ class Compiler:
             return None
         kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         self.compiled[self.driver.name, name] += 1
-        if "_gluon." in name:
-            check_fence(name, kernel.asm["ptx"])
         shared, most = kernel.metadata.shared, TARGETS[self.driver.name].shared_bytes
         if shared > most:
             self.too_large.add(
@@ -395,20 +386,8 @@ class Compiler:
             self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)
         whole_rows(LogitTransform(temperature=ones(12)), entropy=False)
-        if name == "sm90" and epilogue.gluon_is_known():
-            self.compile_overlapped()
         if self.too_large:
             raise SystemExit("\n".join(sorted(self.too_large)))
-
-    def compile_overlapped(self) -> None:
-        from liger_rl.kernels import hopper_gluon as overlapped
-
-        known = epilogue.gluon_for
-        epilogue.gluon_for = pair_epilogue.gluon_for = lambda device: overlapped
-        # All off or all on: they take twice as long to compile as the others.
-        for part, case in itertools.product((in_the_epilogue, pairs_in_the_epilogue), OFF_AND_ON):
-            part(*case)
-        epilogue.gluon_for = pair_epilogue.gluon_for = known
 
     def compile_portable(self) -> None:
         """What runs where TMA could, when it is forced."""

@@ -8,7 +8,6 @@ to the dtype of the products that it goes into.
 
 from collections.abc import Callable, Collection
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import (
     ALIGNMENT_BYTES,
-    CAPABILITY,
     SPLIT_VOCAB,
     STATISTICS_BYTES,
     WARPS,
     Family,
     family_of,
-    gpu_of,
     on,
     split_family,
 )
@@ -32,7 +29,6 @@ from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.kernels.statistics import (
     BLOCK_TOKENS,
     BLOCK_VOCAB,
@@ -42,7 +38,6 @@ from liger_rl.kernels.statistics import (
     TokenStatistics,
 )
 from liger_rl.kernels.tile_epilogues import (
-    at_column,
     column_of,
     fold_tile,
     part_of,
@@ -58,7 +53,6 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
 # halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-GLUON_VERSIONS = ((3, 6),)  # of Triton; Gluon changes between versions
 # Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
 # would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
@@ -114,8 +108,8 @@ def _gemm_fold_kernel(
         live = token < tokens
         target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
         fold_tile(
-            logits, token, target, tl.arange(0, TILE_VOCAB), token_tile * TILE_TOKENS, vocab_tile, tokens, vocab,
-            tiles, kept, steps, LEVELLED, WHOLE, PARTS, store, at_column,
+            logits, token, target, token_tile * TILE_TOKENS, vocab_tile, tokens, vocab, tiles, kept, steps,
+            LEVELLED, WHOLE, PARTS,
         )  # fmt: skip
 
 
@@ -221,38 +215,31 @@ def _fold_tiles(
     family = products_of(hidden.device, planes)
     tiles = Fold.unwritten((-(-vocab // family.tile_vocab), n), target, entropy=entropy, extras=extras)
     values = None if kept is None else kept.values
-    arguments = (
-        None if bias is None else bias.contiguous(),
-        targets.contiguous(),
-        tiles,
-        n,
-        vocab,
-        hidden.shape[1],
-        LogitSteps.of(transform),
-    )
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    constants = {"LEVELLED": levelled, "WHOLE": vocab % family.tile_vocab == 0}
     programs = device_programs(hidden.device)
-    gluon = gluon_for(hidden.device) if planes == 1 else None
     with on(hidden.device):
-        if gluon is not None:
-            gluon.launch(programs, hidden, weight, values, *arguments, **constants)
-        else:
-            _gemm_fold_kernel[(programs,)](
-                matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-                matrix(weight, family.tile_vocab, family.step, tma=family.tma),
-                None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
-                *arguments,
-                **constants,
-                PARTS=family.parts,
-                TILE_TOKENS=TILE_TOKENS,
-                TILE_VOCAB=family.tile_vocab,
-                TILE_HIDDEN=family.step,
-                PLANES=planes,
-                PROGRAMS=programs,
-                num_stages=family.stages if kept is None else family.storing_stages,
-                num_warps=family.fold_warps,
-            )
+        _gemm_fold_kernel[(programs,)](
+            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
+            matrix(weight, family.tile_vocab, family.step, tma=family.tma),
+            None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
+            None if bias is None else bias.contiguous(),
+            targets.contiguous(),
+            tiles,
+            n,
+            vocab,
+            hidden.shape[1],
+            LogitSteps.of(transform),
+            LEVELLED=levelled,
+            WHOLE=vocab % family.tile_vocab == 0,
+            PARTS=family.parts,
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=family.tile_vocab,
+            TILE_HIDDEN=family.step,
+            PLANES=planes,
+            PROGRAMS=programs,
+            num_stages=family.stages if kept is None else family.storing_stages,
+            num_warps=family.fold_warps,
+        )
     if kept is not None:
         assert kept.tile_vocab == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
@@ -306,23 +293,6 @@ def gemm_grad(
 
 def products_of(device: torch.device, planes: int) -> Family:
     return family_of(device) if planes == 1 else split_family(family_of(device))
-
-
-def gluon_is_known() -> bool:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in GLUON_VERSIONS
-
-
-@cache
-def gluon_for(device: torch.device) -> ModuleType | None:
-    """`kernels.hopper_gluon` on Hopper, with a Triton whose Gluon it is known to run with; None elsewhere."""
-    # Triton's interpreter has no Gluon.
-    if device.type != "cuda" or INTERPRETED.value or not gluon_is_known():
-        return None
-    if not family_of(device).tma or gpu_of(device).capability[0] != CAPABILITY[0]:
-        return None
-    from liger_rl.kernels import hopper_gluon
-
-    return hopper_gluon
 
 
 @cache

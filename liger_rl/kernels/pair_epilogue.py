@@ -1,8 +1,7 @@
 """Fold and gradient of two heads in the epilogue of the student's product, which reads the teacher's logits.
 
-The student's tile of logits is in registers when the teacher's numbers come. These are in memory, where any product
-puts them, or where there is a kernel for it (`hopper_pairs_gluon`) in shared memory, by the same kernel's own product.
-`pair_tiles` says what is done with both.
+Any product puts the teacher's logits of a tile into memory. The epilogue reads them while the student's tile is in
+registers. `pair_tiles` has the formulas.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, gluon_for, tile_logits
+from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, sum_kept
 from liger_rl.kernels.launches import Launched, cdiv
@@ -22,24 +21,17 @@ from liger_rl.kernels.matrix_triton import GROUP, matrix
 from liger_rl.kernels.merge_triton import MERGE_TILES, MERGE_TOKENS, MERGE_WARPS
 from liger_rl.kernels.pair_tiles import (
     REVERSE,
-    columns_of,
     fold_pair_tile,
     grad_pair_tile,
-    like,
-    of_teacher,
     read_at_target,
-    read_teacher,
-    rows_of,
     store_at_target,
-    store_part,
 )
 from liger_rl.kernels.softmax import LOWEST
-from liger_rl.kernels.tile_epilogues import at_column, column_of, tile_place, tokens_together
+from liger_rl.kernels.tile_epilogues import column_of, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 __all__ = [
-    "Factors", "Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "makes_teacher",
-    "sum_kept",
+    "Factors", "Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "sum_kept",
 ]  # fmt: skip
 
 # Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
@@ -289,15 +281,13 @@ def _gemm_pair_kernel(
                 found = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
                 store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
             fold_pair_tile(
-                logits, token, target, vocab_tile, tokens, vocab, source, None, parts, squares, kept, steps,
-                token_tile * TILE_TOKENS, KIND, WHOLE, BANS, PARTS, read_teacher, of_teacher, rows_of, like, columns_of,
-                at_column, store_part,
+                logits, token, target, vocab_tile, tokens, vocab, source, parts, squares, kept, steps,
+                token_tile * TILE_TOKENS, KIND, WHOLE, BANS, PARTS,
             )  # fmt: skip
         else:
             grad_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, gradients, out, steps,
-                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS, read_teacher, of_teacher, rows_of, columns_of,
-                store_part,
+                token_tile * TILE_TOKENS, beta, KIND, WHOLE, PARTS,
             )  # fmt: skip
 
 
@@ -318,18 +308,9 @@ class Student(NamedTuple):
     first: int  # id of the tile's first row
 
 
-# A tile (n, v), whose rows take a multiple of GROUP numbers, or what it is made of where `makes_teacher`.
-Teacher = Tile | Factors
-
-
-def makes_teacher(device: torch.device) -> bool:
-    """Whether one kernel makes both heads' products of `Factors` in one 16-bit dtype, of which none meets memory."""
-    return gluon_for(device) is not None
-
-
 def fold_pair(
     student: Student,  # whose first row begins a tile of PRODUCT_VOCAB
-    teacher: Teacher,
+    teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written
@@ -344,7 +325,7 @@ def fold_pair(
     _launch(student, teacher, measure, here, written, None)
 
 
-def grad_pair(student: Student, teacher: Teacher, measure: Measure, tokens: PairGradients) -> Tensor:
+def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.pairs_apply_to` says so."""
     hidden, n, vocab = student.factors.hidden, student.targets.numel(), student.factors.weight.shape[0]
     per_alignment = ALIGNMENT_BYTES // hidden.element_size()
@@ -373,7 +354,7 @@ class Written(NamedTuple):
 
 def _launch(
     student: Student,
-    teacher: Teacher,
+    teacher: Tile,
     measure: Measure,
     parts: Parts | tuple[None, None],
     written: Written,
@@ -382,35 +363,9 @@ def _launch(
     hidden, weight, bias, transform = student.factors
     device, vocab = hidden.device, weight.shape[0]
     teacher_bias = None if teacher.bias is None else teacher.bias.contiguous()
-    arguments = (
-        None if bias is None else bias.contiguous(),
-        student.targets.contiguous(),
-        teacher_bias,
-        LogitSteps.of(teacher.transform),
-        *parts,
-        written.own_tops,
-        written.tops,
-        0 if written.tops is None else written.tops.stride(0),
-        gradients,
-        hidden.shape[0],
-        vocab,
-        student.first,
-        LogitSteps.of(transform),
-        measure.beta,
-    )
     whole = vocab % PRODUCT_VOCAB == 0
-    bans = not whole or bias is not None or teacher_bias is not None
-    constants = {"KIND": measure.kind, "WHOLE": whole, "BANS": bans, "PARTS": PARTS}
-    programs = device_programs(device)
+    programs, family = device_programs(device), family_of(device)
     with on(device):
-        if isinstance(teacher, Factors):
-            from liger_rl.kernels import hopper_pairs_gluon
-
-            hopper_pairs_gluon.launch(
-                programs, (hidden, weight), (teacher.hidden, teacher.weight), written[:3], *arguments, **constants
-            )
-            return
-        family = family_of(device)
         _gemm_pair_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
             matrix(weight, PRODUCT_VOCAB, family.step, tma=family.tma),
@@ -421,8 +376,24 @@ def _launch(
             teacher.logits,
             _groups(teacher.logits),
             hidden.shape[1],
-            *arguments,
-            **constants,
+            None if bias is None else bias.contiguous(),
+            student.targets.contiguous(),
+            teacher_bias,
+            LogitSteps.of(teacher.transform),
+            *parts,
+            written.own_tops,
+            written.tops,
+            0 if written.tops is None else written.tops.stride(0),
+            gradients,
+            hidden.shape[0],
+            vocab,
+            student.first,
+            LogitSteps.of(transform),
+            measure.beta,
+            KIND=measure.kind,
+            WHOLE=whole,
+            BANS=not whole or bias is not None or teacher_bias is not None,
+            PARTS=PARTS,
             TILE_TOKENS=TILE_TOKENS,
             TILE_VOCAB=PRODUCT_VOCAB,
             TILE_HIDDEN=family.step,

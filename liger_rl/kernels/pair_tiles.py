@@ -1,15 +1,8 @@
-"""What is made of a tile of a student's logits beside the teacher's while a product still has it in registers, as
-Triton functions.
+"""Epilogues of two heads, as Triton functions: the fold and the gradient of one tile.
 
-The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers, and the teacher's is read
-from memory, a part of the columns at a time, so that there are registers for both. Kernels of Triton and of Gluon call
-these functions: what they are given says which thread has which number, and nothing else does.
-
-    ROWS(vector, tile)      a number of each row, laid out for the tile's rows
-    LIKE(vector, other)     the same, laid out as another vector is
-    COLUMNS(tile)           0, 1, ... of each column
-    READ, FINISH            as `read_teacher` and `of_teacher`: a part is read while the one before is worked on
-    STORE, AT_COLUMN        as `store_part` and `tile_epilogues.at_column`
+The formulas are those of `liger_rl.kernels.divergence`. The student's tile is in registers. The teacher's is read from
+memory, a part of the columns at a time, so that both fit the registers. A part is read while the one before it is in
+work.
 """
 
 import triton
@@ -25,24 +18,9 @@ from liger_rl.kernels.softmax import (
     times_derivative,
     transformed,
 )
-from liger_rl.kernels.tile_epilogues import part_of
+from liger_rl.kernels.tile_epilogues import at_column, part_of
 
 FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
-
-
-@triton.jit
-def rows_of(vector, tile):
-    return vector
-
-
-@triton.jit
-def like(vector, other):
-    return vector
-
-
-@triton.jit
-def columns_of(tile):
-    return tl.arange(0, tile.shape[1])
 
 
 @triton.jit
@@ -77,18 +55,14 @@ def _readable(column, vocab):
 
 
 @triton.jit
-def read_teacher(
-    teacher, tile, token, live, first, vocab, PART: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """-> the teacher's numbers in memory beside one part of a tile of the student's, which begins at `first`."""
+def read_teacher(teacher, token, live, first, vocab, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """-> (tokens, WIDTH) of the teacher's product in memory, columns from `first` on."""
     numbers, stride, _bias, _steps = teacher
-    own = part_of(tile, PART, PARTS)
-    column = first + PART * own.shape[1] + COLUMNS(own)
-    row, inside = ROWS(token, own), ROWS(live, own)[:, None]
+    column = first + tl.arange(0, WIDTH)
+    inside = live[:, None]
     if not WHOLE:
         inside = inside & _readable(column, vocab)[None, :]
-    return tl.load(numbers + row.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
+    return tl.load(numbers + token.to(tl.int64)[:, None] * stride * GROUP + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -100,12 +74,6 @@ def of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
         raw += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
     t, _ = transformed(raw, steps)
     return t if WHOLE else tl.where(known[None, :], t, float("-inf"))
-
-
-@triton.jit
-def store_part(out, row, first, PART: tl.constexpr, values):
-    """One part of a tile whose first column is `first`."""
-    store(out, row, first + PART * values.shape[1], values)
 
 
 @triton.jit
@@ -145,49 +113,46 @@ def fold_pair_tile(
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
-    teacher,  # as READ takes it: numbers in memory, the stride of their rows in groups of GROUP, bias and steps
-    teacher_peak,  # (TILE_TOKENS,) of its tile, or None
+    teacher,  # its product in memory, the stride of the rows in groups of GROUP, its bias and steps
     tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
     sums,  # `pair_epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # the two (tokens, vocab) of a `KeptPair` as STORE takes them, both heads' peaks and the stride of these
+    kept,  # the two (tokens, vocab) of a `KeptPair` as `store` takes them, both heads' peaks and the stride of these
     steps, first_token,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr,
-    FINISH: tl.constexpr, ROWS: tl.constexpr, LIKE: tl.constexpr, COLUMNS: tl.constexpr, AT_COLUMN: tl.constexpr,
-    STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write what the fold leaves of one pair of tiles but the teacher's targets; `vocab` counts the entries at hand.
+    """Write the fold of one pair of tiles, without the teacher's targets; `vocab` counts the entries of the product.
 
-    The student's peak is that of the tile. The teacher's rises from part to part where it is not known. BANS is false
-    where no logit is -inf.
+    The student's peak is that of the tile. The teacher's peak rises from part to part. BANS is false where no logit is
+    -inf.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
-    RISING: tl.constexpr = teacher_peak is None
+    WIDTH: tl.constexpr = TILE_VOCAB // PARTS
     larger_out, gaps, own_tops, tops, tops_stride = kept
     live = token < tokens
     place = vocab_tile.to(tl.int64) * tokens + token
     first = vocab_tile * TILE_VOCAB
-    ahead = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
     z, _ = transformed(logits, steps)
     if not WHOLE:
-        z = tl.where((first + COLUMNS(z) < vocab)[None, :], z, float("-inf"))
+        z = tl.where((first + tl.arange(0, TILE_VOCAB) < vocab)[None, :], z, float("-inf"))
     # The lowest finite number where every id is banned: -inf minus -inf is NaN.
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     if tiles.target is not None:
-        store_at_target(AT_COLUMN(z, target, 3), tiles.target, token, live, target, first, vocab, TILE_VOCAB, WHOLE)
+        store_at_target(at_column(z, target, 3), tiles.target, token, live, target, first, vocab, TILE_VOCAB, WHOLE)
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         own, raw = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
-            ahead = READ(teacher, z, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
-        t = FINISH(raw, teacher, first + part * own.shape[1] + COLUMNS(own), vocab, WHOLE)
-        higher = tl.maximum(top, tl.max(t, 1)) if RISING else ROWS(teacher_peak, own)
-        a = own - ROWS(peak, own)[:, None]
+            ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
+        t = of_teacher(raw, teacher, first + part * WIDTH + tl.arange(0, WIDTH), vocab, WHOLE)
+        higher = tl.maximum(top, tl.max(t, 1))
+        a = own - peak[:, None]
         b = t - higher[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
-        if RISING and part > 0:
+        if part > 0:
             # To the new peak. From the lowest number the difference may be infinite, and 0 * inf is NaN.
             lower = tl.maximum(top - higher, LOWEST)
             scale = flushed_exp(lower)
@@ -217,29 +182,25 @@ def fold_pair_tile(
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
             # Around the peaks of the same columns of both heads, which are as near as the heads are.
-            if RISING:
-                own_top = tl.maximum(own_top, tl.max(own, 1))
-                a = own - own_top[:, None]
-                x = flushed_exp(a)
-            else:
-                own_top = ROWS(peak, own)
-            row, inside = ROWS(token, own), ROWS(live, own)
-            at = row.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
-            tl.store(own_tops + at, LIKE(own_top, row), mask=inside)
-            tl.store(tops + at, LIKE(top, row), mask=inside)
-            STORE(larger_out, first_token, first, part, tl.maximum(x, y))
-            STORE(gaps, first_token, first, part, a - b)
-    tl.store(tiles.teacher_peak + place, LIKE(top, token), mask=live)
-    tl.store(tiles.sum_exp + place, LIKE(total, token), mask=live)
-    tl.store(tiles.teacher_sum_exp + place, LIKE(teacher_total, token), mask=live)
+            own_top = tl.maximum(own_top, tl.max(own, 1))
+            a = own - own_top[:, None]
+            x = flushed_exp(a)
+            at = token.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
+            tl.store(own_tops + at, own_top, mask=live)
+            tl.store(tops + at, top, mask=live)
+            store(larger_out, first_token, first + part * WIDTH, tl.maximum(x, y))
+            store(gaps, first_token, first + part * WIDTH, a - b)
+    tl.store(tiles.teacher_peak + place, top, mask=live)
+    tl.store(tiles.sum_exp + place, total, mask=live)
+    tl.store(tiles.teacher_sum_exp + place, teacher_total, mask=live)
     if tiles.moment is not None:
-        tl.store(tiles.moment + place, LIKE(moment, token), mask=live)
+        tl.store(tiles.moment + place, moment, mask=live)
     if tiles.gap is not None:
-        tl.store(tiles.gap + place, LIKE(gap, token), mask=live)
+        tl.store(tiles.gap + place, gap, mask=live)
     if sums.xx is not None:
-        tl.store(sums.xx + place, LIKE(sum_xx, token), mask=live)
-        tl.store(sums.xy + place, LIKE(sum_xy, token), mask=live)
-        tl.store(sums.yy + place, LIKE(sum_yy, token), mask=live)
+        tl.store(sums.xx + place, sum_xx, mask=live)
+        tl.store(sums.xy + place, sum_xy, mask=live)
+        tl.store(sums.yy + place, sum_yy, mask=live)
 
 
 @triton.jit
@@ -247,24 +208,22 @@ def grad_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
     token, target, vocab_tile, n, vocab, teacher,  # as for `fold_pair_tile`, of n tokens
     tokens,  # `PairGradients`
-    out,  # (n, vocab) as STORE takes it
+    out,  # (n, vocab) as `store` takes it
     steps, first_token, beta,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, READ: tl.constexpr, FINISH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORE: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write dL/dlogits of one tile."""
+    WIDTH: tl.constexpr = logits.shape[1] // PARTS
     first, live = vocab_tile * logits.shape[1], token < n
-    ahead = READ(teacher, logits, token, live, first, vocab, 0, PARTS, WHOLE, ROWS, COLUMNS)
+    ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
     for part in tl.static_range(PARTS):
         own, raw = part_of(logits, part, PARTS), ahead
         if part + 1 < PARTS:
-            ahead = READ(teacher, logits, token, live, first, vocab, part + 1, PARTS, WHOLE, ROWS, COLUMNS)
-        column = part * own.shape[1] + COLUMNS(own)
-        t = FINISH(raw, teacher, first + column, vocab, WHOLE)
-        grad = _part_gradient(
-            own, t, ROWS(token, own), ROWS(live, own), ROWS(target, own), column, tokens, steps, beta, KIND
-        )
-        STORE(out, first_token, first, part, grad)
+            ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
+        column = part * WIDTH + tl.arange(0, WIDTH)
+        t = of_teacher(raw, teacher, first + column, vocab, WHOLE)
+        grad = _part_gradient(own, t, token, live, target, column, tokens, steps, beta, KIND)
+        store(out, first_token, first + part * WIDTH, grad)
 
 
 @triton.jit

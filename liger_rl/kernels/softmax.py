@@ -1,8 +1,7 @@
 """The softmax of a tile of logits, once, as Triton functions that every kernel calls: transform, fold and gradient.
 
 The formulas are those of `liger_rl.kernels.eager`. `steps` is a call's `LogitSteps`, `tokens` its `TokenGradients`.
-Triton inlines these functions, so sharing one costs no instruction. Kernels of Gluon call them too: nothing here says
-which thread has which number.
+Triton inlines these functions, so sharing one costs no instruction.
 
 Kernels take such a NamedTuple as one argument. A field that is None is a constant, so `steps.cap is not None` costs
 nothing at run time. The tuple itself must not be compared with None: Triton 3.6 has no such comparison where a field is

@@ -1,12 +1,10 @@
-"""What is made of a tile of logits while a product still has it in registers, as Triton functions.
-
-Kernels of Triton and of Gluon call them: nothing in here says which thread has which number.
-"""
+"""Epilogues of one head: what a product's kernel does with a tile of logits in registers, as Triton functions."""
 
 import triton
 import triton.language as tl
 
 from liger_rl.kernels import statistics
+from liger_rl.kernels.matrix_triton import store
 from liger_rl.kernels.softmax import (
     LN_2,
     LOG2_E,
@@ -119,19 +117,18 @@ def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
     token,  # (TILE_TOKENS,) of these
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
-    column,  # (TILE_VOCAB,) counted from 0
     first_token, vocab_tile, tokens, vocab,
     tiles,  # `Fold` of each vocabulary tile, (vocabulary tiles, tokens), but the target's logits (tokens,)
     kept, steps,
-    LEVELLED: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, STORE: tl.constexpr, AT_COLUMN: tl.constexpr,
+    LEVELLED: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write what the fold leaves of one tile of logits, of tokens from `first_token` on.
+    """Write the fold of one tile of logits, of tokens from `first_token` on.
 
-    Exponentials are made of one part of the tile after the other, so that there are registers for them. The arguments
-    are those of `epilogue._gemm_fold_kernel`. STORE and AT_COLUMN are `matrix_triton.store` and `at_column`, or what
-    does the same where layouts have to be named.
+    Exponentials are made of one part of the tile after the other, so that they fit the registers. The arguments are
+    those of `epilogue._gemm_fold_kernel`.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
+    column = tl.arange(0, TILE_VOCAB)
     live = token < tokens
     inside = (column < vocab - vocab_tile * TILE_VOCAB)[None, :]
     place = vocab_tile.to(tl.int64) * tokens + token
@@ -159,7 +156,7 @@ def fold_tile(
     # Where registers are short, before the exponentials, whose logits then need not be kept.
     FIRST: tl.constexpr = PARTS > 1 or PORTABLE
     if FIRST:
-        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS, AT_COLUMN)
+        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS)
     total, moment, squares = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
         own = part_of(level, part, PARTS)
@@ -177,24 +174,23 @@ def fold_tile(
         if tiles.sum_sq_exp is not None:
             squares += tl.sum(exp * exp, 1)
         if kept is not None:
-            STORE(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * (factor * KEPT_ONE)[:, None])
+            store(kept, first_token, vocab_tile * TILE_VOCAB + part * own.shape[1], exp * (factor * KEPT_ONE)[:, None])
     tl.store(tiles.sum_exp + place, total * factor, mask=live)
     if tiles.moment is not None:
         tl.store(tiles.moment + place, (moment - total * rest) * (factor * LN_2), mask=live)
     if tiles.sum_sq_exp is not None:
         tl.store(tiles.sum_sq_exp + place, squares * (factor * factor), mask=live)
     if not FIRST:
-        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS, AT_COLUMN)
+        _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS)
 
 
 @triton.jit
 def _fold_target(
-    level, token, target, column, live, place, tiles, full,
-    LEVELLED: tl.constexpr, PARTS: tl.constexpr, AT_COLUMN: tl.constexpr,
+    level, token, target, column, live, place, tiles, full, LEVELLED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The target's logit, and the largest before it."""
     # Products before Hopper's have 32 of 256 columns on all threads.
-    target_z = AT_COLUMN(level, target, 5 if PARTS == 1 and level.shape[1] == 256 else 3)
+    target_z = at_column(level, target, 5 if PARTS == 1 and level.shape[1] == 256 else 3)
     if LEVELLED:
         target_z = _under_cap(target_z, full)
     tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < level.shape[1]))

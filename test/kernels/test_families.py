@@ -24,7 +24,6 @@ MI350 = Gpu((9, 5), 160 << 10, amd=True, triton=(3, 6))
 
 def use(family, monkeypatch):
     monkeypatch.setattr(epilogue, "family_of", lambda device: family)
-    monkeypatch.setattr(epilogue, "gluon_for", lambda device: None)
     monkeypatch.setattr(listing_triton, "family_of", lambda device: family)
 
 

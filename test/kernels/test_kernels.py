@@ -359,32 +359,6 @@ def test_a_tie_in_the_epilogue_counts_for_the_earlier_id():
     assert found.is_top1.tolist() == [True, False, False, False] * 32
 
 
-@pytest.mark.parametrize(("version", "known"), [
-    ("3.6.0", True), ("3.6.1+git1234", True), ("3.6.0a0", True), ("3.4.0", False), ("3.7.0", False), ("3.60.0", False),
-])  # fmt: skip
-def test_which_gluon_is_known(version, known, monkeypatch):
-    monkeypatch.setattr("triton.__version__", version)
-    assert epilogue.gluon_is_known() == known
-
-
-@pytest.mark.parametrize(("interpreted", "gpu", "known", "expected"), [
-    (False, {}, True, True), (True, {}, True, False), (False, {"capability": (10, 0)}, True, False),
-    (False, {"capability": (9, 4), "amd": True}, True, False), (False, {}, False, False),
-])  # fmt: skip
-def test_where_halves_take_turns(interpreted, gpu, known, expected, monkeypatch):
-    """On Hopper, with a Triton whose Gluon is known, and not in the interpreter, which has none."""
-    from liger_rl.kernels import devices, epilogue
-
-    if not epilogue.gluon_is_known():
-        pytest.skip("this Triton's Gluon is not known")
-    monkeypatch.setattr(devices, "_KNOWN", {0: devices.HOPPER._replace(**gpu)})
-    monkeypatch.setattr(epilogue, "gluon_is_known", lambda: known)
-    monkeypatch.setattr(epilogue.INTERPRETED, "value", interpreted)
-    found = epilogue.gluon_for.__wrapped__(torch.device("cuda", 0))
-    assert (found is not None) == expected
-    assert epilogue.gluon_for.__wrapped__(torch.device("cpu")) is None
-
-
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no CUDA device")
 def test_both_forwards_agree():
     hidden = torch.randn(2000, 128, device="cuda", dtype=torch.bfloat16)

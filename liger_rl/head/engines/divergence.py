@@ -6,8 +6,8 @@ the student's products. The teacher's logits are read and never differentiated.
 
 One product of the student's head is S = 2 N H V operations, one of the teacher's T. A KL divergence takes S + T in the
 forward, and S + T and at most 2 S in the backward. Where the student's product has an epilogue (`pair_products`), it
-reads the teacher's tile there, and no tile of the student's logits reaches memory. Where one kernel makes both
-products, neither does the teacher's. A mixture has that in one pass alone.
+reads the teacher's tile there, and no tile of the student's logits reaches memory. A mixture has that in one pass
+alone.
 
 The value of a mixture needs both normalisers at every entry. They are known after all tiles, so two sweeps over all
 tiles would make the forward 2 S + 2 T, as TRL's does. Instead, a few tokens at a time are multiplied with the whole

@@ -1,7 +1,7 @@
 """One head's side of a pair, and what is made where the student's product has an epilogue of its own.
 
 The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so that no tile of the
-student's logits reaches memory. Where one kernel can make both products, neither does.
+student's logits reaches memory.
 """
 
 from collections.abc import Callable
@@ -124,15 +124,6 @@ class PairProducts:
     def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
         self.epilogue, self.student, self.teacher = epilogue, student, teacher
         self.vocab, self.measure = vocab, measure
-        tokens, hidden_size = teacher.factor.shape
-        # Whether one kernel makes the teacher's logits, too.
-        self.both = (
-            epilogue.makes_teacher(student.factor.device)
-            and teacher.low_rank is None
-            and teacher.factor.dtype == student.factor.dtype
-            and devices.pairs_apply_to(tokens, hidden_size, teacher.factor.dtype, teacher.rows.weight)
-            and devices.aligned(teacher.factor)
-        )
         self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # of an entry
 
     @staticmethod
@@ -150,24 +141,19 @@ class PairProducts:
             return None
         return cls(for_pairs(), student, teacher, vocab, measure)
 
-    def _factors(self, side: Side, part: slice, first: int, last: int) -> tuple:
-        rows = side.rows
-        bias = None if rows.bias is None else rows.bias[first:last]
-        return self.epilogue.Factors(side.factor[part], side.weight_tile(first, last), bias, side.options.transform)
-
     def _tile(self, part: slice, first: int, last: int) -> tuple:
-        """What the epilogue takes of tokens and of entries, of the student and of the teacher."""
-        factors = self._factors(self.student, part, first, last)
-        student = self.epilogue.Student(factors, self.student.rows.targets[part], first)
-        if self.both:
-            return student, self._factors(self.teacher, part, first, last)
+        """The epilogue's tensors of the student, and the teacher's logits, of some tokens and entries."""
+        side, rows = self.student, self.student.rows
+        bias = None if rows.bias is None else rows.bias[first:last]
+        factors = self.epilogue.Factors(side.factor[part], side.weight_tile(first, last), bias, side.options.transform)
+        student = self.epilogue.Student(factors, rows.targets[part], first)
         weight_tile = self.teacher.weight_tile(first, last)
         return student, self.teacher.tile(part, self.teacher.factor_tile(weight_tile, first), first)
 
     def _columns(self, tokens: int, bytes_per_column: int, most_bytes: int) -> int:
-        """Entries of a tile of so many tokens, with the teacher's logits where they are in memory."""
+        """Entries of a tile of so many tokens, with the teacher's logits in memory."""
         programs = self.epilogue.device_programs(self.student.factor.device)
-        bytes_per_column += self.copied_bytes + (0 if self.both else 4 * tokens)
+        bytes_per_column += self.copied_bytes + 4 * tokens
         most = min(most_bytes // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return min(whole_waves(tokens, most, programs), self.vocab)
 
@@ -181,18 +167,6 @@ class PairProducts:
             bytes_per_column += 4 * self.student.factor.shape[1]
         return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
 
-    def _fold_spans(self, tokens: int) -> list[tuple[int, int]]:
-        """Columns of a product each."""
-        if not self.both:
-            return spans(self.vocab, self._columns(tokens, 0, TEACHER_BYTES))
-        # The last tiles by themselves: others need not look where the vocabulary ends. Two, because one may be narrow.
-        ragged = self.vocab % BLOCK_VOCAB
-        whole = self.vocab - ragged - BLOCK_VOCAB if ragged else self.vocab
-        if whole <= 0:
-            return [(0, self.vocab)]
-        step = self._columns(tokens, 0, TEACHER_BYTES) if self.copied_bytes else whole
-        return spans(whole, step) + ([(whole, self.vocab)] if ragged else [])
-
     def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
         """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
         n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
@@ -200,7 +174,7 @@ class PairProducts:
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
         )
         kept = parts.kept(self.vocab) if keep else None
-        for first, last in self._fold_spans(n):
+        for first, last in spans(self.vocab, self._columns(n, 0, TEACHER_BYTES)):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
             del student, teacher  # or a tile would stay alive while the next one is allocated
