@@ -50,7 +50,7 @@ ALLOWED = {
     "topk": ["head", "distributed"],
     "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
     "head": ["head", "distributed", "kernels", "once"],
-    "policy": ["policy", "distributed", "kernels.devices", "kernels.launches", "kernels.softmax", "once"],
+    "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
     "kernels": ["kernels"],
     "distributed": [],
     "once": [],

@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
 from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
@@ -86,7 +85,6 @@ def _fold_block(
     return new_peak, total, new_teacher_peak, teacher_total, gap, moment
 
 
-@Launched
 @triton.jit(do_not_specialize=["first"])
 def _fold_pair_kernel(
     logits,
@@ -150,7 +148,6 @@ def _fold_pair_kernel(
         tl.store(state.moment + token, moment)
 
 
-@Launched
 @triton.jit
 def _mix_pair_kernel(
     logits,
@@ -193,7 +190,6 @@ def _mix_pair_kernel(
     tl.store(sums.teacher + token, teacher_sum)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first"])
 def _grad_pair_kernel(
     logits,
@@ -295,7 +291,7 @@ def grad_pair(
     if n:
         block = _block(columns)
         with on(student.logits.device):
-            _grad_pair_kernel[(n, cdiv(columns, block))](
+            _grad_pair_kernel[(n, triton.cdiv(columns, block))](
                 *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
                 columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
@@ -315,4 +311,4 @@ def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, next_power_of_2(columns))
+    return min(BLOCK, triton.next_power_of_2(columns))

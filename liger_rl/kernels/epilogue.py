@@ -25,7 +25,6 @@ from liger_rl.kernels.devices import (
     on,
     split_family,
 )
-from liger_rl.kernels.launches import Launched
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.saved_exponentials import Kept
@@ -74,7 +73,6 @@ def tile_logits(
     return logits
 
 
-@Launched
 @triton.jit
 def _gemm_fold_kernel(
     hidden,  # a `matrix` (tokens, H)
@@ -113,7 +111,6 @@ def _gemm_fold_kernel(
         )  # fmt: skip
 
 
-@Launched
 @triton.jit(do_not_specialize=["first"])
 def _gemm_grad_kernel(
     hidden,  # a `matrix` (tokens, H)

@@ -24,7 +24,6 @@ from torch import Tensor
 from liger_rl.kernels import divergence
 from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
-from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -94,7 +93,6 @@ def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, 
     return column, inside, p, q, gap
 
 
-@Launched
 @triton.jit
 def _sum_kept_kernel(
     kept,  # `KeptPair`
@@ -122,7 +120,6 @@ def _sum_kept_kernel(
     tl.store(out + step, tl.sum(tl.where(p > 0.0, p * over, 0.0)))
 
 
-@Launched
 @triton.jit
 def _grad_kept_pair_kernel(
     kept,  # `KeptPair`
@@ -169,7 +166,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
     that are kept add up to 1 but for their rounding, and a row's gradient to 0.
     """
     n, columns = kept.larger.shape
-    programs = cdiv(columns, ENTRIES)
+    programs = triton.cdiv(columns, ENTRIES)
     sums = torch.empty(
         2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
     )
@@ -197,7 +194,7 @@ def grad_kept_pair(
     n, columns = out.shape
     if n:
         with on(out.device):
-            _grad_kept_pair_kernel[(n, cdiv(columns, ENTRIES))](
+            _grad_kept_pair_kernel[(n, triton.cdiv(columns, ENTRIES))](
                 kept, kept.strides, out, out.stride(0), targets.contiguous(),
                 tokens.contiguous(), columns, LogitSteps.of(transform), measure.beta,
                 KIND=measure.kind, PARTS=ENTRIES // kept.entries, ENTRIES=ENTRIES, num_warps=WARPS,

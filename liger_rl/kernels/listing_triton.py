@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import family_of, on
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
 from liger_rl.kernels.sparse_triton import ChosenParts
@@ -81,7 +80,6 @@ def _parts_of(chosen, last, base, room):
     return tl.where(parts <= room, parts, -1)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
@@ -125,7 +123,6 @@ def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.const
     return here, tl.load(lists.tokens + here.to(tl.int64) * width + place, mask=inside, other=0), inside
 
 
-@Launched
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
     out,  # (room, TILE_VOCAB) float16
@@ -203,7 +200,7 @@ def make_parts(
             None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
             PARTS=max(family.parts, 2 if halved else 1), TILE_VOCAB=BLOCK_VOCAB, ROWS=ROWS, STEP=family.step,
-            TILES=next_power_of_2(tiles), num_stages=family.stages, num_warps=8,
+            TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=8,
         )  # fmt: skip
 
 
@@ -227,7 +224,6 @@ def _is_listed(value, limit):
     return (tl.abs(value.to(tl.float32)) <= limit) == 0  # no comparison holds for NaN, which is listed
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
 def _limits_kernel(
     parts,  # (room, TILE_VOCAB) float16
@@ -289,7 +285,6 @@ def _limits_kernel(
         tl.store(counts + part, number, mask=inside)
 
 
-@Launched
 @triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
 def _write_kernel(
     parts,  # (room, TILE_VOCAB) float16
@@ -401,14 +396,13 @@ def write_lists(
 ) -> None:
     tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
     with on(parts.device):
-        _write_kernel[(cdiv(span.room, width) + cdiv(tokens + 1, WRITTEN_TOKENS),)](
+        _write_kernel[(triton.cdiv(span.room, width) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
             parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out, starts,
             out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
             TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
         )  # fmt: skip
 
 
-@Launched
 @triton.jit(do_not_specialize=["count", "rows", "searches"])
 def _by_id_kernel(
     ids,  # (count,) int32, ascending
@@ -441,7 +435,7 @@ def order_by_id(lists: Lists, rows: int) -> tuple[Segments, Tensor, Tensor]:
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
     count = ids.numel()
     with on(ids.device):
-        _by_id_kernel[(cdiv(count, ORDERED) + cdiv(rows + 1, ORDERED),)](
+        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
             ids, order, lists, coefficients, tokens, starts, count, rows, count.bit_length(),
             STEP=ORDERED, num_warps=ORDERING_WARPS,
         )  # fmt: skip

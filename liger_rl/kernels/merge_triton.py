@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import LOWEST, moment_around
 from liger_rl.kernels.statistics import Fold
 
@@ -16,7 +15,6 @@ from liger_rl.kernels.statistics import Fold
 MERGE_TOKENS, MERGE_TILES, MERGE_WARPS = 16, 128, 8
 
 
-@Launched
 @triton.jit
 def _merge_kernel(
     parts,  # `Fold` of each tile, (tiles, tokens); its target is not read
@@ -73,6 +71,6 @@ def merge(parts: Fold, state: Fold) -> None:
     """Write the fold of n tokens from (tiles, n) folds of every tile; `target` has no parts and stays."""
     tiles, n = parts.peak.shape
     with on(state.peak.device):
-        _merge_kernel[(cdiv(n, MERGE_TOKENS),)](
+        _merge_kernel[(triton.cdiv(n, MERGE_TOKENS),)](
             parts, state, tiles, n, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
         )

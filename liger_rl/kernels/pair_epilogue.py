@@ -16,7 +16,6 @@ from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradi
 from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, sum_kept
-from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.matrix_triton import GROUP, matrix
 from liger_rl.kernels.merge_triton import MERGE_TILES, MERGE_TOKENS, MERGE_WARPS
 from liger_rl.kernels.pair_tiles import (
@@ -85,7 +84,7 @@ class Parts(NamedTuple):
         of_tiles = self.fold._replace(target=None, teacher_target=None)
         whole = PairFold._make(None if part is None else torch.empty_like(part[0]) for part in of_tiles)
         with on(self.fold.peak.device):
-            _merge_pair_kernel[(cdiv(tokens, MERGE_TOKENS),)](
+            _merge_pair_kernel[(triton.cdiv(tokens, MERGE_TOKENS),)](
                 of_tiles, whole, tiles, tokens, measure.kind, MERGE_TOKENS, MERGE_TILES, num_warps=MERGE_WARPS
             )
         return whole._replace(target=self.fold.target, teacher_target=self.fold.teacher_target)
@@ -94,7 +93,7 @@ class Parts(NamedTuple):
         """Write the sums (n, tiles of TILE_VOCAB) that bounds are made of."""
         tiles, tokens = self.fold.peak.shape
         with on(self.fold.peak.device):
-            _tile_sums_kernel[(out.x.shape[1], cdiv(tokens, JOINED_TOKENS))](
+            _tile_sums_kernel[(out.x.shape[1], triton.cdiv(tokens, JOINED_TOKENS))](
                 self.fold, self.squares, out, out.x.stride(0), tiles, tokens,
                 KIND=measure.kind, SEVERAL=TILE_VOCAB // PRODUCT_VOCAB, TOKENS=JOINED_TOKENS,
             )  # fmt: skip
@@ -109,7 +108,6 @@ def _around(moment, kept, shift, total):
     return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
 
 
-@Launched
 @triton.jit(do_not_specialize=["tiles", "tokens"])
 def _merge_pair_kernel(
     parts,  # `PairFold` (tiles, tokens), without targets
@@ -166,7 +164,6 @@ def _merge_pair_kernel(
         tl.store(whole.moment + token, moment, mask=live)
 
 
-@Launched
 @triton.jit(do_not_specialize=["tiles", "tokens"])
 def _tile_sums_kernel(
     fold,  # `PairFold` (tiles, tokens)
@@ -228,7 +225,6 @@ def _tile_sums_kernel(
     tl.store(out.teacher_peak + place, teacher_peak, mask=live)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first"])
 def _gemm_pair_kernel(
     hidden,  # a `matrix` (tokens, H)

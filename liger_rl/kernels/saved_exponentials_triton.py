@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -32,7 +31,6 @@ SCALE_BLOCK, SCALE_WARPS = 8192, 8
 SCALE_PROGRAMS = 2048  # at most: most factors are 1, which each program has to read
 
 
-@Launched
 @triton.jit
 def _keep_kernel(
     logits,
@@ -59,7 +57,6 @@ def _keep_kernel(
     tl.store(peaks + tile.to(tl.int64) * peak_stride + row, peak, mask=tile * TILE_VOCAB < columns)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first"])
 def _grad_kept_kernel(
     values,
@@ -105,7 +102,6 @@ def _grad_kept_kernel(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-@Launched
 @triton.jit
 def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
     scale = tl.load(factor)
@@ -126,7 +122,7 @@ def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransf
     values, peaks = kept.from_column(first)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(logits.device):
-        _keep_kernel[(n, cdiv(columns, tiles * kept.tile_vocab))](
+        _keep_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
             logits,
             logits.stride(0),
             None if bias is None else bias.contiguous(),
@@ -160,7 +156,7 @@ def grad_kept(
     values, peaks = kept.from_column(first)
     tiles = _tiles(columns, kept.tile_vocab)
     with on(out.device):
-        _grad_kept_kernel[(n, cdiv(columns, tiles * kept.tile_vocab))](
+        _grad_kept_kernel[(n, triton.cdiv(columns, tiles * kept.tile_vocab))](
             values,
             values.stride(0),
             peaks,
@@ -184,10 +180,10 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """As `saved_exponentials.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
     with on(values.device):
-        _scale_kernel[(min(cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
+        _scale_kernel[(min(triton.cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](
             values, factor, values.numel(), SCALE_BLOCK, num_warps=SCALE_WARPS
         )
 
 
 def _tiles(columns: int, tile_vocab: int) -> int:
-    return max(1, min(BLOCK, next_power_of_2(columns)) // tile_vocab)
+    return max(1, min(BLOCK, triton.next_power_of_2(columns)) // tile_vocab)

@@ -10,14 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv
 
 BLOCK, WARPS = 4096, 8
 SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
 
 
 # Lengths differ from batch to batch, and nothing here is faster for knowing what divides them.
-@Launched
 @triton.jit(do_not_specialize=["tokens", "each"])
 def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
     # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
@@ -71,7 +69,6 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
     return positions, numbers
 
 
-@Launched
 @triton.jit
 def _scatter_kernel(rows, row_stride, index, out, out_stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -90,6 +87,6 @@ def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     if n == 0 or size == 0:
         return
     with on(out.device):
-        _scatter_kernel[(n, cdiv(size, SCATTER_BLOCK))](
+        _scatter_kernel[(n, triton.cdiv(size, SCATTER_BLOCK))](
             rows, rows.stride(0), index, out, out.stride(0), size, SCATTER_BLOCK, num_warps=SCATTER_WARPS
         )

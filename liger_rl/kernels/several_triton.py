@@ -5,7 +5,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.several import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.tile_triton import loaded
@@ -17,7 +16,6 @@ LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "columns"])
 def _largest_kernel(
     logits,
@@ -73,13 +71,12 @@ def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: Log
             logits.shape[1],
             LogitSteps.of(transform),
             COUNT=count,
-            SIZE=next_power_of_2(count),
+            SIZE=triton.next_power_of_2(count),
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "columns"])
 def _put_kernel(tile, row_stride, ids, values, first, columns, count, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -96,8 +93,8 @@ def put(tile: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
     n, count = ids.shape
     if n == 0:
         return
-    block = min(PUT_BLOCK, next_power_of_2(count))
+    block = min(PUT_BLOCK, triton.next_power_of_2(count))
     with on(tile.device):
-        _put_kernel[(n, cdiv(count, block))](
+        _put_kernel[(n, triton.cdiv(count, block))](
             tile, tile.stride(0), ids.contiguous(), values.contiguous(), first, tile.shape[1], count, block, num_warps=1
         )

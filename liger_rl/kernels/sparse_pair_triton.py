@@ -29,7 +29,6 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.divergence import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.listing_triton import STORED_UNIT, Span, TileLists, rows_of_tile
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.pair_epilogue import Factors, Student
@@ -57,7 +56,6 @@ def _positive(x):
     return tl.where(x < 0.0, 0.0, x)
 
 
-@Launched
 @triton.jit
 def _bounds_kernel(
     sums,  # `TileSums`
@@ -156,14 +154,13 @@ def part_bounds(sums: TileSums, measure: Measure, tokens: PairGradients, targets
     assert all(part is None or part.is_contiguous() for part in sums)
     bounds = PartBounds.empty(n, tiles, device, targets=False)
     with on(device):
-        _bounds_kernel[(cdiv(n, BOUND_TOKENS),)](
+        _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
             sums, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
         )  # fmt: skip
     return bounds
 
 
-@Launched
 @triton.jit
 def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: tl.constexpr, CUTS: tl.constexpr):
     tile = tl.program_id(0)
@@ -217,7 +214,6 @@ def _logits(
     return z
 
 
-@Launched
 @triton.jit(do_not_specialize=["base", "width"])
 def _parts_kernel(
     out,  # (room, TILE_VOCAB) float16
@@ -302,5 +298,5 @@ def make_parts(
             out, *own, *other, student.targets.contiguous(), tokens.contiguous(), chosen, lists,
             span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
-            TILES=next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
+            TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
         )  # fmt: skip

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -107,7 +106,6 @@ def _has_gradient(tokens, token, live):
     return wanted
 
 
-@Launched
 @triton.jit
 def _bounds_kernel(
     known,  # `TileStatistics`
@@ -200,7 +198,7 @@ def part_bounds(
     tiles, n = known.peaks.shape
     bounds = PartBounds.empty(n, tiles, targets.device, targets=True)
     with on(targets.device):
-        _bounds_kernel[(cdiv(n, BOUND_TOKENS),)](
+        _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
             known, statistics, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, LogitSteps.of(transform),
             TILE_VOCAB=BLOCK_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
         )  # fmt: skip
@@ -221,7 +219,6 @@ class Drawn(NamedTuple):
     sources: Tensor
 
 
-@Launched
 @triton.jit(do_not_specialize=["count"])
 def _draw_kernel(
     bounds,  # `PartBounds`
@@ -282,7 +279,6 @@ def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
     return drawn
 
 
-@Launched
 @triton.jit
 def _shares_kernel(
     logits,  # (V, SAMPLES) float32
@@ -328,7 +324,6 @@ def _shares_kernel(
     tl.store(tail.squares + tile, tl.sum(share * share))
 
 
-@Launched
 @triton.jit
 def _weigh_rows_kernel(
     weight,  # (V, H)
@@ -357,7 +352,7 @@ def _weigh_rows_kernel(
 
 def padded_tiles(vocab: int, width: int) -> int:
     """Tiles of the vocabulary, made up to a multiple."""
-    return cdiv(vocab, width * TILE_MULTIPLE) * TILE_MULTIPLE
+    return triton.cdiv(vocab, width * TILE_MULTIPLE) * TILE_MULTIPLE
 
 
 def tail_of_logits(
@@ -388,7 +383,7 @@ def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (vocab, size), tiles = weight.shape, tail.squares.numel()
     rows = torch.empty(tiles, size, dtype=dtype, device=weight.device)
     with on(weight.device):
-        _weigh_rows_kernel[(tiles, cdiv(size, WEIGHED_COLUMNS))](
+        _weigh_rows_kernel[(tiles, triton.cdiv(size, WEIGHED_COLUMNS))](
             weight, weight.stride(0), tail.entries, rows, vocab, size,
             TILE_VOCAB=tail.entries.numel() // tiles, ENTRIES=WEIGHED_ENTRIES, COLUMNS=WEIGHED_COLUMNS,
         )  # fmt: skip
@@ -398,7 +393,6 @@ def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
 # --- which parts are kept ---------------------------------------------------------------------------------------------
 
 
-@Launched
 @triton.jit(do_not_specialize=["count"])
 def _choose_kernel(
     bounds,  # `PartBounds`
@@ -462,7 +456,6 @@ def _choose_kernel(
     tl.store(chosen.rest + token.to(tl.int64)[None, :] * width + tile[:, None], rest, mask=written)
 
 
-@Launched
 @triton.jit(do_not_specialize=["count"])
 def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
     # One program, because where a token starts depends on all before it.
@@ -501,7 +494,9 @@ def choose_parts(
     device, width = bounds.most.device, tail.squares.numel()
     scale, room = torch.empty(2, n, dtype=torch.float32, device=device).unbind()
     numbers = torch.empty(n, dtype=torch.int32, device=device)
-    starts, counted = torch.empty(n + 2 + cdiv(n, BLOCK_TOKENS), dtype=torch.int64, device=device).tensor_split([n + 1])
+    starts, counted = torch.empty(n + 2 + triton.cdiv(n, BLOCK_TOKENS), dtype=torch.int64, device=device).tensor_split(
+        [n + 1]
+    )
     chosen = ChosenParts(
         torch.empty(tiles, n, dtype=torch.int16, device=device),
         starts,
@@ -509,10 +504,10 @@ def choose_parts(
         scale,
         torch.empty(n, width, dtype=dtype, device=device),
     )
-    side = next_power_of_2(width)
+    side = triton.next_power_of_2(width)
     together = max(CHOSEN // side, 1)
     with on(device):
-        _choose_kernel[(cdiv(n, together),)](
+        _choose_kernel[(triton.cdiv(n, together),)](
             bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
             LogitSteps.of(transform),
             SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=together, TILES=side, num_warps=CHOOSING_WARPS,

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import (
     LOWEST_LOG_PROBABILITY,
     one_minus_exp,
@@ -106,7 +105,6 @@ def _count(number, found):
     tl.atomic_add(number, found, mask=found > 0, sem="relaxed")
 
 
-@Launched
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
 def _rows_kernel(
     token_ids,  # (pairs,)
@@ -206,7 +204,6 @@ def first_of(row, ids, positions, steps):
     return low
 
 
-@Launched
 @triton.jit(do_not_specialize=["tokens", "pairs", "vocab", "first_id", "rows", "searches"])
 def _slots_kernel(
     token_ids,  # (pairs,)
@@ -303,7 +300,7 @@ def make_slots(
             num_warps=1,
         )
         if pairs > 0:
-            _slots_kernel[(cdiv(pairs, SLOT_BLOCK),)](
+            _slots_kernel[(triton.cdiv(pairs, SLOT_BLOCK),)](
                 token_ids,
                 offsets,
                 targets,
@@ -338,7 +335,6 @@ def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, 
     return tl.sum(total, 1)
 
 
-@Launched
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _dots_kernel(
     hidden,
@@ -399,7 +395,7 @@ def dots(
     columns = hidden.shape[1]
     rank = 1 if low_inputs is None else low_inputs.shape[1]
     with on(hidden.device):
-        _dots_kernel[(n + cdiv(positions, launch.piece),)](
+        _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
             hidden,
             hidden.stride(0),
             weight,
@@ -432,7 +428,6 @@ def _columns(columns: int, launch: Launch) -> int:
     return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
 
 
-@Launched
 @triton.jit(do_not_specialize=["rows", "first_id"])
 def _fold_kernel(
     logits,  # (slots,)
@@ -590,7 +585,6 @@ def _launch_fold(
         )
 
 
-@Launched
 @triton.jit(do_not_specialize=["positions", "rows", "searches"])
 def _slot_gradients_kernel(
     logits,  # (positions,)
@@ -670,13 +664,13 @@ def slot_gradients(
 ) -> tuple[Tensor, Pairs | None]:
     """As `support.slot_gradients`, in one launch."""
     positions, (grad_logps, grad_entropy) = z.numel(), grads
-    out, blocks = torch.empty_like(z), cdiv(positions, GRAD_BLOCK)
+    out, blocks = torch.empty_like(z), triton.cdiv(positions, GRAD_BLOCK)
     pairs, (ids, order), ordered, tokens, starts = None, by_id or (None, None), None, None, None
     if ids is not None:
         ordered, tokens = torch.empty_like(z), torch.empty_like(slots.tokens)
         starts = torch.empty(slots.rows + 1, dtype=torch.int64, device=z.device)
         pairs = Pairs(Segments(starts, ids, by_id=True), ordered, tokens)
-        blocks = 2 * blocks + cdiv(slots.rows + 1, GRAD_BLOCK)
+        blocks = 2 * blocks + triton.cdiv(slots.rows + 1, GRAD_BLOCK)
     if blocks == 0:
         return out, pairs
     entropy = None if grad_entropy is None else statistics.entropy
@@ -727,7 +721,6 @@ def _weighted_rows(
     return total
 
 
-@Launched
 @triton.jit(do_not_specialize=["count", "piece"])
 def _pieces_kernel(
     coefficients,
@@ -752,7 +745,6 @@ def _pieces_kernel(
         tl.store(partial + cut * columns + column, total, mask=inside)
 
 
-@Launched
 @triton.jit(do_not_specialize=["count", "piece"])
 def _sums_kernel(
     coefficients,
@@ -841,11 +833,11 @@ def segment_sums(
     if segments.number == 0 or columns == 0:
         return
     piece = piece_of(positions, columns, launch)
-    pieces = cdiv(positions, piece)
+    pieces = triton.cdiv(positions, piece)
     partial = coefficients  # which nothing reads where no segment is cut
     width = _columns(columns, launch)
     slots = launch.slots * (launch.columns // width)  # as many numbers of a step, however few the columns are
-    slabs = cdiv(columns, width)
+    slabs = triton.cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
         if not segments.all_short:
@@ -861,7 +853,7 @@ def segment_sums(
                 COLUMNS=width,
                 num_warps=launch.warps,
             )
-        _sums_kernel[(cdiv(segments.number, launch.segments), slabs)](
+        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
             *common,
             partial,
             None if base is None else base.rows,
@@ -883,6 +875,6 @@ def segment_sums(
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
     """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
     piece = launch.piece
-    while piece < positions and cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+    while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
         piece *= 2
     return piece

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv, next_power_of_2
 from liger_rl.kernels.softmax import LOWEST, folded, gradient, one_minus_exp, times_derivative, token_terms, transformed
 from liger_rl.kernels.statistics import Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -62,7 +61,6 @@ def _fold_block(
     return peak, total, moment, sum_sq, sum_logits, rival
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "length"])
 def _fold_kernel(
     logits,
@@ -153,7 +151,6 @@ def _fold_kernel(
                 tl.store(out.entropy + token, 0.0)
 
 
-@Launched
 @triton.jit(do_not_specialize=["first", "length", "positions"])
 def _grad_kernel(
     logits,
@@ -239,7 +236,7 @@ def fold(
             first,
             LogitSteps.of(transform),
             PART=state is not None,
-            BLOCK=min(BLOCK, next_power_of_2(columns)),
+            BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
             num_warps=WARPS,
         )
 
@@ -282,9 +279,9 @@ def grad(
     if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
-    block = min(BLOCK, next_power_of_2(columns))
+    block = min(BLOCK, triton.next_power_of_2(columns))
     with on(logits.device):
-        _grad_kernel[(count, cdiv(columns, block))](
+        _grad_kernel[(count, triton.cdiv(columns, block))](
             logits,
             *strides,
             out,

@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.launches import Launched, cdiv
 from liger_rl.kernels.softmax import INTERPRETED
 from liger_rl.policy import penalties
 from liger_rl.policy.batch import MAX_LOG_RATIO
@@ -148,7 +147,6 @@ def _k3(logp, ref, grad):
 
 
 # How many tokens there are and which is the first differs from call to call, and where in an index it starts too.
-@Launched
 @triton.jit(do_not_specialize=["first", "tokens"], do_not_specialize_on_alignment=["index"])
 def _policy_terms_kernel(
     logps,  # (tokens,)
@@ -303,7 +301,7 @@ def launch(
     numbers = 1 if prepared.terms.metrics == "none" else 5
     out = Outputs(
         slopes=torch.empty_like(logps, memory_format=torch.contiguous_format) if slopes else None,
-        sums=logps.new_empty(numbers, cdiv(logps.numel(), BLOCK)) if sums else None,
+        sums=logps.new_empty(numbers, triton.cdiv(logps.numel(), BLOCK)) if sums else None,
     )
     _run(prepared, logps, positions, out, "active")
     return out.slopes, None if out.sums is None else out.sums.sum(1)
@@ -335,7 +333,7 @@ def _run(prepared: PreparedLoss, logps: Tensor, positions: Tensor | slice | None
         return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
     with on(logps.device):
-        _policy_terms_kernel[(cdiv(tokens, BLOCK),)](
+        _policy_terms_kernel[(triton.cdiv(tokens, BLOCK),)](
             logps.contiguous(),
             positions.contiguous() if isinstance(positions, Tensor) else None,
             positions.start if isinstance(positions, slice) else 0,
