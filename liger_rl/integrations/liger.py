@@ -9,10 +9,9 @@ Constructor, call and results are those of liger-kernel 0.8.5. `LigerFusedLinear
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.integrations.liger_jsd import LigerFusedLinearJSDLoss, kept_whole
-from liger_rl.integrations.patching import GlobalPatch, apply_all, check_version, installed_version, undo_all
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.policy.objectives import SAPO, VESPO
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
@@ -307,17 +306,15 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
     return torch.where(first, ratio.reshape(-1, 1), 1.0)
 
 
-def _installed(loss: type) -> type:
-    """-> liger-kernel's class of the same name."""
-    check_version("liger-kernel", installed_version("liger-kernel", "liger-kernel-nightly"), (0, 8), (0, 9))
-    import liger_kernel.chunked_loss
-
-    return getattr(liger_kernel.chunked_loss, loss.__name__)
-
-
-_PATCHES = tuple(
-    GlobalPatch(loss, partial(_installed, loss), modules=("liger_kernel", "trl"))
-    for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+LIGER = Framework(
+    "liger-kernel",
+    (0, 8),
+    (0, 9),
+    *(
+        Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, modules=("liger_kernel", "trl"))
+        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+    ),
+    distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 
 
@@ -337,18 +334,14 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
 
     In each case nothing is changed.
     """
-    apply_all(*_PATCHES, also=modules)
+    LIGER.patch(modules=modules)
 
 
 def unpatch_liger() -> None:
     """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
-    undo_all(*_PATCHES)
+    LIGER.unpatch()
 
 
-@contextmanager
-def patched_liger(*, modules: Collection[str] = ()) -> Iterator[None]:
-    """`patch_liger` for the length of a `with` block, and afterwards whatever was there before."""
-    with ExitStack() as stack:
-        for patch in _PATCHES:
-            stack.enter_context(patch.within(modules))
-        yield
+def patched_liger(*, modules: Collection[str] = ()) -> AbstractContextManager[None]:
+    """`patch_liger` for the length of a `with` block, and afterwards the state before it."""
+    return LIGER.within(modules=modules)

@@ -7,7 +7,7 @@
 Arguments, outputs and gradients are those of NeMo-RL 0.7.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,10 @@ from torch import Tensor
 
 from liger_rl.distributed import gathered_rows
 from liger_rl.integrations.megatron import checked_place
-from liger_rl.integrations.patching import GlobalPatch, check_parameters, check_version
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
-
-NAME = "from_parallel_hidden_states_to_logprobs"
-PARAMETERS = (
-    "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
-    "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
-)  # fmt: skip
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -91,38 +85,20 @@ def _next_ids(target: Tensor, local: int, cp: int) -> Tensor:
     return torch.nn.functional.pad(target[:, 1:], (0, missing + 1), value=-100)
 
 
-def _installed() -> object:
-    import nemo_rl
+NEMO_RL = Framework(
+    "nemo-rl",
+    (0, 6),
+    (0, 8),
+    Patch(
+        "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
+        from_parallel_hidden_states_to_logprobs,
+        # 0.6.0 has other parameters, which 0.6 changed later.
+        "tensor_parallel_hidden_states output_weight_layer runtime_gather_output target vocab_start_index "
+        "vocab_end_index tp_group inference_only cp_group chunk_size",
+    ),
+)
+patch_nemo_rl, unpatch_nemo_rl, patched_nemo_rl = NEMO_RL.functions()
+"""NeMo-RL's fused log-probabilities, used with `policy.megatron_cfg.use_fused_linear_logprobs: true`.
 
-    check_version("nemo-rl", getattr(nemo_rl, "__version__", None), (0, 6), (0, 8))
-    from nemo_rl.distributed import model_utils as home
-
-    found = getattr(home, NAME)
-    check_parameters(f"{home.__name__}.{NAME}", found, PARAMETERS)  # 0.6.0 has others, which 0.6 changed later
-    return found
-
-
-_PATCH = GlobalPatch(from_parallel_hidden_states_to_logprobs, _installed, modules=("nemo_rl",))
-
-
-def patch_nemo_rl() -> None:
-    """Put the function of this module in place of NeMo-RL's, in all of NeMo-RL's modules.
-
-    NeMo-RL uses it with `policy.megatron_cfg.use_fused_linear_logprobs: true`. Call it in every worker process.
-    Patching twice is harmless.
-
-    Raises:
-        ImportError: NeMo-RL is not installed, or not of a supported version, which is named; nothing is changed.
-        RuntimeError: its function takes other arguments; nothing is changed.
-    """
-    _PATCH.apply()
-
-
-def unpatch_nemo_rl() -> None:
-    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
-    _PATCH.undo()
-
-
-def patched_nemo_rl() -> AbstractContextManager[None]:
-    """`patch_nemo_rl` for the length of a `with` block."""
-    return _PATCH.within()
+Call it in every worker process. See docs/nemo_rl.md.
+"""

@@ -7,7 +7,6 @@
 Arguments, outputs and gradients are those of SkyRL 0.3.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_rl.integrations.megatron import checked_place
-from liger_rl.integrations.patching import (
-    GlobalPatch,
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_parameters,
-    check_version,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -41,7 +32,6 @@ __all__ = [
 
 MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
-SKYRL = ("skyrl",)
 
 # Of the call of SkyRL's that runs: it would divide the weight by it, a copy of the weight and of its gradient.
 _temperature: ContextVar[float] = ContextVar("temperature", default=1.0)
@@ -181,7 +171,7 @@ def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keyword
     """SkyRL's, except for what has values of tokens already."""
     if isinstance(logits, _PerToken):
         return logits.logps
-    return _LOGPROBS.original(logits, labels, *arguments, **keywords)
+    return SKYRL.original("logprobs_from_logits")(logits, labels, *arguments, **keywords)
 
 
 def forward(
@@ -215,7 +205,7 @@ def forward(
     actions = max(num_actions) if isinstance(num_actions, list) else num_actions
     columns = slice(None) if self.remove_microbatch_padding else slice(-actions - 1, -1)
     model = _FusedModel(swap_lm_head(self.model), columns, compute_entropy, temperature)
-    return _FORWARD.original(
+    return SKYRL.original("HFModelWrapper.forward")(
         _FusedWrapper(self, model),
         sequences,
         num_actions,
@@ -227,82 +217,71 @@ def forward(
     )
 
 
-def _in_skyrl(module: str, name: str, parameters: str) -> Callable[[], Any]:
-    """-> a finder of that name in SkyRL's module."""
-
-    def find() -> Any:
-        import skyrl
-
-        check_version("skyrl", getattr(skyrl, "__version__", None), (0, 3), (0, 4))
-        found: Any = getattr(importlib.import_module(module), name)
-        function: Any = vars(found)["forward"] if inspect.isclass(found) else found
-        check_parameters(f"{module}.{name}", function, tuple(parameters.split()))
-        return found
-
-    return find
-
-
-def _without_scaled_weight(name: str, group: str, more: str, last: str) -> GlobalPatch:
-    """Of a function of SkyRL's that would divide the weight by the temperature before it calls the one above."""
+def _at_temperature(name: str) -> Callable[..., Tensor]:
+    """In place of a function of SkyRL's that would divide the weight by the temperature before it calls the head."""
 
     def function(*arguments: Any, **keywords: Any) -> Tensor:
-        bound = inspect.signature(patch.original).bind(*arguments, **keywords)
+        original = SKYRL.original(name)
+        bound = inspect.signature(original).bind(*arguments, **keywords)
         token = _temperature.set(bound.arguments.pop("temperature", 1.0))
         try:
-            return patch.original(*bound.args, **bound.kwargs)
+            return original(*bound.args, **bound.kwargs)
         finally:
             _temperature.reset(token)
 
-    parameters = (
-        f"hidden lm_head_weight target {more} vocab_start_index vocab_end_index {group} inference_only cp_group "
-        f"chunk_size {last} temperature fused_backend"
-    )
-    patch = GlobalPatch(function, _in_skyrl(MEGATRON_MODULE, name, parameters), SKYRL)
-    return patch
+    return function
 
 
-_LOGPROBS = GlobalPatch(
-    logprobs_from_logits, _in_skyrl(FSDP_MODULE, "logprobs_from_logits", "logits labels inplace_backward"), SKYRL
-)
-_FORWARD = MethodPatch(
-    forward,
-    _in_skyrl(
+def _row(backend: str, module: str, name: str, replacement: Any, parameters: str) -> Patch:
+    return Patch(f"{module}:{name}", replacement, parameters, group=backend)
+
+
+PLAIN, PACKED = "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences"
+BACKENDS = ("megatron", "fsdp")
+SKYRL = Framework(
+    "skyrl",
+    (0, 3),
+    (0, 4),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        "_fused_lm_head_logprob_apply",
+        fused_lm_head_logprob_apply,
+        "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        "_fused_vocab_parallel_entropy_from_hidden",
+        fused_vocab_parallel_entropy_from_hidden,
+        "hidden lm_head_weight tp_group chunk_size temperature",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        PLAIN,
+        _at_temperature(PLAIN),
+        "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
+        "temperature fused_backend",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        PACKED,
+        _at_temperature(PACKED),
+        "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
+        "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
+    ),
+    _row("fsdp", FSDP_MODULE, "logprobs_from_logits", logprobs_from_logits, "logits labels inplace_backward"),
+    _row(
+        "fsdp",
         FSDP_MODULE,
-        "HFModelWrapper",
+        "HFModelWrapper.forward",
+        forward,
         "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
         "pixel_values image_grid_thw mm_token_type_ids",
     ),
 )
-_PATCHES: dict[str, tuple[GlobalPatch, ...]] = {
-    "megatron": (
-        GlobalPatch(
-            fused_lm_head_logprob_apply,
-            _in_skyrl(
-                MEGATRON_MODULE,
-                "_fused_lm_head_logprob_apply",
-                "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
-            ),
-            SKYRL,
-        ),
-        GlobalPatch(
-            fused_vocab_parallel_entropy_from_hidden,
-            _in_skyrl(
-                MEGATRON_MODULE,
-                "_fused_vocab_parallel_entropy_from_hidden",
-                "hidden lm_head_weight tp_group chunk_size temperature",
-            ),
-            SKYRL,
-        ),
-        _without_scaled_weight("from_parallel_hidden_to_logprobs", "tp_group", "", ""),
-        _without_scaled_weight(
-            "from_parallel_hidden_to_logprobs_packed_sequences",
-            "group",
-            "cu_seqlens_padded unpacked_seqlen",
-            "attention_mask sub_seq_lengths",
-        ),
-    ),
-    "fsdp": (_LOGPROBS, _FORWARD),
-}
 
 
 def patch_skyrl(backend: str) -> None:
@@ -319,30 +298,20 @@ def patch_skyrl(backend: str) -> None:
         RuntimeError: its functions take other arguments; nothing is changed.
         ValueError: another backend.
     """
-    apply_all(*_patches(backend))
+    SKYRL.patch(_checked(backend))
 
 
 def unpatch_skyrl() -> None:
-    """Undo `patch_skyrl`; harmless where nothing is patched.
-
-    Heads that were swapped stay swapped. They give logits as before unless they are called with `fused=True`.
-    """
-    undo_all(*(patch for patches in _PATCHES.values() for patch in patches))
+    """Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
+    SKYRL.unpatch()
 
 
 def patched_skyrl(backend: str) -> AbstractContextManager[None]:
-    """`patch_skyrl` for the length of a `with` block.
-
-    Args:
-        backend: as in `patch_skyrl`.
-
-    Raises:
-        ImportError, RuntimeError, ValueError: as `patch_skyrl`.
-    """
-    return all_within(*_patches(backend))
+    """`patch_skyrl(backend)` for the length of a `with` block."""
+    return SKYRL.within(_checked(backend))
 
 
-def _patches(backend: str) -> tuple[GlobalPatch, ...]:
-    if backend not in _PATCHES:
-        raise ValueError(f"backend must be one of {list(_PATCHES)}, got {backend!r}")
-    return _PATCHES[backend]
+def _checked(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    return backend

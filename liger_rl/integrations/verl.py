@@ -19,37 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.integrations.patching import (
-    GlobalPatch,
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_version,
-    class_with,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
 REDUCTIONS = ("none", "sum", "mean")
-LOWEST, BELOW = (0, 5), (0, 11)
-# Where verl has its two backends, and what the methods take that compute them.
-KERNEL, KERNEL_PARAMETERS = (
-    "verl.utils.kernel.linear_cross_entropy",
-    ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
-)
-TORCH, TORCH_PARAMETERS = (
-    "verl.utils.experimental.torch_functional",
-    ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),
-)
-# Where its engine for FSDP makes what goes into the model, and reads what comes out.
-ENGINE, LOWEST_ENGINE = "verl.workers.engine.fsdp.transformer_impl", (0, 8)
-ENGINE_PARAMETERS = {
-    "prepare_model_inputs": ("self", "micro_batch"),
-    "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
-}
 
 
 def linear_cross_entropy(
@@ -155,7 +131,7 @@ def inputs_with_teacher(engine: Any, micro_batch: Any) -> tuple[dict[str, Any], 
     Raises:
         ValueError: a teacher's lists with `use_fused_kernels`, but without `use_remove_padding`.
     """
-    inputs, others = _INPUTS.original(engine, micro_batch)
+    inputs, others = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(engine, micro_batch)
     teacher = _teacher(engine, micro_batch)
     if teacher is not None:
         if "shift_labels" not in inputs:
@@ -175,7 +151,9 @@ def outputs_with_losses(
         output.log_probs = logps[..., 0]
         settings = logits_processor_func.keywords["distillation_config"].distillation_loss
         output.fused_linear_aux = forward_kl_topk(logps[..., 1:], teacher[1].float(), settings.log_prob_min_clamp)
-    return _OUTPUTS.original(engine, output, output_args, micro_batch, logits_processor_func)
+    return VERL.original("FSDPEngineWithLMHead.prepare_model_outputs")(
+        engine, output, output_args, micro_batch, logits_processor_func
+    )
 
 
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
@@ -202,34 +180,39 @@ def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
     return ids, logps
 
 
-def _home(name: str, lowest: tuple[int, int] = LOWEST) -> Any:
-    check_version("verl", getattr(importlib.import_module("verl"), "__version__", None), lowest, BELOW)
-    return importlib.import_module(name)
-
-
-def _find_cross_entropy() -> Any:
-    home = _home(KERNEL)
-    class_with(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
-    return home.linear_cross_entropy
-
-
-def _find_torch() -> Any:
-    return class_with(_home(TORCH), "FusedLinearForPPO", "forward", TORCH_PARAMETERS)
-
-
-def _find_engine() -> Any:
-    home = _home(ENGINE, LOWEST_ENGINE)
-    for method, expected in ENGINE_PARAMETERS.items():
-        found = class_with(home, "FSDPEngineWithLMHead", method, expected)
-    return found
-
-
-_PATCHES = (
-    GlobalPatch(linear_cross_entropy, _find_cross_entropy, modules=("verl",)),
-    MethodPatch(fused_linear_for_ppo, _find_torch),
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
+ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+OUTPUTS = "self output output_args micro_batch logits_processor_func"
+VERL = Framework(
+    "verl",
+    (0, 5),
+    (0, 11),
+    Patch(
+        f"{KERNEL}:linear_cross_entropy",
+        linear_cross_entropy,
+        "ctx hidden weight labels temperature reduction dist_process_group",
+        checked="LinearCrossEntropy.forward",
+    ),
+    Patch(
+        "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward",
+        fused_linear_for_ppo,
+        "self hidden_states vocab_weights input_ids temperature",
+    ),
+    Patch(
+        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
+        inputs_with_teacher,
+        "self micro_batch",
+        group="distillation",
+        since=(0, 8),
+    ),
+    Patch(
+        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs",
+        outputs_with_losses,
+        OUTPUTS,
+        group="distillation",
+        since=(0, 8),
+    ),
 )
-_INPUTS = MethodPatch(inputs_with_teacher, _find_engine, "prepare_model_inputs")
-_OUTPUTS = MethodPatch(outputs_with_losses, _find_engine, "prepare_model_outputs")
 
 
 def patch_verl(*, distillation: bool = False) -> None:
@@ -251,14 +234,14 @@ def patch_verl(*, distillation: bool = False) -> None:
 
     In each case nothing is changed.
     """
-    apply_all(*_PATCHES, *((_INPUTS, _OUTPUTS) if distillation else ()))
+    VERL.patch(*(("distillation",) if distillation else ()))
 
 
 def unpatch_verl() -> None:
     """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
-    undo_all(*_PATCHES, _INPUTS, _OUTPUTS)
+    VERL.unpatch()
 
 
 def patched_verl() -> AbstractContextManager[None]:
     """`patch_verl()` for the length of a `with` block."""
-    return all_within(*_PATCHES)
+    return VERL.within()
