@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel, gathered_rows
+from liger_rl.distributed import gathered_rows
 from liger_rl.head.options import HOW
 from liger_rl.integrations.patching import check_version
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
@@ -145,10 +145,6 @@ def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None and main_grad.dtype != torch.float32:
             raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
-    place = None
-    if group is not None and dist.get_world_size(group) > 1:
-        start = dist.get_rank(group) * weight.shape[0]
-        place = VocabParallel(group, start, sum_hidden_grad=given["allreduce_dgrad"])
     options = dict(asked.options)
     result = linear_logprobs(
         hidden,
@@ -158,7 +154,7 @@ def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _
         bias=given["bias"],
         transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=asked.scale),
         weight_grad=main_grad,
-        vocab_parallel=place,
+        vocab_parallel=vocab_shard(group, weight, sum_hidden_grad=given["allreduce_dgrad"]),
         **options,
     )
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
@@ -212,20 +208,6 @@ def _in_place_of_product(layer: Any, product: Callable[..., Tensor]) -> Iterator
         yield
     finally:
         del layer._forward_impl
-
-
-def checked_place(
-    group: "dist.ProcessGroup", weight: Tensor, vocab_start_index: int, vocab_end_index: int
-) -> VocabParallel | None:
-    """Of the rank that holds the rows of these token ids, whose caller adds up the gradient of hidden."""
-    if vocab_end_index - vocab_start_index != weight.shape[0]:
-        raise ValueError(
-            f"vocab_end_index must be vocab_start_index + {weight.shape[0]} from the weight's rows, "
-            f"got {vocab_start_index} and {vocab_end_index}"
-        )
-    if dist.get_world_size(group) == 1:
-        return None
-    return VocabParallel(group, vocab_start_index, sum_hidden_grad=False)
 
 
 class _AddedToMainGrad(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import gathered_rows
-from liger_rl.integrations.megatron import checked_place
 from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
@@ -56,7 +56,7 @@ def from_parallel_hidden_states_to_logprobs(
         TypeError, ValueError: before anything is computed, naming the argument.
     """
     weight, cp = output_weight_layer, 1 if cp_group is None else dist.get_world_size(cp_group)
-    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         hidden = tensor_parallel_hidden_states
         if place is not None:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_rl.integrations.megatron import checked_place
 from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -68,7 +68,7 @@ def fused_lm_head_logprob_apply(
     Raises:
         TypeError, ValueError: before anything is computed, naming the argument.
     """
-    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         return linear_logprobs(
             hidden.to(weight.dtype),
@@ -101,15 +101,13 @@ def fused_vocab_parallel_entropy_from_hidden(
     Raises:
         TypeError, ValueError: before anything is computed, naming the argument.
     """
-    rows = lm_head_weight.shape[0]
-    start = dist.get_rank(tp_group) * rows
     entropy = linear_logprobs(
         hidden.to(lm_head_weight.dtype),
         lm_head_weight,
         torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
-        vocab_parallel=checked_place(tp_group, lm_head_weight, start, start + rows),
+        vocab_parallel=vocab_shard(tp_group, lm_head_weight),
     ).entropy
     assert entropy is not None
     return entropy

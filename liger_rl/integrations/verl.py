@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel
 from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -80,18 +80,12 @@ def linear_cross_entropy(
         labels.reshape(rows, -1) if several else labels.reshape(-1),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
-        vocab_parallel=_place(dist_process_group, weight),
+        vocab_parallel=vocab_shard(dist_process_group, weight),
     )
     assert entropy is not None
     if reduction.lower() == "none":
         return logprobs, entropy
     return logprobs.sum() if reduction.lower() == "sum" else logprobs.mean(), entropy
-
-
-def _place(group: dist.ProcessGroup | None, weight: Tensor) -> VocabParallel | None:
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    return VocabParallel(group, dist.get_rank(group) * weight.shape[0], sum_hidden_grad=False)
 
 
 def fused_linear_for_ppo(
