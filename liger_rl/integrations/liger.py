@@ -110,41 +110,30 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def forward(
         self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
-        num_items_in_batch: int | float | Tensor | None = None,
+        _input: Tensor,  # (B, T, H)
+        lin_weight: Tensor,  # (V, H), in _input's dtype or float32; any under autocast
+        selected_token_ids: Tensor,  # (B, T), the sampled tokens; _input[:, t] predicts column t
+        attention_mask: Tensor,  # (B, T) bool or 0/1, the completion tokens that count
+        advantages: Tensor,  # (B,) or (B, T)
+        bias: Tensor | None = None,  # (V,), in lin_weight's dtype
+        ref_per_token_logps: Tensor | None = None,  # (B, T)
+        old_per_token_logps: Tensor | None = None,  # (B, T); None: the ratio is 1
+        ref_input: Tensor | None = None,  # (B, T, H)
+        ref_weight: Tensor | None = None,  # (V, H)
+        ref_bias: Tensor | None = None,  # (V,)
+        vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,), trainer over sampler probability
+        num_items_in_batch: int | float | Tensor | None = None,  # tokens of the whole optimiser step, over all ranks
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and metrics of one batch.
 
-        "dapo", "cispo" and "vespo" divide by the tokens of all ranks of torch.distributed's default group over their
-        number: num_items_in_batch / ranks, or, where that is None and there is more than one rank, the batch's count
-        summed over them, one all-reduce a call. (Liger makes it once per chunk of sequences, so ranks with batches of
-        different sizes wait for ever.)
+        ref_input, ref_weight and ref_bias are the reference model's head, in place of ref_per_token_logps. With both a
+        warning is given and ref_per_token_logps is used. No reference has an effect where beta = 0.
 
-        Args:
-            _input: (B, T, H) last hidden states; position t predicts selected_token_ids[:, t].
-            lin_weight: (V, H) of the lm_head, in _input's dtype or float32 (any under autocast). One that ZeRO-3 has
-                partitioned is copied, because it is whole until the forward's end only.
-            selected_token_ids: (B, T) the sampled tokens.
-            attention_mask: (B, T) bool or 0/1, the completion tokens that count.
-            advantages: (B,), or per token (B, T).
-            bias: (V,) of the lm_head, in lin_weight's dtype.
-            ref_per_token_logps, old_per_token_logps: (B, T) in nats; without old ones the ratio is 1.
-            ref_input, ref_weight, ref_bias: (B, T, H), (V, H), (V,) of the reference model's head, in place of
-                ref_per_token_logps; with both a warning is given and ref_per_token_logps is used. No reference has an
-                effect where beta = 0.
-            vllm_is_ratio: (B, T) per token, or (B, 1) or (B,) per sequence: trainer over sampler probability.
-            num_items_in_batch: tokens of the whole optimiser step, over all ranks.
+        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
+        group. If it is None and there is more than one rank, the batch's count is summed over them: one all-reduce a
+        call. (Liger makes one per chunk of sequences, so ranks with batches of different sizes wait for ever.)
+
+        A lin_weight that ZeRO-3 has partitioned is copied, because it is whole until the forward's end only.
 
         Returns:
             loss: () in float32.
@@ -315,7 +304,7 @@ def kept_whole(parameter: Tensor) -> Tensor: ...
 @overload
 def kept_whole(parameter: Tensor | None) -> Tensor | None: ...
 def kept_whole(parameter: Tensor | None) -> Tensor | None:
-    """A copy of what ZeRO-3 gathers for the forward and empties again. DeepSpeed's id marks such a parameter."""
+    """A copy of a parameter that ZeRO-3 empties after the forward. DeepSpeed's id marks it."""
     return parameter.clone() if parameter is not None and hasattr(parameter, "ds_id") else parameter
 
 
@@ -327,8 +316,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         hard = mean of -log p_student(label) at temperature 1
 
     Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists where the
-    numbers differ from Liger's: a teacher with more vocabulary entries than the student raises, for example.
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's: a teacher with
+    more vocabulary entries than the student raises, for example.
 
     Args:
         weight_hard_loss, weight_soft_loss: finite. A hard loss at another temperature than 1 takes products of its own.
@@ -372,22 +361,15 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
     def forward(
         self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        true_labels: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
+        student_input: Tensor,  # (N, H) or (B, T, H)
+        student_weight: Tensor,  # (V, H), in student_input's dtype; any under autocast
+        teacher_input: Tensor,  # (N, H') or (B, T, H')
+        teacher_weight: Tensor,  # (V, H')
+        true_labels: Tensor,  # (N,) or (B, T); student_input[t] predicts true_labels[t]
+        student_bias: Tensor | None = None,  # (V,)
+        teacher_bias: Tensor | None = None,  # (V,)
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts.
-
-        Args:
-            student_input: (N, H) or (B, T, H), aligned: position t predicts true_labels[t].
-            student_weight: (V, H), in student_input's dtype, or any under autocast.
-            teacher_input, teacher_weight: (N, H') or (B, T, H'), and (V, H'); no gradient.
-            true_labels: (N,) or (B, T).
-            student_bias, teacher_bias: (V,).
+        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. The teacher gets no gradient.
 
         Raises:
             TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
@@ -397,11 +379,11 @@ class LigerFusedLinearJSDLoss(nn.Module):
         _check_heads(student_input, student_weight, teacher_weight, true_labels)
         ids = true_labels.long()  # a narrow dtype would wrap the size of the vocabulary
         counted = ids != self.ignore_index
-        # One that is negative would be masked; the first id beyond the vocabulary is refused by the rule for ids.
+        # A negative label would be masked. The first id beyond the vocabulary is refused as every such id is.
         labels = torch.where(counted & (ids < 0), student_weight.shape[0], ids)
         count = counted.sum().clamp(min=1)
-        wants_hard = hard_weight != 0 or self.return_soft_hard_loss
-        together = wants_hard and self.temperature == 1.0
+        has_hard = hard_weight != 0 or self.return_soft_hard_loss
+        same_logits = has_hard and self.temperature == 1.0
         weight, bias = kept_whole(student_weight), kept_whole(student_bias)
         transform = LogitTransform(temperature=self.temperature)
         call = DivergenceCall(
@@ -416,41 +398,40 @@ class LigerFusedLinearJSDLoss(nn.Module):
             measure=measure_of("jsd", self.beta),
             mask=counted,
             # An ignored label may be an id, and a label without a hard loss no id at all.
-            targets=torch.where(counted, labels, -1) if together else None,
+            targets=torch.where(counted, labels, -1) if same_logits else None,
             options=HeadOptions(transform=transform),
             targets_name="true_labels",
         )
-        on_soft, on_hard = soft_weight / count, -hard_weight / count
-        found, made = in_one_pass_if_free(call, on_soft, on_hard)
-        soft, hard = found.divergence.sum() / count, None
+        result, one_pass_loss = in_one_pass_if_free(call, soft_weight / count, -hard_weight / count)
+        soft, hard, logps = result.divergence.sum() / count, None, result.logps
+        if has_hard and logps is None:
+            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps
         loss = soft_weight * soft
-        if found.logps is not None:
-            hard = -found.logps.sum() / count
+        if logps is not None:
+            hard = -logps.sum() / count
             loss = loss + hard_weight * hard
-        if made is not None:
-            loss = loss + made
-        if wants_hard and hard is None:
-            hard = -linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps.sum() / count
-            loss = loss + hard_weight * hard
+        if one_pass_loss is not None:
+            loss = loss + one_pass_loss
         if not self.return_soft_hard_loss:
             return loss
         assert hard is not None
         return loss, soft.detach(), hard.detach()
 
     def _weights(self) -> tuple[float, float]:
-        found = []
-        for name in ("weight_hard_loss", "weight_soft_loss"):
-            value = number(name, getattr(self, name))
+        hard, soft = (number(name, getattr(self, name)) for name in ("weight_hard_loss", "weight_soft_loss"))
+        for name, value in (("weight_hard_loss", hard), ("weight_soft_loss", soft)):
             if not abs(value) < float("inf"):
                 raise ValueError(f"{name} must be finite, got {value}")
-            found.append(value)
-        return found[0], found[1]
+        return hard, soft
 
 
 def _check_heads(student_input: Tensor, student_weight: Tensor, teacher_weight: Tensor, true_labels: Tensor) -> None:
-    given = {"student_input": student_input, "student_weight": student_weight}
-    given |= {"teacher_weight": teacher_weight, "true_labels": true_labels}
-    for name, value in given.items():
+    for name, value in (
+        ("student_input", student_input),
+        ("student_weight", student_weight),
+        ("teacher_weight", teacher_weight),
+        ("true_labels", true_labels),
+    ):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:

@@ -22,32 +22,22 @@ __all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_
 
 
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Tensor,
-    output_weight_layer: Tensor,
-    runtime_gather_output: bool | None,
-    target: Tensor,
+    tensor_parallel_hidden_states: Tensor,  # (s, b, h), this rank's s positions
+    output_weight_layer: Tensor,  # (v / tensor parallel ranks, h)
+    runtime_gather_output: bool | None,  # not used, as in NeMo-RL
+    target: Tensor,  # (b, S) ids of the whole sequence, not shifted
     vocab_start_index: int,
     vocab_end_index: int,
     tp_group: dist.ProcessGroup,
     inference_only: bool = False,
     cp_group: dist.ProcessGroup | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | None = None,  # not used
 ) -> Tensor:
     """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`.
 
-    docs/nemo_rl.md lists what differs: a negative target masks its token, and context parallel ranks are served, for
-    example.
-
-    Args:
-        tensor_parallel_hidden_states: (s, b, h) of the s / context parallel / tensor parallel positions of this rank.
-        output_weight_layer: (v / tensor parallel ranks, h).
-        runtime_gather_output: not used, as in NeMo-RL.
-        target: (b, S) ids of the whole sequence, not shifted. Position t predicts target[:, t + 1].
-        vocab_start_index, vocab_end_index: token ids of the weight's rows.
-        tp_group: the ranks that hold the vocabulary, and parts of the sequence in their order.
-        inference_only: no gradients.
-        cp_group: the ranks that hold the sequence in 2 x ranks chunks, rank r the chunks r and 2 x ranks - 1 - r.
-        chunk_size: not used: the tiles are chosen by what fits.
+    Position t predicts target[:, t + 1]. The ranks of tp_group hold the vocabulary, and parts of the sequence in their
+    order. The ranks of cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
+    docs/nemo_rl.md lists the differences from NeMo-RL's: a negative target masks its token, for example.
 
     Returns:
         (b, S - 1) float32 in nats, the same on every rank of both groups.

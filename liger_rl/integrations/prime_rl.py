@@ -22,28 +22,21 @@ LAYERS = "prime_rl.trainer.models.layers"
 
 
 def fused_output(
-    head: Any,
-    hidden_states: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    sampling_mask: Tensor | None = None,
+    head: Any,  # its weight (V, H) is used, and its softcap if it has one
+    hidden_states: Tensor,  # (B, T, H)
+    labels: Tensor,  # (B, T) ids; a negative one masks its token, to 0 in both outputs
+    temperature: Tensor,  # (B, T), > 0
+    sampling_mask: Tensor | None = None,  # (B, T, K) ids that each label was drawn from, filled up with -1
 ) -> dict[str, Tensor]:
     """What prime-rl's `FusedOutputLinear.forward` and `GemmaFusedOutputLinear.forward` return.
 
-    Tiles are sized from a memory budget; the head's chunk_size has no effect. Where all temperatures are equal, which
-    the host waits for, they are taken as one number.
-
-    Args:
-        head: prime-rl's. Its weight (V, H) is used, and its softcap if it has one.
-        hidden_states: (B, T, H); position t predicts labels[:, t].
-        labels: (B, T) integer token ids; a negative one masks its token, to 0 in both outputs.
-        temperature: (B, T) float, > 0, of the tokens.
-        sampling_mask: (B, T, K) ids that each label was drawn from, filled up with -1, or None for the whole
-            vocabulary. A row without its label counts as one without ids, as in prime-rl: the whole vocabulary.
+    Position t predicts labels[:, t]. The head's chunk_size has no effect. Equal temperatures are taken as one number;
+    the host waits to know that they are. A row of sampling_mask without its label counts as the whole vocabulary, as in
+    prime-rl.
 
     Returns:
-        "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both of the ids of sampling_mask. prime-rl's
-        entropy is always of the whole vocabulary, and has no gradient.
+        "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both over the ids of sampling_mask. prime-rl's
+        entropy is of the whole vocabulary, and has no gradient.
 
     Raises:
         TypeError, ValueError: as `linear_logprobs`.

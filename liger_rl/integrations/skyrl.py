@@ -33,34 +33,25 @@ __all__ = [
 MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
 
-# Of the call of SkyRL's that runs: it would divide the weight by it, a copy of the weight and of its gradient.
+# The temperature of SkyRL's running call, which would divide the weight by it: a copy of the weight and its gradient.
 _temperature: ContextVar[float] = ContextVar("temperature", default=1.0)
 
 
 def fused_lm_head_logprob_apply(
-    backend: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
+    backend: str,  # not used
+    hidden: Tensor,  # (B, S, H), brought to the weight's dtype
+    weight: Tensor,  # (V / ranks, H)
+    target: Tensor,  # (B, S) ids, shifted by the caller
     vocab_start_index: int,
     vocab_end_index: int,
-    chunk_size: int | None,
+    chunk_size: int | None,  # not used
     tp_group: dist.ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends.
 
-    docs/skyrl.md lists what differs: a negative target masks its token, for example.
-
-    Args:
-        backend: not used.
-        hidden: (B, S, H), brought to the weight's dtype.
-        weight: (V / ranks, H).
-        target: (B, S) ids, shifted by the caller: position t predicts target[:, t].
-        vocab_start_index, vocab_end_index: token ids of the weight's rows.
-        chunk_size: not used: the tiles are chosen by what fits.
-        tp_group: the ranks that hold the vocabulary. As in SkyRL the gradient of hidden is this rank's part.
-        inference_only: no gradients.
+    Position t predicts target[:, t]. As in SkyRL the gradient of hidden is this rank's part. docs/skyrl.md lists the
+    differences from SkyRL's: a negative target masks its token, for example.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -80,20 +71,15 @@ def fused_lm_head_logprob_apply(
 
 
 def fused_vocab_parallel_entropy_from_hidden(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
+    hidden: Tensor,  # (B, S, H), brought to the weight's dtype
+    lm_head_weight: Tensor,  # (V / ranks, H)
     tp_group: dist.ProcessGroup,
-    chunk_size: int | None = None,
+    chunk_size: int | None = None,  # not used
     temperature: float = 1.0,
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`. It is differentiable. SkyRL's is not.
 
-    Args:
-        hidden: (B, S, H), brought to the weight's dtype.
-        lm_head_weight: (V / ranks, H).
-        tp_group: the ranks that hold the vocabulary. The gradient of hidden is this rank's part.
-        chunk_size: not used: the tiles are chosen by what fits.
-        temperature: divisor of the logits, > 0.
+    The gradient of hidden is this rank's part.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -114,18 +100,18 @@ def fused_vocab_parallel_entropy_from_hidden(
 
 
 class _PerToken:
-    """What `HFModelWrapper.forward` takes for logits: it divides them, and asks for values of tokens."""
+    """Stands for logits in `HFModelWrapper.forward`, which divides them and then asks for values of tokens."""
 
     def __init__(self, logps: Tensor, entropy: Tensor | None) -> None:
         self.logps, self.entropy = logps, entropy
 
     def div_(self, temperature: float) -> "_PerToken":
-        """Nothing: the values are of that temperature."""
+        """The values already have this temperature."""
         return self
 
 
 class _FusedModel:
-    """In place of a wrapper's model, in one forward: the same call, answered with values of tokens."""
+    """Stands for a wrapper's model in one forward, and returns values of tokens for logits."""
 
     def __init__(self, model: nn.Module, columns: slice, entropy: bool, temperature: float) -> None:
         self.model, self.columns, self.entropy, self.temperature = model, columns, entropy, temperature
@@ -148,7 +134,7 @@ class _FusedModel:
 
 
 class _FusedWrapper:
-    """In place of an HFModelWrapper's `self`, in one forward. Nothing that threads share changes."""
+    """Stands for an HFModelWrapper's `self` in one forward. No object that threads share changes."""
 
     def __init__(self, wrapper: nn.Module, model: _FusedModel) -> None:
         self.wrapper, self.model = wrapper, model
@@ -166,7 +152,7 @@ class _FusedWrapper:
 
 
 def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    """SkyRL's, except for what has values of tokens already."""
+    """SkyRL's function, and the log-probabilities of a `_PerToken`."""
     if isinstance(logits, _PerToken):
         return logits.logps
     return SKYRL.original("logprobs_from_logits")(logits, labels, *arguments, **keywords)

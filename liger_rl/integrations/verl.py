@@ -29,28 +29,21 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
-    reduction: str = "none",
+    hidden: Tensor,  # (..., H): (N, H), (1, N, H) or Megatron's (N, 1, H)
+    weight: Tensor,  # (V, H)
+    labels: Tensor,  # N ids in any shape, or K ids for each row, (..., K)
+    temperature: float | Tensor = 1.0,  # > 0; a tensor has N elements
+    reduction: str = "none",  # of the log-probabilities: "none", "sum", or "mean" over all N tokens
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    In spite of its name it returns log-probabilities, not their negatives. docs/verl.md lists what
-    differs: any device, hidden size and strides are taken, and a negative label masks its token, for example.
+    In spite of its name it returns log-probabilities, not their negatives. Position t predicts labels[t]. docs/verl.md
+    lists the differences from verl's: a negative label masks its token, for example.
 
-    Args:
-        hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
-        weight: (V, H) of the lm_head; dtype of `hidden` (any float dtype under autocast).
-        labels: as many integer token ids as hidden has rows, in any shape; or K ids for each row, (..., K). verl takes
-            one.
-        temperature: divisor of the logits, > 0; or a float tensor of as many elements as hidden has rows.
-        reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
-        dist_process_group: the ranks over which the vocabulary is split in equal parts, in their order, with the same
-            hidden and labels on all; None for the whole vocabulary here. As in verl the gradient of hidden is then this
-            rank's part, and the gather before it (Megatron's sequence_parallel) adds the parts up.
+    The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
+    labels. As in verl the gradient of hidden is then this rank's part, and the gather before the head (Megatron's
+    sequence_parallel) adds the parts up.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
@@ -89,26 +82,19 @@ def linear_cross_entropy(
 
 
 def fused_linear_for_ppo(
-    module: Any,
-    hidden_states: Tensor,
-    vocab_weights: Tensor,
-    input_ids: Tensor,
+    module: Any,  # verl's, or None; not used
+    hidden_states: Tensor,  # (N, H) or (B, T, H)
+    vocab_weights: Tensor,  # (V, H)
+    input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """In place of `verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10.
 
-    Tiles are sized from a memory budget: neither the module's chunk_size nor its impl_backend has an effect. Entropies
-    are float32. verl's "torch" backend rounds them, and all logits, to the dtype of hidden_states.
-
-    Args:
-        module: verl's, or None; not used.
-        hidden_states: (N, H), or (B, T, H) with input_ids of (B, T).
-        vocab_weights, temperature: as the weight and temperature of `linear_cross_entropy`.
-        input_ids: the integer token ids that hidden_states predict; or K for each, (N, K) or (B, T, K).
+    The module's chunk_size and impl_backend have no effect. Entropies are float32. verl's "torch" backend rounds them,
+    and all logits, to the dtype of hidden_states.
 
     Returns:
-        (log_probs, entropy), both float32 in nats and differentiable: shaped like input_ids and like hidden_states
-        without H.
+        (log_probs, entropy): float32 in nats, differentiable, shaped like input_ids and like hidden_states without H.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -151,9 +137,10 @@ def outputs_with_losses(
 
 
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
-    """Of log-probabilities (..., K) at a teacher's ids, float32 each, what verl's `compute_forward_kl_topk` gives.
+    """verl's `compute_forward_kl_topk` from float32 log-probabilities (..., K) at a teacher's ids.
 
-    sum_k q_k (log q_k - log p_k), both log-probabilities not under `lowest`; and the mass of the lists before that.
+    The loss is sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`. The masses are
+    those before the clamp.
     """
     student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
     log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
@@ -163,14 +150,14 @@ def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> S
 
 def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
     """Ids and log-probabilities (1, N, K) of this rank's tokens; None unless verl wants losses without logits."""
-    asked = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
-    wanted = all(asked(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
-    if not wanted or micro_batch.get("teacher_ids", None) is None:
+    setting = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
+    fused_topk = all(setting(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
+    if not fused_topk or micro_batch.get("teacher_ids", None) is None:
         return None
     ids, logps = (micro_batch[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if engine.use_ulysses_sp:
-        part = importlib.import_module("verl.utils.ulysses").slice_input_tensor
-        ids, logps = part(ids, dim=1), part(logps, dim=1)
+        slice_of_rank = importlib.import_module("verl.utils.ulysses").slice_input_tensor
+        ids, logps = slice_of_rank(ids, dim=1), slice_of_rank(logps, dim=1)
     return ids, logps
 
 
