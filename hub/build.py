@@ -19,7 +19,7 @@ HUB = Path(__file__).resolve().parent
 PACKAGE = HUB.parent / "liger_rl"
 VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-rocm": "rocm", "torch-universal": "cpu"}
 # A kernel may import PyTorch and itself alone. Of the integrations there is what layers.py needs.
-INTEGRATIONS = {"__init__.py", "liger.py", "liger_jsd.py", "patching.py"}
+INTEGRATIONS = {"__init__.py", "liger.py", "patching.py"}
 NAMES = re.compile(r"liger_rl((\.\w+)*|::\w*)")  # of modules and operators, as string constants have them
 
 

@@ -5,15 +5,14 @@
     loss_fn = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo")  # in place of liger_kernel.chunked_loss's
     patch_liger()  # or: in all the code that imports it from there
 
-Constructor, call and results are those of liger-kernel 0.8.5. `LigerFusedLinearJSDLoss` is in `liger_jsd`.
+Constructors, calls and results are those of liger-kernel 0.8.5.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,14 @@ from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
+from liger_rl.head.divergence import DivergenceCall, check_not_compiling, in_one_pass_if_free, measure_of
 from liger_rl.head.host_answer import HostAnswer
-from liger_rl.integrations.liger_jsd import LigerFusedLinearJSDLoss, kept_whole
-from liger_rl.integrations.patching import GlobalPatch, apply_all, check_version, installed_version, undo_all
+from liger_rl.head.options import HeadOptions
+from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.logprobs import linear_logprobs
 from liger_rl.policy.objectives import SAPO, VESPO
+from liger_rl.policy.options import number
 from liger_rl.policy.presets import PRESETS
 from liger_rl.policy.reductions import GlobalTokenMean
 
@@ -107,41 +110,30 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def forward(
         self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
-        num_items_in_batch: int | float | Tensor | None = None,
+        _input: Tensor,  # (B, T, H)
+        lin_weight: Tensor,  # (V, H), in _input's dtype or float32; any under autocast
+        selected_token_ids: Tensor,  # (B, T), the sampled tokens; _input[:, t] predicts column t
+        attention_mask: Tensor,  # (B, T) bool or 0/1, the completion tokens that count
+        advantages: Tensor,  # (B,) or (B, T)
+        bias: Tensor | None = None,  # (V,), in lin_weight's dtype
+        ref_per_token_logps: Tensor | None = None,  # (B, T)
+        old_per_token_logps: Tensor | None = None,  # (B, T); None: the ratio is 1
+        ref_input: Tensor | None = None,  # (B, T, H)
+        ref_weight: Tensor | None = None,  # (V, H)
+        ref_bias: Tensor | None = None,  # (V,)
+        vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,), trainer over sampler probability
+        num_items_in_batch: int | float | Tensor | None = None,  # tokens of the whole optimiser step, over all ranks
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and metrics of one batch.
 
-        "dapo", "cispo" and "vespo" divide by the tokens of all ranks of torch.distributed's default group over their
-        number: num_items_in_batch / ranks, or, where that is None and there is more than one rank, the batch's count
-        summed over them, one all-reduce a call. (Liger makes it once per chunk of sequences, so ranks with batches of
-        different sizes wait for ever.)
+        ref_input, ref_weight and ref_bias are the reference model's head, in place of ref_per_token_logps. With both a
+        warning is given and ref_per_token_logps is used. No reference has an effect where beta = 0.
 
-        Args:
-            _input: (B, T, H) last hidden states; position t predicts selected_token_ids[:, t].
-            lin_weight: (V, H) of the lm_head, in _input's dtype or float32 (any under autocast). One that ZeRO-3 has
-                partitioned is copied, because it is whole until the forward's end only.
-            selected_token_ids: (B, T) the sampled tokens.
-            attention_mask: (B, T) bool or 0/1, the completion tokens that count.
-            advantages: (B,), or per token (B, T).
-            bias: (V,) of the lm_head, in lin_weight's dtype.
-            ref_per_token_logps, old_per_token_logps: (B, T) in nats; without old ones the ratio is 1.
-            ref_input, ref_weight, ref_bias: (B, T, H), (V, H), (V,) of the reference model's head, in place of
-                ref_per_token_logps; with both a warning is given and ref_per_token_logps is used. No reference has an
-                effect where beta = 0.
-            vllm_is_ratio: (B, T) per token, or (B, 1) or (B,) per sequence: trainer over sampler probability.
-            num_items_in_batch: tokens of the whole optimiser step, over all ranks.
+        "dapo", "cispo" and "vespo" divide by num_items_in_batch / ranks, with the ranks of torch.distributed's default
+        group. If it is None and there is more than one rank, the batch's count is summed over them: one all-reduce a
+        call. (Liger makes one per chunk of sequences, so ranks with batches of different sizes wait for ever.)
+
+        A lin_weight that ZeRO-3 has partitioned is copied, because it is whole until the forward's end only.
 
         Returns:
             loss: () in float32.
@@ -307,17 +299,163 @@ def _once_per_sequence(ratio: Tensor, counted: Tensor) -> Tensor:
     return torch.where(first, ratio.reshape(-1, 1), 1.0)
 
 
-def _installed(loss: type) -> type:
-    """-> liger-kernel's class of the same name."""
-    check_version("liger-kernel", installed_version("liger-kernel", "liger-kernel-nightly"), (0, 8), (0, 9))
-    import liger_kernel.chunked_loss
+@overload
+def kept_whole(parameter: Tensor) -> Tensor: ...
+@overload
+def kept_whole(parameter: Tensor | None) -> Tensor | None: ...
+def kept_whole(parameter: Tensor | None) -> Tensor | None:
+    """A copy of a parameter that ZeRO-3 empties after the forward. DeepSpeed's id marks it."""
+    return parameter.clone() if parameter is not None and hasattr(parameter, "ds_id") else parameter
 
-    return getattr(liger_kernel.chunked_loss, loss.__name__)
+
+class LigerFusedLinearJSDLoss(nn.Module):
+    """Drop-in for `liger_kernel.chunked_loss.LigerFusedLinearJSDLoss` 0.8.5.
+
+        loss = weight_hard_loss * hard + weight_soft_loss * soft
+        soft = mean of JSD_beta(student, teacher) at `temperature`
+        hard = mean of -log p_student(label) at temperature 1
+
+    Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's: a teacher with
+    more vocabulary entries than the student raises, for example.
+
+    Args:
+        weight_hard_loss, weight_soft_loss: finite. A hard loss at another temperature than 1 takes products of its own.
+        beta: in [0, 1], the teacher's share in the mixture.
+        ignore_index: the label of tokens that do not count, of either sign.
+        temperature: divisor of both heads' logits in the soft loss, > 0.
+        compiled: no effect; there is nothing to compile.
+        chunk_size: no effect on results, as in Liger, and none on memory: tiles are sized from a memory budget.
+        return_soft_hard_loss: return (loss, soft, hard).
+
+    Options are attributes of the same names, read at every call.
+
+    Raises:
+        ValueError, TypeError: a value that is not listed above, naming the option.
+    """
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight_hard_loss = weight_hard_loss
+        self.weight_soft_loss = weight_soft_loss
+        self.beta = beta
+        self.ignore_index = ignore_index
+        self.temperature = temperature
+        self.compiled = compiled
+        self.chunk_size = chunk_size
+        self.return_soft_hard_loss = return_soft_hard_loss
+        # So that a mistake shows here.
+        self._weights()
+        measure_of("jsd", beta)
+        LogitTransform(temperature=temperature)
+
+    def forward(
+        self,
+        student_input: Tensor,  # (N, H) or (B, T, H)
+        student_weight: Tensor,  # (V, H), in student_input's dtype; any under autocast
+        teacher_input: Tensor,  # (N, H') or (B, T, H')
+        teacher_weight: Tensor,  # (V, H')
+        true_labels: Tensor,  # (N,) or (B, T); student_input[t] predicts true_labels[t]
+        student_bias: Tensor | None = None,  # (V,)
+        teacher_bias: Tensor | None = None,  # (V,)
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Loss of one batch, () float32; with return_soft_hard_loss also its two parts. The teacher gets no gradient.
+
+        Raises:
+            TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
+        """
+        check_not_compiling("LigerFusedLinearJSDLoss")
+        hard_weight, soft_weight = self._weights()
+        _check_heads(student_input, student_weight, teacher_weight, true_labels)
+        ids = true_labels.long()  # a narrow dtype would wrap the size of the vocabulary
+        counted = ids != self.ignore_index
+        # A negative label would be masked. The first id beyond the vocabulary is refused as every such id is.
+        labels = torch.where(counted & (ids < 0), student_weight.shape[0], ids)
+        count = counted.sum().clamp(min=1)
+        has_hard = hard_weight != 0 or self.return_soft_hard_loss
+        same_logits = has_hard and self.temperature == 1.0
+        weight, bias = kept_whole(student_weight), kept_whole(student_bias)
+        transform = LogitTransform(temperature=self.temperature)
+        call = DivergenceCall(
+            hidden=student_input,
+            weight=weight,
+            bias=bias,
+            teacher_hidden=teacher_input,
+            teacher_weight=kept_whole(teacher_weight),
+            teacher_bias=kept_whole(teacher_bias),
+            teacher_transform=transform,
+            teacher_may_require_grad=True,
+            measure=measure_of("jsd", self.beta),
+            mask=counted,
+            # An ignored label may be an id, and a label without a hard loss no id at all.
+            targets=torch.where(counted, labels, -1) if same_logits else None,
+            options=HeadOptions(transform=transform),
+            targets_name="true_labels",
+        )
+        result, one_pass_loss = in_one_pass_if_free(call, soft_weight / count, -hard_weight / count)
+        soft, hard, logps = result.divergence.sum() / count, None, result.logps
+        if has_hard and logps is None:
+            logps = linear_logprobs(student_input, weight, labels, mask=counted, bias=bias).logps
+        loss = soft_weight * soft
+        if logps is not None:
+            hard = -logps.sum() / count
+            loss = loss + hard_weight * hard
+        if one_pass_loss is not None:
+            loss = loss + one_pass_loss
+        if not self.return_soft_hard_loss:
+            return loss
+        assert hard is not None
+        return loss, soft.detach(), hard.detach()
+
+    def _weights(self) -> tuple[float, float]:
+        hard, soft = (number(name, getattr(self, name)) for name in ("weight_hard_loss", "weight_soft_loss"))
+        for name, value in (("weight_hard_loss", hard), ("weight_soft_loss", soft)):
+            if not abs(value) < float("inf"):
+                raise ValueError(f"{name} must be finite, got {value}")
+        return hard, soft
 
 
-_PATCHES = tuple(
-    GlobalPatch(loss, partial(_installed, loss), modules=("liger_kernel", "trl"))
-    for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+def _check_heads(student_input: Tensor, student_weight: Tensor, teacher_weight: Tensor, true_labels: Tensor) -> None:
+    for name, value in (
+        ("student_input", student_input),
+        ("student_weight", student_weight),
+        ("teacher_weight", teacher_weight),
+        ("true_labels", true_labels),
+    ):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if true_labels.is_floating_point() or true_labels.shape != student_input.shape[:-1]:
+        raise ValueError(
+            f"true_labels must be integers of shape {tuple(student_input.shape[:-1])} from student_input, got "
+            f"{tuple(true_labels.shape)} {true_labels.dtype}"
+        )
+    if teacher_weight.shape[0] != student_weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight must have the {student_weight.shape[0]} vocabulary entries of student_weight, got "
+            f"{teacher_weight.shape[0]}; liger-kernel would give the student logits of 0 for the rest, and so "
+            "probability to padding; liger_rl.linear_divergence(vocab=...) leaves padding out"
+        )
+
+
+LIGER = Framework(
+    "liger-kernel",
+    (0, 8),
+    (0, 9),
+    *(
+        Patch(f"liger_kernel.chunked_loss:{loss.__name__}", loss, modules=("liger_kernel", "trl"))
+        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+    ),
+    distributions=("liger-kernel", "liger-kernel-nightly"),
 )
 
 
@@ -337,18 +475,14 @@ def patch_liger(*, modules: Collection[str] = ()) -> None:
 
     In each case nothing is changed.
     """
-    apply_all(*_PATCHES, also=modules)
+    LIGER.patch(modules=modules)
 
 
 def unpatch_liger() -> None:
     """Undo `patch_liger`, in modules that were loaded since too; harmless where nothing is patched."""
-    undo_all(*_PATCHES)
+    LIGER.unpatch()
 
 
-@contextmanager
-def patched_liger(*, modules: Collection[str] = ()) -> Iterator[None]:
-    """`patch_liger` for the length of a `with` block, and afterwards whatever was there before."""
-    with ExitStack() as stack:
-        for patch in _PATCHES:
-            stack.enter_context(patch.within(modules))
-        yield
+def patched_liger(*, modules: Collection[str] = ()) -> AbstractContextManager[None]:
+    """`patch_liger` for the length of a `with` block, and afterwards the state before it."""
+    return LIGER.within(modules=modules)

@@ -6,8 +6,8 @@
                 output_processor=fused_output, output_processor_context={"entropy": True, "temperature": 0.8})
     out.logps, out.entropy  # (b, s) each
 
-The output layer is called as ever, so its checks and hooks run, and what it would have done about tensor and sequence
-parallelism is read off the arguments of its product, which ours takes the place of for that call.
+The output layer is called as ever, so its checks and hooks run. For that call our product replaces the layer's own, and
+reads from its arguments how tensor and sequence parallelism are set.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel, gathered_rows
+from liger_rl.distributed import gathered_rows
 from liger_rl.head.options import HOW
 from liger_rl.integrations.patching import check_version
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs
 
 __all__ = ["FusedOutput", "fused_loss", "fused_output"]
 
-# What `output_processor_context` may hold.
+# The keys of `output_processor_context`.
 OPTIONS = ("temperature", "entropy", "support", "compute_dtype", *HOW)
 PROBE_LOGITS = (1.0, -60.0, 0.25, 30.0)
 
 
 @dataclass(frozen=True)
 class FusedOutput:
-    """What `fused_output` returns. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one.
+    """The result of `fused_output`. Not a NamedTuple, because Megatron's Float16Module makes a plain tuple of one.
 
     Attributes:
         logps: (b, s) float32, log-probability in nats of labels[b, s], differentiable; 0 where the label is negative or
@@ -50,15 +50,15 @@ class FusedOutput:
 
 def fused_output(
     *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    labels: Tensor | None,
-    loss_mask: Tensor | None = None,
-    inference_context: Any = None,
-    scale_logits: Callable[[Tensor], Tensor],
+    hidden_states: Tensor,  # (s, b, h); (s / tensor parallel ranks, b, h) with sequence parallelism
+    output_layer: Any,  # a ColumnParallelLinear of (v / tensor parallel ranks, h)
+    output_weight: Tensor | None,  # the tied embedding's weight; None: the layer's own
+    labels: Tensor | None,  # (b, s) ids, shifted by the caller; negative ones are masked
+    loss_mask: Tensor | None = None,  # (b, s); tokens at 0 are not projected, every other value counts as 1
+    inference_context: Any = None,  # must be None
+    scale_logits: Callable[[Tensor], Tensor],  # the model's, which must multiply by a number
     context: Mapping[str, Any] | None = None,
-    **others: Any,
+    **others: Any,  # not used
 ) -> FusedOutput:
     """An `output_processor` of `GPTModel.forward` in Megatron-Core 0.18 and 0.19, called by it with keywords.
 
@@ -67,18 +67,9 @@ def fused_output(
     rank's tokens, as labels are. Tied embeddings and MuP's factor on logits are honoured. With
     `gradient_accumulation_fusion` the weight's gradient is added to `weight.main_grad` in place.
 
-    Args:
-        hidden_states: (s, b, h); (s / tensor parallel ranks, b, h) with sequence parallelism.
-        output_layer: a ColumnParallelLinear of (v / tensor parallel ranks, h).
-        output_weight: the tied embedding's weight; None for the layer's own.
-        labels: (b, s) token ids, shifted by the caller, as for Megatron's loss. Negative ones are masked.
-        loss_mask: (b, s). Tokens at 0 are not projected. Other values are taken as 1: weigh the outputs with them.
-        inference_context: must be None.
-        scale_logits: the model's, which must multiply by a number.
-        context: `output_processor_context`: temperature (a number or (b, s)), entropy, a support of b s rows, and
-            grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant
-            as in `linear_logprobs`.
-        others: what else the model passes; not used.
+    `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
+    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and
+    batch_invariant as in `linear_logprobs`.
 
     Returns:
         FusedOutput(logps, entropy, missing_target).
@@ -93,37 +84,27 @@ def fused_output(
         raise ValueError(f"inference_context must be None, got {type(inference_context).__name__}")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, whose log-probabilities are returned, got {type(labels).__name__}")
-    asked = _Asked(labels, loss_mask, _scale_of(scale_logits), _checked_options(context))
-    found: list[LogProbs] = []
+    call = _Call(labels, loss_mask, _scale_of(scale_logits), _checked_options(context))
+    results: list[LogProbs] = []
 
-    def product(input: Tensor, weight: Tensor, **given: Any) -> Tensor:
-        found.append(_log_probs(input, weight, given, asked))
-        return found[0].logps
+    def product(input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
+        results.append(_log_probs(input, weight, arguments, call))
+        return results[0].logps
 
     with _in_place_of_product(output_layer, product):
         output, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-    if len(found) != 1 or output is not found[0].logps:
+    if len(results) != 1 or output is not results[0].logps:
         raise ValueError("output_layer must have no hooks that change its output, which is not logits here")
-    return FusedOutput(found[0].logps, found[0].entropy, found[0].missing_target)
+    return FusedOutput(results[0].logps, results[0].entropy, results[0].missing_target)
 
 
 def fused_loss(**keywords: Any) -> Tensor:
-    """`fused_output` for a caller of `GPTModel` that expects losses.
-
-    Args:
-        keywords: as for `fused_output`.
-
-    Returns:
-        -logps, (b, s) float32 in nats, differentiable; 0 at masked tokens.
-
-    Raises:
-        ImportError, TypeError, ValueError: as `fused_output`.
-    """
+    """`fused_output` for a caller of `GPTModel` that expects losses: -logps, (b, s), 0 at masked tokens."""
     return fused_output(**keywords).logps.neg()
 
 
-class _Asked(NamedTuple):
-    """Of a call, what is not the output layer's."""
+class _Call(NamedTuple):
+    """The arguments of a call that the output layer does not get."""
 
     labels: Tensor
     loss_mask: Tensor | None
@@ -131,34 +112,30 @@ class _Asked(NamedTuple):
     options: dict[str, Any]
 
 
-def _log_probs(input: Tensor, weight: Tensor, given: Mapping[str, Any], asked: _Asked) -> LogProbs:
-    """`given` are the arguments of ColumnParallelLinear's product."""
-    if given.get("gtp_remat_size", 1) > 1:
-        raise ValueError(f"gtp_remat_size of output_layer must be 1, got {given['gtp_remat_size']}")
-    group = given["tp_group"]
-    hidden = (gathered_rows(input, group) if given["sequence_parallel"] else input).transpose(0, 1)
-    for name, tensor in (("labels", asked.labels), ("loss_mask", asked.loss_mask)):
+def _log_probs(input: Tensor, weight: Tensor, arguments: Mapping[str, Any], call: _Call) -> LogProbs:
+    """`arguments` are those of ColumnParallelLinear's product."""
+    if arguments.get("gtp_remat_size", 1) > 1:
+        raise ValueError(f"gtp_remat_size of output_layer must be 1, got {arguments['gtp_remat_size']}")
+    group = arguments["tp_group"]
+    hidden = (gathered_rows(input, group) if arguments["sequence_parallel"] else input).transpose(0, 1)
+    for name, tensor in (("labels", call.labels), ("loss_mask", call.loss_mask)):
         if tensor is not None and tensor.shape != hidden.shape[:2]:
             raise ValueError(f"{name} must be (b, s) = {tuple(hidden.shape[:2])}, got {tuple(tensor.shape)}")
     main_grad = None
-    if given["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
+    if arguments["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled():
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None and main_grad.dtype != torch.float32:
             raise TypeError(f"main_grad of output_layer's weight must be float32, got {main_grad.dtype}")
-    place = None
-    if group is not None and dist.get_world_size(group) > 1:
-        start = dist.get_rank(group) * weight.shape[0]
-        place = VocabParallel(group, start, sum_hidden_grad=given["allreduce_dgrad"])
-    options = dict(asked.options)
+    options = dict(call.options)
     result = linear_logprobs(
         hidden,
         weight,
-        asked.labels,
-        mask=None if asked.loss_mask is None else asked.loss_mask != 0,
-        bias=given["bias"],
-        transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=asked.scale),
+        call.labels,
+        mask=None if call.loss_mask is None else call.loss_mask != 0,
+        bias=arguments["bias"],
+        transform=LogitTransform(temperature=options.pop("temperature", 1.0), scale=call.scale),
         weight_grad=main_grad,
-        vocab_parallel=place,
+        vocab_parallel=vocab_shard(group, weight, sum_hidden_grad=arguments["allreduce_dgrad"]),
         **options,
     )
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
@@ -214,26 +191,12 @@ def _in_place_of_product(layer: Any, product: Callable[..., Tensor]) -> Iterator
         del layer._forward_impl
 
 
-def checked_place(
-    group: "dist.ProcessGroup", weight: Tensor, vocab_start_index: int, vocab_end_index: int
-) -> VocabParallel | None:
-    """Of the rank that holds the rows of these token ids, whose caller adds up the gradient of hidden."""
-    if vocab_end_index - vocab_start_index != weight.shape[0]:
-        raise ValueError(
-            f"vocab_end_index must be vocab_start_index + {weight.shape[0]} from the weight's rows, "
-            f"got {vocab_start_index} and {vocab_end_index}"
-        )
-    if dist.get_world_size(group) == 1:
-        return None
-    return VocabParallel(group, vocab_start_index, sum_hidden_grad=False)
-
-
 class _AddedToMainGrad(torch.autograd.Function):
-    """Outputs as they are. In the backward the weight is marked and given a placeholder, as Megatron's product does.
+    """The identity. Its backward marks the weight and gives it a placeholder gradient, as Megatron's product does.
 
-    The hooks of its data parallelism read the mark, throw the placeholder away, and run in the right thread thanks to
-    it: a parameter without a gradient is left to another thread, beside other hooks' collectives. They run once the
-    weight's gradient has been added, because the parameter waits for the head's node too.
+    The hooks of Megatron's data parallelism read the mark and throw the placeholder away. Without a gradient they would
+    run in another thread, at the same time as other hooks' collectives. They run after the weight's gradient has been
+    added, because the parameter waits for the head's node too.
     """
 
     @staticmethod

@@ -7,53 +7,37 @@
 Arguments, outputs and gradients are those of NeMo-RL 0.7.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_rl.distributed import gathered_rows
-from liger_rl.integrations.megatron import checked_place
-from liger_rl.integrations.patching import GlobalPatch, check_parameters, check_version
+from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["from_parallel_hidden_states_to_logprobs", "patch_nemo_rl", "patched_nemo_rl", "unpatch_nemo_rl"]
 
-NAME = "from_parallel_hidden_states_to_logprobs"
-PARAMETERS = (
-    "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
-    "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
-)  # fmt: skip
-
 
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Tensor,
-    output_weight_layer: Tensor,
-    runtime_gather_output: bool | None,
-    target: Tensor,
+    tensor_parallel_hidden_states: Tensor,  # (s, b, h), this rank's s positions
+    output_weight_layer: Tensor,  # (v / tensor parallel ranks, h)
+    runtime_gather_output: bool | None,  # not used, as in NeMo-RL
+    target: Tensor,  # (b, S) ids of the whole sequence, not shifted
     vocab_start_index: int,
     vocab_end_index: int,
     tp_group: dist.ProcessGroup,
     inference_only: bool = False,
     cp_group: dist.ProcessGroup | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | None = None,  # not used
 ) -> Tensor:
     """Drop-in for the function of that name in `nemo_rl.distributed.model_utils`.
 
-    docs/nemo_rl.md lists what differs: a negative target masks its token, and context parallel ranks are served, for
-    example.
-
-    Args:
-        tensor_parallel_hidden_states: (s, b, h) of the s / context parallel / tensor parallel positions of this rank.
-        output_weight_layer: (v / tensor parallel ranks, h).
-        runtime_gather_output: not used, as in NeMo-RL.
-        target: (b, S) ids of the whole sequence, not shifted. Position t predicts target[:, t + 1].
-        vocab_start_index, vocab_end_index: token ids of the weight's rows.
-        tp_group: the ranks that hold the vocabulary, and parts of the sequence in their order.
-        inference_only: no gradients.
-        cp_group: the ranks that hold the sequence in 2 x ranks chunks, rank r the chunks r and 2 x ranks - 1 - r.
-        chunk_size: not used: the tiles are chosen by what fits.
+    Position t predicts target[:, t + 1]. The ranks of tp_group hold the vocabulary, and parts of the sequence in their
+    order. The ranks of cp_group hold the sequence in 2 x ranks chunks: rank r holds the chunks r and 2 x ranks - 1 - r.
+    docs/nemo_rl.md lists the differences from NeMo-RL's: a negative target masks its token, for example.
 
     Returns:
         (b, S - 1) float32 in nats, the same on every rank of both groups.
@@ -62,7 +46,7 @@ def from_parallel_hidden_states_to_logprobs(
         TypeError, ValueError: before anything is computed, naming the argument.
     """
     weight, cp = output_weight_layer, 1 if cp_group is None else dist.get_world_size(cp_group)
-    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         hidden = tensor_parallel_hidden_states
         if place is not None:
@@ -91,38 +75,20 @@ def _next_ids(target: Tensor, local: int, cp: int) -> Tensor:
     return torch.nn.functional.pad(target[:, 1:], (0, missing + 1), value=-100)
 
 
-def _installed() -> object:
-    import nemo_rl
+NEMO_RL = Framework(
+    "nemo-rl",
+    (0, 6),
+    (0, 8),
+    Patch(
+        "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs",
+        from_parallel_hidden_states_to_logprobs,
+        # 0.6.0 has other parameters, which 0.6 changed later.
+        "tensor_parallel_hidden_states output_weight_layer runtime_gather_output target vocab_start_index "
+        "vocab_end_index tp_group inference_only cp_group chunk_size",
+    ),
+)
+patch_nemo_rl, unpatch_nemo_rl, patched_nemo_rl = NEMO_RL.functions()
+"""NeMo-RL's fused log-probabilities, used with `policy.megatron_cfg.use_fused_linear_logprobs: true`.
 
-    check_version("nemo-rl", getattr(nemo_rl, "__version__", None), (0, 6), (0, 8))
-    from nemo_rl.distributed import model_utils as home
-
-    found = getattr(home, NAME)
-    check_parameters(f"{home.__name__}.{NAME}", found, PARAMETERS)  # 0.6.0 has others, which 0.6 changed later
-    return found
-
-
-_PATCH = GlobalPatch(from_parallel_hidden_states_to_logprobs, _installed, modules=("nemo_rl",))
-
-
-def patch_nemo_rl() -> None:
-    """Put the function of this module in place of NeMo-RL's, in all of NeMo-RL's modules.
-
-    NeMo-RL uses it with `policy.megatron_cfg.use_fused_linear_logprobs: true`. Call it in every worker process.
-    Patching twice is harmless.
-
-    Raises:
-        ImportError: NeMo-RL is not installed, or not of a supported version, which is named; nothing is changed.
-        RuntimeError: its function takes other arguments; nothing is changed.
-    """
-    _PATCH.apply()
-
-
-def unpatch_nemo_rl() -> None:
-    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
-    _PATCH.undo()
-
-
-def patched_nemo_rl() -> AbstractContextManager[None]:
-    """`patch_nemo_rl` for the length of a `with` block."""
-    return _PATCH.within()
+Call it in every worker process. See docs/nemo_rl.md.
+"""

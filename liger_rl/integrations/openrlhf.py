@@ -5,39 +5,13 @@ from liger_rl.integrations.openrlhf import patch_openrlhf
 patch_openrlhf()  # before the actors are built or later, in every worker process
 """
 
-import importlib
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from liger_rl.integrations.patching import (
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_version,
-    class_with,
-    installed_version,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
 
 __all__ = ["patch_openrlhf", "patched_openrlhf", "unpatch_openrlhf"]
-
-LOWEST, BELOW = (0, 11), (0, 12)
-HOME = "openrlhf.models.actor"
-PARAMETERS = (
-    "self",
-    "sequences",
-    "action_mask",
-    "attention_mask",
-    "return_output",
-    "allgather_logits",
-    "return_logprobs",
-    "ring_attn_group",
-    "packed_seq_lens",
-    "return_entropy",
-    "mm_inputs",
-)
 
 
 def _forward(
@@ -58,16 +32,16 @@ def _forward(
     sequences (B, T), action_mask (B, A) of the last A tokens -> (B, A) log-probabilities, 0 where the mask is; without
     an action_mask (B, T - 1). With return_output, (these, the model's output), whose `entropy` is (B, T - 1).
     """
-    original: Any = _FORWARD.original
+    original = OPENRLHF.original("Actor.forward")
     if (action_mask is None and not return_logprobs) or getattr(self, "is_vlm", False):
         return original(
             self, sequences, action_mask, attention_mask, return_output, allgather_logits, return_logprobs,
             ring_attn_group, packed_seq_lens, return_entropy, **mm_inputs,
         )  # fmt: skip
     _swap(self)
-    own = original.__globals__
+    framework = original.__globals__
     if self.packing_samples:
-        ids, positions, labels, padding, indices = own["unpad_and_slice_tensor"](
+        ids, positions, labels, padding, indices = framework["unpad_and_slice_tensor"](
             sequences, attention_mask, ring_attn_group
         )
         mask = None
@@ -94,7 +68,7 @@ def _forward(
 
     def of_sequences(values: Tensor) -> Tensor:
         if self.packing_samples:
-            values = own["gather_and_pad_tensor"](values, ring_attn_group, padding, indices, *sequences.shape)
+            values = framework["gather_and_pad_tensor"](values, ring_attn_group, padding, indices, *sequences.shape)
         return values[:, :-1]
 
     logps = of_sequences(output.per_token_logps)
@@ -116,34 +90,21 @@ def _swap(actor: Any) -> None:
     swap_lm_head(model)
 
 
-def _find() -> Any:
-    check_version("openrlhf", installed_version("openrlhf"), LOWEST, BELOW)
-    return class_with(importlib.import_module(HOME), "Actor", "forward", PARAMETERS)
+OPENRLHF = Framework(
+    "openrlhf",
+    (0, 11),
+    (0, 12),
+    Patch(
+        "openrlhf.models.actor:Actor.forward",
+        _forward,
+        "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
+        "packed_seq_lens return_entropy mm_inputs",
+    ),
+    distributions=("openrlhf",),
+)
+patch_openrlhf, unpatch_openrlhf, patched_openrlhf = OPENRLHF.functions()
+"""OpenRLHF's `Actor` makes log-probabilities and entropies without logits: for PPO and the like, SFT and DPO.
 
-
-_FORWARD = MethodPatch(_forward, _find)
-
-
-def patch_openrlhf() -> None:
-    """Let OpenRLHF's `Actor` make log-probabilities and entropies without logits: for PPO and the like, SFT and DPO.
-
-    A model gets its fused head (`swap_lm_head`) at its first call under the patch. That call raises ValueError for a
-    head that `swap_lm_head` does not reproduce, and under ZeRO-3. Patching twice is harmless.
-
-    Raises:
-        ImportError: OpenRLHF is not installed, or not of a supported version, which is named.
-        RuntimeError: OpenRLHF's Actor does not take what that of its version takes.
-
-    In each case nothing is changed.
-    """
-    apply_all(_FORWARD)
-
-
-def unpatch_openrlhf() -> None:
-    """Undo `patch_openrlhf`; harmless where nothing is patched. Models keep the head, which gives logits as ever."""
-    undo_all(_FORWARD)
-
-
-def patched_openrlhf() -> AbstractContextManager[None]:
-    """`patch_openrlhf` for the length of a `with` block."""
-    return all_within(_FORWARD)
+A model gets its fused head (`swap_lm_head`) at its first call under the patch, and keeps it. That call raises
+ValueError for a head that `swap_lm_head` does not reproduce, and under ZeRO-3. See docs/openrlhf.md.
+"""

@@ -1,182 +1,258 @@
-"""One object in place of another in the loaded modules of the packages that are named, and back."""
+"""A table of another package's functions and methods, each with its replacement; and the functions that apply it.
 
+VERL = Framework("verl", (0, 5), (0, 11), Patch("verl.utils.kernel:linear_cross_entropy", ours, "hidden weight ..."))
+patch_verl, unpatch_verl, patched_verl = VERL.functions()
+"""
+
+import importlib
 import inspect
 import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+Version = tuple[int, int]
 
 # Held while patches are applied or undone. Reentrant, because a patch may import a module that patches.
 LOCK = threading.RLock()
 
 
-class GlobalPatch:
-    """`replacement` wherever another package's function or class is a global of one of that package's modules.
+class Patch:
+    """One row of a table: a function, a class or a method of another package, and its replacement.
 
-    Modules that have imported the name hold it as a global of their own, so replacing it where it is defined is not
-    enough. Modules of other packages keep what they have imported, unless they are named too.
+    A module that has imported a function holds it as a global of its own. So we replace the function in every loaded
+    module of the package. A method is replaced in its class, and objects that exist already have the replacement too.
 
     Args:
-        replacement: what takes the place.
-        find: -> the object to replace; raises where the package is not installed or not as expected.
-        modules: names of packages and modules; a package stands for all modules inside it.
+        target: "package.module:function" or "package.module:Class.method".
+        replacement: the object in its place.
+        parameters: names of the target's parameters in their order; one that ends in "?" may be missing. None: any.
+        checked: the name in the module that has these parameters, if it is not the target's.
+        modules: packages and modules in which the function is replaced; the target's package by default.
+        group: the row is applied if `Framework.patch` names this group; "" is always applied.
+        since: the lowest version of the package that has the target.
+        optional: the row is left out if the target's module does not exist.
+        needed: -> whether to apply the row, asked at each `Framework.patch`.
     """
 
-    def __init__(self, replacement: Any, find: Callable[[], Any], modules: Collection[str]) -> None:
-        self._replacement = replacement
-        self._find = find
-        self._home = frozenset(modules)
-        self._patched: frozenset[str] = frozenset()
+    def __init__(
+        self,
+        target: str,
+        replacement: Any,
+        parameters: str | None = None,
+        *,
+        checked: str = "",
+        modules: Collection[str] = (),
+        group: str = "",
+        since: Version = (0, 0),
+        optional: bool = False,
+        needed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.module, _, self.name = target.partition(":")
+        self.replacement, self.parameters, self.checked = replacement, parameters, checked or self.name
+        self.group, self.since, self.optional, self.needed = group, since, optional, needed
+        self.home = frozenset(modules or (self.module.split(".")[0],))
+        self.patched: frozenset[str] = frozenset()  # names of packages and modules; empty while nothing is applied
         self._original: Any = None
-        self._had_replacement: set[tuple[Any, str]] = set()
-
-    @property
-    def applied(self) -> bool:
-        return self._original is not None
+        self._owner: Any = None  # the class of a method
+        self._held_before: set[tuple[Any, str]] = set()  # places that held the replacement before the patch
 
     @property
     def original(self) -> Any:
-        """What has been replaced; RuntimeError where nothing is."""
-        original = self._original
+        """The replaced object; RuntimeError while nothing is replaced."""
+        original = self._original  # one read: another thread may undo the patch
         if original is None:
-            raise RuntimeError(f"{self._replacement} was called after it had been taken back")
+            raise RuntimeError(f"{self.replacement} was called after it had been taken back")
         return original
 
-    def apply(self, also: Collection[str] = ()) -> None:
-        """Harmless where it is applied already, except that the modules in `also` join."""
-        apply_all(self, also=also)
+    def find(self) -> Any:
+        """-> the object to replace; ImportError or RuntimeError if it is not there or takes other parameters."""
+        module = importlib.import_module(self.module)
+        owner, _, attribute = self.name.rpartition(".")
+        self._owner = getattr(module, owner, object) if owner else None
+        original = vars(self._owner or module).get(attribute)
+        if original is None:
+            raise RuntimeError(f"{self.module} has no {self.name} here; nothing was patched")
+        if self.parameters is not None:
+            function: Any = module
+            for name in self.checked.split("."):
+                function = getattr(function, name, None)
+            check_parameters(f"{self.module}.{self.checked}", function, self.parameters)
+        return original
+
+    def put(self, original: Any, modules: Collection[str] = ()) -> None:
+        """Replace `original` in the modules of the row and in `modules`."""
+        joining = (self.home | set(modules)) - self.patched
+        self._held_before.update(self._places_of(self.replacement, joining))
+        self._original, self.patched = original, self.patched | joining
+        for owner, name in self._places_of(original, self.patched):
+            setattr(owner, name, self.replacement)
 
     def undo(self) -> None:
-        """Put the original back in every module that was patched or has imported the replacement from one since.
-
-        Harmless where nothing is applied.
-        """
+        """Put the original back in every place that was patched or has imported the replacement since."""
         with LOCK:
-            if not self.applied:
-                return
-            for module, name in self._globals_with(self._replacement, self._patched):
-                if (module, name) not in self._had_replacement:
-                    setattr(module, name, self._original)
-            self._original, self._patched, self._had_replacement = None, frozenset(), set()
+            for owner, name in self._places_of(self.replacement, self.patched):
+                if (owner, name) not in self._held_before:
+                    setattr(owner, name, self._original)
+            self._original, self.patched, self._held_before = None, frozenset(), set()
 
-    @contextmanager
-    def within(self, also: Collection[str] = ()) -> Iterator[None]:
-        """Applied inside, and afterwards as it was before."""
-        with LOCK:
-            before = self._patched
-            self.apply(also)
-        try:
-            yield
-        finally:
-            with LOCK:
-                if self._patched != before:
-                    self.undo()
-                if before:
-                    self.apply(before)
-
-    def _put(self, original: Any, also: frozenset[str]) -> None:
-        joining = (self._home | also) - self._patched
-        self._had_replacement.update(self._globals_with(self._replacement, joining))
-        self._original, self._patched = original, self._patched | joining
-        for module, name in self._globals_with(original, self._patched):
-            setattr(module, name, self._replacement)
-
-    def _globals_with(self, value: Any, names: Collection[str]) -> list[tuple[Any, str]]:
-        inside = tuple(f"{name}." for name in names)
+    def _places_of(self, value: Any, modules: Collection[str]) -> list[tuple[Any, str]]:
+        if self._owner is not None:
+            attribute = self.name.rpartition(".")[2]
+            return [(self._owner, attribute)] if modules and vars(self._owner).get(attribute) is value else []
+        inside = tuple(f"{name}." for name in modules)
         return [
             (module, name)
             for key, module in list(sys.modules.items())
-            if (key in names or key.startswith(inside)) and isinstance(module, ModuleType)
+            if (key in modules or key.startswith(inside)) and isinstance(module, ModuleType)
             # Not getattr, which would make lazy modules load what they have not loaded.
             for name, held in list(vars(module).items())
             if held is value
         ]
 
 
-class MethodPatch(GlobalPatch):
-    """`replacement` for a method of another package's class: objects of it, made before or later, have it, too.
+class Framework:
+    """The table of one package.
 
     Args:
-        replacement: a function; its first parameter is the object.
-        find: -> the class, whose own dictionary has the method; raises as in `GlobalPatch`.
-        name: of the method.
+        name: of the package as it is installed, such as "prime-rl"; it is imported as prime_rl.
+        lowest, below: the supported versions, lowest <= version < below.
+        patches: the rows.
+        distributions: names under which the package's metadata may know its version; none: its `__version__` does.
+        advice: for the owner of an older version.
     """
 
-    def __init__(self, replacement: Any, find: Callable[[], Any], name: str = "forward") -> None:
-        super().__init__(replacement, self._method, modules=(name,))
-        self._find_owner, self._name = find, name
+    def __init__(
+        self,
+        name: str,
+        lowest: Version,
+        below: Version,
+        *patches: Patch,
+        distributions: tuple[str, ...] = (),
+        advice: str = "",
+    ) -> None:
+        self.name, self.lowest, self.below, self.patches = name, lowest, below, patches
+        self.distributions, self.advice = distributions, advice
 
-    def _method(self) -> Any:
-        self._owner = self._find_owner()
-        return vars(self._owner)[self._name]
+    def version(self) -> Version:
+        """Major and minor number of the installed version; ImportError if there is none or it is not supported."""
+        try:
+            package = importlib.import_module(self.name.replace("-", "_"))
+        except ImportError as error:
+            raise ImportError(f"{self.name} is not installed: {error}; nothing was patched") from error
+        installed = getattr(package, "__version__", None)
+        if self.distributions:
+            installed = _installed_version(*self.distributions)
+        return check_version(self.name, installed, self.lowest, self.below, advice=self.advice)
 
-    def _globals_with(self, value: Any, names: Collection[str]) -> list[tuple[Any, str]]:
-        found = vars(self._owner).get(self._name)
-        return [(self._owner, self._name)] if names and found is value else []
+    def original(self, name: str) -> Any:
+        """The replaced object of that name, such as "Actor.forward"."""
+        (patch,) = (patch for patch in self.patches if patch.name == name)
+        return patch.original
+
+    def patch(self, *groups: str, modules: Collection[str] = ()) -> None:
+        """Apply the rows of no group and of `groups`, all of them or none. Those in place stay.
+
+        A row of a later version is left out. It raises ImportError if its group is named.
+
+        Args:
+            groups: names of groups.
+            modules: further packages and modules to patch.
+        """
+        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
+            raise TypeError(f"modules must be names of modules, such as ('my_trainer',), got {modules!r}")
+        with LOCK:
+            version, originals = self.version(), []
+            for patch in self.patches:
+                if patch.group not in ("", *groups) or not patch.needed():
+                    continue
+                if version < patch.since:
+                    if patch.group:
+                        check_version(self.name, ".".join(map(str, version)), patch.since, self.below)
+                    continue
+                if patch.optional and not _is_module(patch.module):
+                    continue
+                originals.append((patch, patch.original if patch.patched else patch.find()))
+            for patch, original in originals:
+                patch.put(original, modules)
+
+    def unpatch(self) -> None:
+        with LOCK:
+            for patch in self.patches:
+                patch.undo()
+
+    @contextmanager
+    def within(self, *groups: str, modules: Collection[str] = ()) -> Iterator[None]:
+        """`patch` inside the block, and afterwards the state before it."""
+        with LOCK:
+            before = [(patch, patch.patched) for patch in self.patches]
+            self.patch(*groups, modules=modules)
+        try:
+            yield
+        finally:
+            with LOCK:
+                for patch, patched in before:
+                    if patch.patched != patched:
+                        patch.undo()
+                        if patched:
+                            patch.put(patch.find(), patched)
+
+    def functions(
+        self,
+    ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], AbstractContextManager[None]]]:
+        """-> patch_x, unpatch_x and patched_x of a table without options."""
+        replaced = ", ".join(f"`{patch.module}.{patch.name}`" for patch in self.patches)
+
+        def patch() -> None:
+            self.patch()
+
+        def unpatch() -> None:
+            self.unpatch()
+
+        def patched() -> AbstractContextManager[None]:
+            return self.within()
+
+        patch.__doc__ = (
+            f"Replace {replaced}. Patching twice is harmless. An ImportError or RuntimeError changes nothing."
+        )
+        unpatch.__doc__ = "Undo the patch; harmless where nothing is patched."
+        patched.__doc__ = "The patch for the length of a `with` block, and afterwards the state before it."
+        return patch, unpatch, patched
 
 
-def undo_all(*patches: GlobalPatch) -> None:
-    with LOCK:
-        for patch in patches:
-            patch.undo()
-
-
-@contextmanager
-def all_within(*patches: GlobalPatch) -> Iterator[None]:
-    """`apply_all` inside, and afterwards as it was before."""
-    with LOCK:
-        before = all(patch.applied for patch in patches)
-        apply_all(*patches)
-    try:
-        yield
-    finally:
-        (apply_all if before else undo_all)(*patches)
-
-
-def apply_all(*patches: GlobalPatch, also: Collection[str] = ()) -> None:
-    """All of them or, where one does not find what it replaces, none."""
-    if isinstance(also, str) or not all(isinstance(name, str) for name in also):
-        raise TypeError(f"modules must be names of modules, such as ('my_trainer',), got {also!r}")
-    with LOCK:
-        originals = [patch.original if patch.applied else patch._find() for patch in patches]
-        for patch, original in zip(patches, originals, strict=True):
-            patch._put(original, frozenset(also))
-
-
-def check_parameters(name: str, function: Any, expected: tuple[str, ...]) -> None:
-    """Raises RuntimeError unless the function of that name takes the parameters of those names, in their order."""
+def check_parameters(name: str, function: Any, parameters: str) -> None:
+    """Raises RuntimeError unless `function` takes parameters of these names, in their order ("name?" may miss)."""
     found = tuple(inspect.signature(function).parameters) if callable(function) else (str(function),)
-    if found != expected:
+    expected = [p.rstrip("?") for p in parameters.split() if not p.endswith("?") or p[:-1] in found]
+    if list(found) != expected:
         raise RuntimeError(f"{name} must take ({', '.join(expected)}), found ({', '.join(found)}); nothing was patched")
 
 
-def installed_version(*packages: str) -> str | None:
-    """Of the first that is installed; None where none is."""
-    for package in packages:
+def check_version(name: str, version: str | None, lowest: Version, below: Version, *, advice: str = "") -> Version:
+    """-> major and minor number; ImportError unless lowest <= these < below. `advice` is for an older version."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    numbers = None if match is None else (int(match[1]), int(match[2]))
+    if numbers is None or not lowest <= numbers < below:
+        supported = f"{name} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
+        hint = advice if numbers is not None and numbers < lowest else ""
+        raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
+    return numbers
+
+
+def _installed_version(*distributions: str) -> str | None:
+    for distribution in distributions:
         with suppress(metadata.PackageNotFoundError):
-            return metadata.version(package)
+            return metadata.version(distribution)
     return None
 
 
-def class_with(home: ModuleType, name: str, method: str, expected: tuple[str, ...]) -> Any:
-    """-> the class of that name; RuntimeError unless it has the method, with the parameters that are expected."""
-    found = getattr(home, name, None)
-    check_parameters(f"{home.__name__}.{name}.{method}", getattr(found, method, None), expected)
-    return found
-
-
-def check_version(
-    package: str, version: str | None, lowest: tuple[int, int], below: tuple[int, int], *, older: str = ""
-) -> tuple[int, int]:
-    """-> major and minor number; ImportError unless lowest <= these < below. `older` says what else to do."""
-    supported = f"{package} >= {'.'.join(map(str, lowest))}, < {'.'.join(map(str, below))}"
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    found = None if match is None else (int(match[1]), int(match[2]))
-    if found is None or not lowest <= found < below:
-        hint = older if found is not None and found < lowest else ""
-        raise ImportError(f"{supported} is supported, found {version}; nothing was patched{hint}")
-    return found
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True

@@ -5,58 +5,38 @@ from liger_rl.integrations.prime_rl import patch_prime_rl
 patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given a model its head
 """
 
-import importlib
-import inspect
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_rl.head.support import Support
-from liger_rl.integrations.patching import (
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_parameters,
-    check_version,
-    installed_version,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["fused_output", "patch_prime_rl", "patched_prime_rl", "unpatch_prime_rl"]
 
-LOWEST, BELOW = (0, 8), (0, 10)
 LAYERS = "prime_rl.trainer.models.layers"
-PARAMETERS = ("self", "hidden_states", "labels", "temperature")
-REPLAY = "sampling_mask"  # a further parameter since prime-rl#3431
 
 
 def fused_output(
-    head: Any,
-    hidden_states: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    sampling_mask: Tensor | None = None,
+    head: Any,  # its weight (V, H) is used, and its softcap if it has one
+    hidden_states: Tensor,  # (B, T, H)
+    labels: Tensor,  # (B, T) ids; a negative one masks its token, to 0 in both outputs
+    temperature: Tensor,  # (B, T), > 0
+    sampling_mask: Tensor | None = None,  # (B, T, K) ids that each label was drawn from, filled up with -1
 ) -> dict[str, Tensor]:
     """What prime-rl's `FusedOutputLinear.forward` and `GemmaFusedOutputLinear.forward` return.
 
-    Tiles are sized from a memory budget; the head's chunk_size has no effect. Where all temperatures are equal, which
-    the host waits for, they are taken as one number.
-
-    Args:
-        head: prime-rl's. Its weight (V, H) is used, and its softcap if it has one.
-        hidden_states: (B, T, H); position t predicts labels[:, t].
-        labels: (B, T) integer token ids; a negative one masks its token, to 0 in both outputs.
-        temperature: (B, T) float, > 0, of the tokens.
-        sampling_mask: (B, T, K) ids that each label was drawn from, filled up with -1, or None for the whole
-            vocabulary. A row without its label counts as one without ids, as in prime-rl: the whole vocabulary.
+    Position t predicts labels[:, t]. The head's chunk_size has no effect. Equal temperatures are taken as one number;
+    the host waits to know that they are. A row of sampling_mask without its label counts as the whole vocabulary, as in
+    prime-rl.
 
     Returns:
-        "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both of the ids of sampling_mask. prime-rl's
-        entropy is always of the whole vocabulary, and has no gradient.
+        "logprobs" and "entropy", (B, T) float32 in nats, differentiable, both over the ids of sampling_mask. prime-rl's
+        entropy is of the whole vocabulary, and has no gradient.
 
     Raises:
         TypeError, ValueError: as `linear_logprobs`.
@@ -89,8 +69,8 @@ def _as_number(temperature: Tensor) -> float | Tensor:
     return temperature.reshape(-1)
 
 
-def _patch_of(module: str, name: str) -> MethodPatch:
-    """Of the forward of that class in that module of prime-rl's layers."""
+def _forward_of(name: str) -> Callable[..., Any]:
+    """In place of the forward of prime-rl's head of that name."""
 
     def forward(
         self: Any,
@@ -100,58 +80,31 @@ def _patch_of(module: str, name: str) -> MethodPatch:
         sampling_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if labels is None or temperature is None or getattr(self, "return_mask_logprobs", False):
-            # It is asked for something other than log-probabilities and entropies, or raises.
-            replay = {} if sampling_mask is None else {REPLAY: sampling_mask}
-            return patch.original(self, hidden_states, labels, temperature, **replay)
+            # The caller wants something else than log-probabilities and entropies, or prime-rl raises.
+            replay = {} if sampling_mask is None else {"sampling_mask": sampling_mask}
+            return PRIME_RL.original(f"{name}.forward")(self, hidden_states, labels, temperature, **replay)
         return fused_output(self, hidden_states, labels, temperature, sampling_mask)
 
-    def find() -> Any:
-        found = getattr(importlib.import_module(f"{LAYERS}.{module}"), name, None)
-        method = getattr(found, "forward", None)
-        takes_masks = callable(method) and REPLAY in inspect.signature(method).parameters
-        expected = (*PARAMETERS, REPLAY) if takes_masks else PARAMETERS
-        check_parameters(f"{LAYERS}.{module}.{name}.forward", method, expected)
-        return found
-
-    patch = MethodPatch(forward, find)
-    return patch
+    return forward
 
 
-_HEAD = _patch_of("lm_head", "FusedOutputLinear")
-_GEMMA = _patch_of("lm_head_gemma", "GemmaFusedOutputLinear")
+def _row(module: str, name: str, *, optional: bool = False) -> Patch:
+    # prime-rl's heads have sampling_mask since prime-rl#3431.
+    parameters = "self hidden_states labels temperature sampling_mask?"
+    return Patch(f"{LAYERS}.{module}:{name}.forward", _forward_of(name), parameters, optional=optional)
 
 
-def _patches() -> tuple[MethodPatch, ...]:
-    """What this prime-rl has."""
-    check_version("prime-rl", installed_version("prime-rl"), LOWEST, BELOW)
-    try:
-        importlib.import_module(f"{LAYERS}.lm_head_gemma")
-    except ModuleNotFoundError:
-        return (_HEAD,)
-    return (_HEAD, _GEMMA)
+PRIME_RL = Framework(
+    "prime-rl",
+    (0, 8),
+    (0, 10),
+    _row("lm_head", "FusedOutputLinear"),
+    _row("lm_head_gemma", "GemmaFusedOutputLinear", optional=True),
+    distributions=("prime-rl",),
+)
+patch_prime_rl, unpatch_prime_rl, patched_prime_rl = PRIME_RL.functions()
+"""prime-rl's chunked heads compute with `fused_output`: of models that exist already and of later ones.
 
-
-def patch_prime_rl() -> None:
-    """Put `fused_output` behind prime-rl's chunked heads, of models that exist already and of later ones.
-
-    prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls for
-    something else stay prime-rl's: those without a temperature, or with return_mask_logprobs.
-    Call it in every trainer process. Patching twice is harmless.
-
-    Raises:
-        ImportError: prime-rl is not installed, or not of a supported version, which is named.
-        RuntimeError: prime-rl's heads do not take what those of its version take.
-
-    In each case nothing is changed.
-    """
-    apply_all(*_patches())
-
-
-def unpatch_prime_rl() -> None:
-    """Undo `patch_prime_rl`; harmless where nothing is patched."""
-    undo_all(_HEAD, _GEMMA)
-
-
-def patched_prime_rl() -> AbstractContextManager[None]:
-    """`patch_prime_rl` for the length of a `with` block."""
-    return all_within(*_patches())
+prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls without a
+temperature or with return_mask_logprobs stay prime-rl's. See docs/prime_rl.md.
+"""

@@ -7,7 +7,6 @@
 Arguments, outputs and gradients are those of SkyRL 0.3.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,16 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_rl.integrations.megatron import checked_place
-from liger_rl.integrations.patching import (
-    GlobalPatch,
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_parameters,
-    check_version,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
@@ -41,36 +32,26 @@ __all__ = [
 
 MEGATRON_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 FSDP_MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
-SKYRL = ("skyrl",)
 
-# Of the call of SkyRL's that runs: it would divide the weight by it, a copy of the weight and of its gradient.
+# The temperature of SkyRL's running call, which would divide the weight by it: a copy of the weight and its gradient.
 _temperature: ContextVar[float] = ContextVar("temperature", default=1.0)
 
 
 def fused_lm_head_logprob_apply(
-    backend: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
+    backend: str,  # not used
+    hidden: Tensor,  # (B, S, H), brought to the weight's dtype
+    weight: Tensor,  # (V / ranks, H)
+    target: Tensor,  # (B, S) ids, shifted by the caller
     vocab_start_index: int,
     vocab_end_index: int,
-    chunk_size: int | None,
+    chunk_size: int | None,  # not used
     tp_group: dist.ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_lm_head_logprob_apply`, of either of its backends.
 
-    docs/skyrl.md lists what differs: a negative target masks its token, for example.
-
-    Args:
-        backend: not used.
-        hidden: (B, S, H), brought to the weight's dtype.
-        weight: (V / ranks, H).
-        target: (B, S) ids, shifted by the caller: position t predicts target[:, t].
-        vocab_start_index, vocab_end_index: token ids of the weight's rows.
-        chunk_size: not used: the tiles are chosen by what fits.
-        tp_group: the ranks that hold the vocabulary. As in SkyRL the gradient of hidden is this rank's part.
-        inference_only: no gradients.
+    Position t predicts target[:, t]. As in SkyRL the gradient of hidden is this rank's part. docs/skyrl.md lists the
+    differences from SkyRL's: a negative target masks its token, for example.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -78,7 +59,7 @@ def fused_lm_head_logprob_apply(
     Raises:
         TypeError, ValueError: before anything is computed, naming the argument.
     """
-    place = checked_place(tp_group, weight, vocab_start_index, vocab_end_index)
+    place = vocab_shard(tp_group, weight, (vocab_start_index, vocab_end_index))
     with torch.no_grad() if inference_only else nullcontext():
         return linear_logprobs(
             hidden.to(weight.dtype),
@@ -90,20 +71,15 @@ def fused_lm_head_logprob_apply(
 
 
 def fused_vocab_parallel_entropy_from_hidden(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
+    hidden: Tensor,  # (B, S, H), brought to the weight's dtype
+    lm_head_weight: Tensor,  # (V / ranks, H)
     tp_group: dist.ProcessGroup,
-    chunk_size: int | None = None,
+    chunk_size: int | None = None,  # not used
     temperature: float = 1.0,
 ) -> Tensor:
     """Drop-in for SkyRL's `_fused_vocab_parallel_entropy_from_hidden`. It is differentiable. SkyRL's is not.
 
-    Args:
-        hidden: (B, S, H), brought to the weight's dtype.
-        lm_head_weight: (V / ranks, H).
-        tp_group: the ranks that hold the vocabulary. The gradient of hidden is this rank's part.
-        chunk_size: not used: the tiles are chosen by what fits.
-        temperature: divisor of the logits, > 0.
+    The gradient of hidden is this rank's part.
 
     Returns:
         (B, S) float32 in nats, the same on every rank of the group.
@@ -111,33 +87,31 @@ def fused_vocab_parallel_entropy_from_hidden(
     Raises:
         TypeError, ValueError: before anything is computed, naming the argument.
     """
-    rows = lm_head_weight.shape[0]
-    start = dist.get_rank(tp_group) * rows
     entropy = linear_logprobs(
         hidden.to(lm_head_weight.dtype),
         lm_head_weight,
         torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
-        vocab_parallel=checked_place(tp_group, lm_head_weight, start, start + rows),
+        vocab_parallel=vocab_shard(tp_group, lm_head_weight),
     ).entropy
     assert entropy is not None
     return entropy
 
 
 class _PerToken:
-    """What `HFModelWrapper.forward` takes for logits: it divides them, and asks for values of tokens."""
+    """Stands for logits in `HFModelWrapper.forward`, which divides them and then asks for values of tokens."""
 
     def __init__(self, logps: Tensor, entropy: Tensor | None) -> None:
         self.logps, self.entropy = logps, entropy
 
     def div_(self, temperature: float) -> "_PerToken":
-        """Nothing: the values are of that temperature."""
+        """The values already have this temperature."""
         return self
 
 
 class _FusedModel:
-    """In place of a wrapper's model, in one forward: the same call, answered with values of tokens."""
+    """Stands for a wrapper's model in one forward, and returns values of tokens for logits."""
 
     def __init__(self, model: nn.Module, columns: slice, entropy: bool, temperature: float) -> None:
         self.model, self.columns, self.entropy, self.temperature = model, columns, entropy, temperature
@@ -160,7 +134,7 @@ class _FusedModel:
 
 
 class _FusedWrapper:
-    """In place of an HFModelWrapper's `self`, in one forward. Nothing that threads share changes."""
+    """Stands for an HFModelWrapper's `self` in one forward. No object that threads share changes."""
 
     def __init__(self, wrapper: nn.Module, model: _FusedModel) -> None:
         self.wrapper, self.model = wrapper, model
@@ -178,10 +152,10 @@ class _FusedWrapper:
 
 
 def logprobs_from_logits(logits: Any, labels: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    """SkyRL's, except for what has values of tokens already."""
+    """SkyRL's function, and the log-probabilities of a `_PerToken`."""
     if isinstance(logits, _PerToken):
         return logits.logps
-    return _LOGPROBS.original(logits, labels, *arguments, **keywords)
+    return SKYRL.original("logprobs_from_logits")(logits, labels, *arguments, **keywords)
 
 
 def forward(
@@ -215,7 +189,7 @@ def forward(
     actions = max(num_actions) if isinstance(num_actions, list) else num_actions
     columns = slice(None) if self.remove_microbatch_padding else slice(-actions - 1, -1)
     model = _FusedModel(swap_lm_head(self.model), columns, compute_entropy, temperature)
-    return _FORWARD.original(
+    return SKYRL.original("HFModelWrapper.forward")(
         _FusedWrapper(self, model),
         sequences,
         num_actions,
@@ -227,82 +201,71 @@ def forward(
     )
 
 
-def _in_skyrl(module: str, name: str, parameters: str) -> Callable[[], Any]:
-    """-> a finder of that name in SkyRL's module."""
-
-    def find() -> Any:
-        import skyrl
-
-        check_version("skyrl", getattr(skyrl, "__version__", None), (0, 3), (0, 4))
-        found: Any = getattr(importlib.import_module(module), name)
-        function: Any = vars(found)["forward"] if inspect.isclass(found) else found
-        check_parameters(f"{module}.{name}", function, tuple(parameters.split()))
-        return found
-
-    return find
-
-
-def _without_scaled_weight(name: str, group: str, more: str, last: str) -> GlobalPatch:
-    """Of a function of SkyRL's that would divide the weight by the temperature before it calls the one above."""
+def _at_temperature(name: str) -> Callable[..., Tensor]:
+    """In place of a function of SkyRL's that would divide the weight by the temperature before it calls the head."""
 
     def function(*arguments: Any, **keywords: Any) -> Tensor:
-        bound = inspect.signature(patch.original).bind(*arguments, **keywords)
+        original = SKYRL.original(name)
+        bound = inspect.signature(original).bind(*arguments, **keywords)
         token = _temperature.set(bound.arguments.pop("temperature", 1.0))
         try:
-            return patch.original(*bound.args, **bound.kwargs)
+            return original(*bound.args, **bound.kwargs)
         finally:
             _temperature.reset(token)
 
-    parameters = (
-        f"hidden lm_head_weight target {more} vocab_start_index vocab_end_index {group} inference_only cp_group "
-        f"chunk_size {last} temperature fused_backend"
-    )
-    patch = GlobalPatch(function, _in_skyrl(MEGATRON_MODULE, name, parameters), SKYRL)
-    return patch
+    return function
 
 
-_LOGPROBS = GlobalPatch(
-    logprobs_from_logits, _in_skyrl(FSDP_MODULE, "logprobs_from_logits", "logits labels inplace_backward"), SKYRL
-)
-_FORWARD = MethodPatch(
-    forward,
-    _in_skyrl(
+def _row(backend: str, module: str, name: str, replacement: Any, parameters: str) -> Patch:
+    return Patch(f"{module}:{name}", replacement, parameters, group=backend)
+
+
+PLAIN, PACKED = "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences"
+BACKENDS = ("megatron", "fsdp")
+SKYRL = Framework(
+    "skyrl",
+    (0, 3),
+    (0, 4),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        "_fused_lm_head_logprob_apply",
+        fused_lm_head_logprob_apply,
+        "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        "_fused_vocab_parallel_entropy_from_hidden",
+        fused_vocab_parallel_entropy_from_hidden,
+        "hidden lm_head_weight tp_group chunk_size temperature",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        PLAIN,
+        _at_temperature(PLAIN),
+        "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
+        "temperature fused_backend",
+    ),
+    _row(
+        "megatron",
+        MEGATRON_MODULE,
+        PACKED,
+        _at_temperature(PACKED),
+        "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
+        "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
+    ),
+    _row("fsdp", FSDP_MODULE, "logprobs_from_logits", logprobs_from_logits, "logits labels inplace_backward"),
+    _row(
+        "fsdp",
         FSDP_MODULE,
-        "HFModelWrapper",
+        "HFModelWrapper.forward",
+        forward,
         "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
         "pixel_values image_grid_thw mm_token_type_ids",
     ),
 )
-_PATCHES: dict[str, tuple[GlobalPatch, ...]] = {
-    "megatron": (
-        GlobalPatch(
-            fused_lm_head_logprob_apply,
-            _in_skyrl(
-                MEGATRON_MODULE,
-                "_fused_lm_head_logprob_apply",
-                "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
-            ),
-            SKYRL,
-        ),
-        GlobalPatch(
-            fused_vocab_parallel_entropy_from_hidden,
-            _in_skyrl(
-                MEGATRON_MODULE,
-                "_fused_vocab_parallel_entropy_from_hidden",
-                "hidden lm_head_weight tp_group chunk_size temperature",
-            ),
-            SKYRL,
-        ),
-        _without_scaled_weight("from_parallel_hidden_to_logprobs", "tp_group", "", ""),
-        _without_scaled_weight(
-            "from_parallel_hidden_to_logprobs_packed_sequences",
-            "group",
-            "cu_seqlens_padded unpacked_seqlen",
-            "attention_mask sub_seq_lengths",
-        ),
-    ),
-    "fsdp": (_LOGPROBS, _FORWARD),
-}
 
 
 def patch_skyrl(backend: str) -> None:
@@ -319,30 +282,20 @@ def patch_skyrl(backend: str) -> None:
         RuntimeError: its functions take other arguments; nothing is changed.
         ValueError: another backend.
     """
-    apply_all(*_patches(backend))
+    SKYRL.patch(_checked(backend))
 
 
 def unpatch_skyrl() -> None:
-    """Undo `patch_skyrl`; harmless where nothing is patched.
-
-    Heads that were swapped stay swapped. They give logits as before unless they are called with `fused=True`.
-    """
-    undo_all(*(patch for patches in _PATCHES.values() for patch in patches))
+    """Undo `patch_skyrl`; harmless where nothing is patched. Swapped heads stay, and give logits as before."""
+    SKYRL.unpatch()
 
 
 def patched_skyrl(backend: str) -> AbstractContextManager[None]:
-    """`patch_skyrl` for the length of a `with` block.
-
-    Args:
-        backend: as in `patch_skyrl`.
-
-    Raises:
-        ImportError, RuntimeError, ValueError: as `patch_skyrl`.
-    """
-    return all_within(*_patches(backend))
+    """`patch_skyrl(backend)` for the length of a `with` block."""
+    return SKYRL.within(_checked(backend))
 
 
-def _patches(backend: str) -> tuple[GlobalPatch, ...]:
-    if backend not in _PATCHES:
-        raise ValueError(f"backend must be one of {list(_PATCHES)}, got {backend!r}")
-    return _PATCHES[backend]
+def _checked(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    return backend

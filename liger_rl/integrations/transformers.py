@@ -295,12 +295,9 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
             f"{type(model).__name__} takes no {', '.join(unknown)} with fused=True; it takes its own arguments and "
             f"{', '.join(FUSED_OPTIONS)}"
         )
-    labels = kwargs.pop("labels", None)
-    shift_labels = kwargs.pop("shift_labels", None)
-    entropy = kwargs.pop("entropy", False)
-    temperature = kwargs.pop("temperature", 1.0)
-    support = kwargs.pop("support", None)
-    num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+    labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    entropy, temperature = kwargs.pop("entropy", False), kwargs.pop("temperature", 1.0)
+    support, count = kwargs.pop("support", None), kwargs.pop("num_items_in_batch", None)
     options = {name: kwargs.pop(name) for name in HEAD_OPTIONS if name in kwargs}
     if (labels is None) == (shift_labels is None):
         raise ValueError("labels or shift_labels must be given with fused=True, one of them, got both or neither")
@@ -311,26 +308,26 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
         raise ValueError("logits_to_keep has no meaning with fused=True: the labels say which positions are projected")
-    if shift_labels is not None:
-        targets = _checked_labels("shift_labels", shift_labels, args, kwargs)
-    else:
-        targets = _shifted(_checked_labels("labels", labels, args, kwargs))
-    if support is not None:
-        _check_support(support, "labels" if shift_labels is None else "shift_labels", targets)
-        support = support if shift_labels is not None else _shifted_support(support)
     if options.get("weight_grad") is not None and is_gathered(model):
         raise ValueError("weight_grad must be None under fully_shard, which has to reduce the gradient over its ranks")
-    if isinstance(temperature, Tensor) and shift_labels is None:
-        temperature = temperature.roll(-1, -1)  # the first is last, where nothing counts
+    name = "labels" if shift_labels is None else "shift_labels"
+    targets = _checked_labels(name, labels if shift_labels is None else shift_labels, args, kwargs)
+    if support is not None:
+        _check_support(support, name, targets)
+    if shift_labels is None:
+        targets = nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+        support = None if support is None else _shifted_support(support)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.roll(-1, -1)  # the first is last, where nothing counts
     transform = replace(model._fused_transform, temperature=temperature)
 
     head = current_head(model, model._fused_head_type)
     kwargs["return_dict"] = True
 
     def per_token(hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., 1 to 3), within the head's call, around which FSDP gathers its weight."""
+        """(..., H) -> (..., 1 to 3). It runs within the head's call, around which FSDP gathers the weight."""
         hidden = hidden.to(head.linear.weight.device)
-        found = linear_logprobs(
+        result = linear_logprobs(
             hidden,
             head.linear.weight,
             targets.to(hidden.device),
@@ -341,28 +338,28 @@ def _fused_forward(model, plain_forward, args: tuple, kwargs: dict) -> FusedCaus
             support=None if support is None else support.to(hidden.device),
             **options,
         )
-        missing = None if found.missing_target is None else found.missing_target.to(found.logps.dtype)
-        return torch.stack([part for part in (found.logps, found.entropy, missing) if part is not None], -1)
+        missing = None if result.missing_target is None else result.missing_target.to(result.logps.dtype)
+        return torch.stack([column for column in (result.logps, result.entropy, missing) if column is not None], -1)
 
     with asking(head.module, per_token) as request:
         output = plain_forward(model, *args, **kwargs)
-    answer = request.output
-    assert answer is not None  # seen at swap time: the forward calls its head
-    logps, entropies = answer[..., 0], answer[..., 1] if entropy else None
-    missing = None if support is None else answer[..., -1].detach() != 0
-    targets = targets.to(logps.device)
-
-    count = (targets >= 0).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    if isinstance(count, Tensor):
-        count = count.to(logps.device)
-    loss = -logps.sum() / count
+    assert request.output is not None  # seen at swap time: the forward calls its head
+    logps, *columns = request.output.unbind(-1)
+    if count is None:
+        count = (targets >= 0).sum().clamp(min=1)
+    loss = -logps.sum() / (count.to(logps.device) if isinstance(count, Tensor) else count)
     fields = {name: getattr(output, name, None) for name in MODEL_FIELDS}
     if fields["aux_loss"] is not None:
         loss = loss + router_loss(model, fields["aux_loss"]).to(loss.device)
     if shift_labels is None:
-        logps, entropies = _unshifted(logps), None if entropies is None else _unshifted(entropies)
-        missing = None if missing is None else _unshifted(missing)
-    return FusedCausalLMOutput(loss=loss, per_token_logps=logps, entropy=entropies, missing_target=missing, **fields)
+        logps, *columns = (nn.functional.pad(column[:, :-1], (1, 0)) for column in (logps, *columns))
+    return FusedCausalLMOutput(
+        loss=loss,
+        per_token_logps=logps,
+        entropy=columns[0] if entropy else None,
+        missing_target=None if support is None else columns[-1].detach() != 0,
+        **fields,
+    )
 
 
 def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -373,10 +370,6 @@ def _checked_labels(name: str, labels: Any, args: tuple, kwargs: dict) -> Tensor
         expected = "(B, T)" if ids is None else f"(B, T) = {tuple(ids.shape)} from input_ids"
         raise ValueError(f"{name} must be {expected}, got {tuple(labels.shape)}")
     return labels
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def _check_support(support: Any, name: str, labels: Tensor) -> None:
@@ -390,9 +383,9 @@ def _check_support(support: Any, name: str, labels: Tensor) -> None:
 
 
 def _shifted_support(support: Support) -> Support:
-    """Row i is row i + 1 of what is given, for the position that predicts it; the first is last, where nothing counts.
+    """Row i is the given row i + 1, for the position that predicts it; the first row is last, where nothing counts.
 
-    It moves the ids of the first row, instead of leaving them out, because the host does not know their number.
+    The ids of the first row move, because the host does not know their number and so cannot leave them out.
     """
     ids, offsets = support.token_ids, support.offsets
     if ids.numel() == 0 or support.tokens == 0:
@@ -402,10 +395,6 @@ def _shifted_support(support: Support) -> Support:
     # The two ends stay, for the checks of values that may still follow.
     shifted = torch.cat([offsets[:1], offsets[2:] - start, offsets[-1:]])
     return replace(support, token_ids=ids[places], offsets=shifted)
-
-
-def _unshifted(values: Tensor) -> Tensor:
-    return nn.functional.pad(values[:, :-1], (1, 0))
 
 
 def router_loss(model: Any, aux_loss: Tensor) -> Tensor:

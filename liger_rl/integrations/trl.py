@@ -9,9 +9,8 @@ log-probabilities, entropies and statistics; the trainers' refusal of LoRA adapt
 DistillationTrainer's loss with its op (`trl_divergence`).
 """
 
-import importlib
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from liger_rl.head.checks import check_floating
 from liger_rl.head.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
-from liger_rl.integrations.patching import LOCK, GlobalPatch, apply_all, check_parameters, check_version
+from liger_rl.integrations.patching import LOCK, Framework, Patch
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -32,35 +31,8 @@ OLDER = (
     ": upgrade TRL; or, with TRL 1.10 to 1.12 and use_liger_kernel=True, call "
     "liger_rl.integrations.liger.patch_liger() before the trainer is built"
 )
-UTILS, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+NAME = "_ChunkedLogProbFunction"
 OUTPUTS = ("log_probs", "entropy", *EXTRAS)
-# TRL passes them by position, in this order.
-PARAMETERS = (
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Version:
-    """What a minor version of TRL has beside what all of them have."""
-
-    op: tuple[str, ...]  # the parameters of its op
-    divergence: bool  # whether it has the op of `trl_divergence`
-
-
-# Every minor version that is supported, without a gap. A new one is a new row, once its trainers pass the tests.
-VERSIONS = {
-    (1, 15): Version(op=PARAMETERS, divergence=False),
-    (1, 16): Version(op=PARAMETERS, divergence=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,38 +87,22 @@ class FusedLogProbs:
             entropy="entropy" in outputs,
             extras=[name for name in EXTRAS if name in outputs],
             compute_dtype=None if under_autocast else hidden.dtype,
-            gather=_gather,
+            gather=trl_adapters.gathered_head,
             **vars(self.options),
         )
         return found[: len(OUTPUTS)]
 
 
-def _gather(*parameters: Tensor) -> AbstractContextManager:
-    """The head whole under ZeRO-3. TRL gathers it around the forward already, and then this does nothing."""
-    return importlib.import_module(UTILS).maybe_gather_lm_head_ctx(*parameters)
-
-
-def _installed() -> Version:
-    try:
-        version = importlib.import_module("trl").__version__
-    except ImportError as error:
-        raise ImportError(f"patch_trl needs trl: {error}; nothing was patched") from error
-    lowest, (major, minor) = min(VERSIONS), max(VERSIONS)
-    return VERSIONS[check_version("trl", version, lowest, (major, minor + 1), older=OLDER)]
-
-
-def _find_op() -> Any:
-    """-> TRL's op; RuntimeError where it is not what this version of TRL is known to have."""
-    original = vars(importlib.import_module(UTILS)).get(NAME)
-    if original is None:
-        raise RuntimeError(f"{UTILS} has no {NAME} here (TRL 1.15 needs Triton for it); nothing was patched")
-    check_parameters(f"{UTILS}.{NAME}", original.forward, ("ctx", *_installed().op))
-    return original
-
-
 _op = FusedLogProbs(CoreOptions())
-_OP_PATCH = GlobalPatch(_op, _find_op, modules=("trl",))
-_ALL = (_OP_PATCH, *trl_adapters.PATCHES, *trl_divergence.PATCHES)
+_OP = Patch(
+    f"trl.trainer.utils:{NAME}",
+    _op,
+    # TRL passes them by position, in this order. TRL 1.15 has the op only where Triton is.
+    "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
+    checked=f"{NAME}.forward",
+)
+# A new version is supported once its trainers pass the tests.
+TRL = Framework("trl", (1, 15), (1, 17), _OP, *trl_adapters.ROWS, *trl_divergence.ROWS, advice=OLDER)
 
 
 def patch_trl(
@@ -168,7 +124,7 @@ def patch_trl(
     In each case nothing has been changed.
     """
     options = CoreOptions(grad_tolerance=grad_tolerance, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
-    _installed()
+    TRL.version()
     # On no token at all, so that what the options are refused for is known before a run has begun.
     linear_logprobs(torch.zeros(0, 1), torch.zeros(1, 1), torch.zeros(0, dtype=torch.int64), **vars(options))
     _apply(options)
@@ -176,16 +132,14 @@ def patch_trl(
 
 def unpatch_trl() -> None:
     """Put TRL's own back; harmless where nothing is patched."""
-    with LOCK:
-        for patch in _ALL:
-            patch.undo()
+    TRL.unpatch()
 
 
 @contextmanager
 def patched_trl(**options: Any) -> Iterator[None]:
-    """`patch_trl(**options)` inside the block, and afterwards whatever was there before."""
+    """`patch_trl(**options)` inside the block, and afterwards the state before it."""
     with LOCK:
-        before = _op.options if _OP_PATCH.applied else None
+        before = _op.options if _OP.patched else None
         patch_trl(**options)
     try:
         yield
@@ -198,11 +152,6 @@ def patched_trl(**options: Any) -> Iterator[None]:
 
 def _apply(options: CoreOptions) -> None:
     with LOCK:
-        before, _op.options = _op.options, options
-        try:
-            divergence = trl_divergence.patches() if _installed().divergence else ()
-            apply_all(_OP_PATCH, *trl_adapters.patches(), *divergence)
-        except BaseException:
-            _op.options = before
-            raise
+        TRL.patch()
+        _op.options = options
         trl_divergence.op.chunk_tokens, trl_divergence.op.chunk_vocab = options.chunk_tokens, options.chunk_vocab

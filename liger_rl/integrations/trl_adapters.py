@@ -10,22 +10,21 @@ an adapter out.
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_rl.integrations.head import check_own_forwards, hook_count
-from liger_rl.integrations.patching import GlobalPatch, check_parameters
+from liger_rl.integrations.patching import Patch
 from liger_rl.integrations.peft import Head, read_head
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "sft"))
-PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 
 
 @dataclass
@@ -48,11 +47,16 @@ def adapted_head() -> Head | None:
     return call.head
 
 
-def patches() -> tuple[GlobalPatch, ...]:
-    """What is patched beside the op; nothing where TRL finds no PEFT that it can use."""
+def gathered_head(*parameters: Tensor) -> AbstractContextManager:
+    """TRL's context in which ZeRO-3 holds a head whole. It does nothing where the head is whole already."""
+    return importlib.import_module("trl.trainer.utils").maybe_gather_lm_head_ctx(*parameters)
+
+
+def uses_peft() -> bool:
+    """Whether TRL finds a PEFT that it can use."""
     from transformers.utils import is_peft_available
 
-    return PATCHES if is_peft_available() else ()
+    return is_peft_available()
 
 
 # --- the refusal ------------------------------------------------------------------------------------------------------
@@ -86,17 +90,15 @@ def _check_taken_apart(layer: Any) -> None:
     check_own_forwards(head, owner)
 
 
-def find_refusal(trainers: Sequence[str] = TRAINERS) -> Any:
-    """-> PEFT's class, by which each of the trainers' modules knows a head that it refuses."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+class RefusalPatch(Patch):
+    """The name of PEFT's class in each of the trainers' modules."""
 
-    for name in trainers:
-        if vars(importlib.import_module(name)).get("BaseTunerLayer") is not BaseTunerLayer:
-            raise RuntimeError(f"{name} has no BaseTunerLayer of PEFT's here; nothing was patched")
-    return BaseTunerLayer
-
-
-REFUSAL_PATCH = GlobalPatch(RefusedLayer, find_refusal, modules=TRAINERS)
+    def find(self) -> Any:
+        original = super().find()
+        for name in sorted(self.home):
+            if vars(importlib.import_module(name)).get("BaseTunerLayer") is not original:
+                raise RuntimeError(f"{name} has no BaseTunerLayer of PEFT's here; nothing was patched")
+        return original
 
 
 # --- the forward ------------------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def add_fused_lm_head(
             f"cast_lm_head_to_fp32 and an adapter on the head of {type(model).__name__} exclude each other in TRL, "
             "whose cast replaces the head's forward; leave one out and load the model anew"
         )
-    original: Callable[..., None] = FORWARD_PATCH.original
+    original: Callable[..., None] = FORWARD.original
     original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
     model.forward = MethodType(_naming_its_head(model.forward.__func__), model)
 
@@ -172,12 +174,11 @@ def _read(model: Any) -> Head:
     return head
 
 
-def _find_forward() -> Any:
-    module = "trl.trainer.utils"
-    original = vars(importlib.import_module(module)).get("add_fused_lm_head")
-    check_parameters(f"{module}.add_fused_lm_head", original, PARAMETERS)
-    return original
-
-
-FORWARD_PATCH = GlobalPatch(add_fused_lm_head, _find_forward, modules=("trl",))
-PATCHES = (FORWARD_PATCH, REFUSAL_PATCH)
+FORWARD = Patch(
+    "trl.trainer.utils:add_fused_lm_head",
+    add_fused_lm_head,
+    "model temperature cast_lm_head_to_fp32 outputs",
+    needed=uses_peft,
+)
+LAYER = "peft.tuners.tuners_utils:BaseTunerLayer"
+ROWS = (FORWARD, RefusalPatch(LAYER, RefusedLayer, modules=TRAINERS, needed=uses_peft))

@@ -12,10 +12,7 @@ and raises if TRL's op would leave the adapter out.
 TRL 1.15 has none of this, and then nothing is replaced.
 """
 
-import functools
-import importlib
 import inspect
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from liger_rl.head.divergence import DivergenceCall, divergence_of, in_one_pass_if_free, measure_of
 from liger_rl.head.options import HeadOptions
 from liger_rl.integrations import trl_adapters
-from liger_rl.integrations.patching import GlobalPatch, check_parameters
+from liger_rl.integrations.patching import Patch
 from liger_rl.kernels.transform import LogitTransform
 
 MODULE, NAME = "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"
-TRAINER, LOSS, METHOD = "trl.trainer.distillation_trainer", "_chunked_divergence_loss", "_compute_loss"
-METHOD_PARAMETERS = ("self", "unwrapped_student", "inputs", "num_items_in_batch")
+TRAINER, LOSS = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
+SINCE = (1, 16)  # of TRL
 
 
 class _Side(NamedTuple):
@@ -107,25 +104,11 @@ class FusedDivergence:
                 entropy=True,
                 compute_dtype=compute_dtype,
                 # The mark is DeepSpeed's, on every parameter under ZeRO-3.
-                gather=_gather if any(hasattr(part, "ds_id") for part in parts) else None,
+                gather=trl_adapters.gathered_head if any(hasattr(part, "ds_id") for part in parts) else None,
                 chunk_tokens=self.chunk_tokens,
                 chunk_vocab=self.chunk_vocab,
             ),
         )
-
-
-def _gather(*parameters: Tensor) -> AbstractContextManager:
-    """A head whole under ZeRO-3, as TRL's own op has it."""
-    return importlib.import_module("trl.trainer.utils").maybe_gather_lm_head_ctx(*parameters)
-
-
-def _find_op() -> Any:
-    """-> TRL's op; RuntimeError where it is not what this version of TRL is known to have."""
-    original = vars(importlib.import_module(MODULE)).get(NAME)
-    if original is None:
-        raise RuntimeError(f"{MODULE} has no {NAME} here; nothing was patched")
-    check_parameters(f"{MODULE}.{NAME}", original.forward, ("ctx", *inspect.signature(op.apply).parameters))
-    return original
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -182,12 +165,6 @@ def _unsharded(side: _Side) -> _Side:
     return side._replace(weight=side.weight.full_tensor().to(side.hidden.dtype), bias=bias)
 
 
-def _find_loss() -> Any:
-    original = vars(importlib.import_module(TRAINER)).get(LOSS)
-    check_parameters(f"{TRAINER}.{LOSS}", original, tuple(inspect.signature(_chunked_divergence_loss).parameters))
-    return original
-
-
 # --- adapters on the student's head -----------------------------------------------------------------------------------
 
 
@@ -196,7 +173,7 @@ class _RemembersAdapters(type(trl_adapters.RefusedLayer)):  # type: ignore[misc]
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         refused = super().__instancecheck__(layer)
-        METHOD_PATCH.needed = METHOD_PATCH.needed or isinstance(layer, BaseTunerLayer)
+        METHOD.kept = METHOD.kept or isinstance(layer, BaseTunerLayer)
         return refused
 
 
@@ -204,47 +181,39 @@ class RefusedLayer(metaclass=_RemembersAdapters):
     """`trl_adapters.RefusedLayer` for the trainer whose method must go on naming its head."""
 
 
-class _MethodPatch(GlobalPatch):
-    """Replaces a method of the trainer's class."""
-
-    needed = False
+class _MethodPatch(Patch):
+    kept = False  # the replacement outlives the patch
 
     def undo(self) -> None:
-        if not self.needed:
+        if not self.kept:
             super().undo()
-
-    def _globals_with(self, value: Any, names: Any) -> list[tuple[Any, str]]:
-        trainer = importlib.import_module(TRAINER).DistillationTrainer
-        return [(trainer, METHOD)] if TRAINER in names and vars(trainer).get(METHOD) is value else []
-
-
-def _find_method() -> Any:
-    original = vars(importlib.import_module(TRAINER).DistillationTrainer).get(METHOD)
-    check_parameters(f"{TRAINER}.DistillationTrainer.{METHOD}", original, METHOD_PARAMETERS)
-    return original
 
 
 def _compute_loss(self: Any, unwrapped_student: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of the trainer's: says which head its loss is of."""
     with trl_adapters.naming_head(unwrapped_student):
-        return METHOD_PATCH.original(self, unwrapped_student, *args, **kwargs)
+        return METHOD.original(self, unwrapped_student, *args, **kwargs)
+
+
+def _names(function: Any) -> str:
+    return " ".join(inspect.signature(function).parameters)
 
 
 op = FusedDivergence()
-PATCH = GlobalPatch(op, _find_op, modules=("trl",))
-LOSS_PATCH = GlobalPatch(_chunked_divergence_loss, _find_loss, modules=(TRAINER,))
-METHOD_PATCH = _MethodPatch(_compute_loss, _find_method, modules=(TRAINER,))
-REFUSAL_PATCH = GlobalPatch(RefusedLayer, functools.partial(trl_adapters.find_refusal, (TRAINER,)), modules=(TRAINER,))
-WITHOUT_PEFT = (PATCH, LOSS_PATCH)
-PATCHES = (*WITHOUT_PEFT, METHOD_PATCH, REFUSAL_PATCH)
-
-
-def patches() -> tuple[GlobalPatch, ...]:
-    """What is patched beside TRL's op for log-probabilities; nothing where TRL has no op for divergences."""
-    from transformers.utils import is_peft_available
-
-    try:
-        importlib.import_module(MODULE)
-    except ModuleNotFoundError:
-        return ()
-    return PATCHES if is_peft_available() else WITHOUT_PEFT
+METHOD = _MethodPatch(
+    f"{TRAINER}:DistillationTrainer._compute_loss",
+    _compute_loss,
+    "self unwrapped_student inputs num_items_in_batch",
+    since=SINCE,
+    needed=trl_adapters.uses_peft,
+)
+ROWS = (
+    Patch(f"{MODULE}:{NAME}", op, f"ctx {_names(op.apply)}", checked=f"{NAME}.forward", since=SINCE),
+    Patch(
+        f"{TRAINER}:{LOSS}", _chunked_divergence_loss, _names(_chunked_divergence_loss), modules=(TRAINER,), since=SINCE
+    ),
+    METHOD,
+    trl_adapters.RefusalPatch(
+        trl_adapters.LAYER, RefusedLayer, modules=(TRAINER,), since=SINCE, needed=trl_adapters.uses_peft
+    ),
+)

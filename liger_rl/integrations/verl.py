@@ -18,63 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_rl.distributed import VocabParallel
-from liger_rl.integrations.patching import (
-    GlobalPatch,
-    MethodPatch,
-    all_within,
-    apply_all,
-    check_version,
-    class_with,
-    undo_all,
-)
+from liger_rl.integrations.patching import Framework, Patch
+from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
 
 __all__ = ["linear_cross_entropy", "patch_verl", "patched_verl", "unpatch_verl"]
 
 REDUCTIONS = ("none", "sum", "mean")
-LOWEST, BELOW = (0, 5), (0, 11)
-# Where verl has its two backends, and what the methods take that compute them.
-KERNEL, KERNEL_PARAMETERS = (
-    "verl.utils.kernel.linear_cross_entropy",
-    ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
-)
-TORCH, TORCH_PARAMETERS = (
-    "verl.utils.experimental.torch_functional",
-    ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),
-)
-# Where its engine for FSDP makes what goes into the model, and reads what comes out.
-ENGINE, LOWEST_ENGINE = "verl.workers.engine.fsdp.transformer_impl", (0, 8)
-ENGINE_PARAMETERS = {
-    "prepare_model_inputs": ("self", "micro_batch"),
-    "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
-}
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
-    reduction: str = "none",
+    hidden: Tensor,  # (..., H): (N, H), (1, N, H) or Megatron's (N, 1, H)
+    weight: Tensor,  # (V, H)
+    labels: Tensor,  # N ids in any shape, or K ids for each row, (..., K)
+    temperature: float | Tensor = 1.0,  # > 0; a tensor has N elements
+    reduction: str = "none",  # of the log-probabilities: "none", "sum", or "mean" over all N tokens
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Drop-in for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` of verl 0.5 to 0.10.
 
-    In spite of its name it returns log-probabilities, not their negatives. docs/verl.md lists what
-    differs: any device, hidden size and strides are taken, and a negative label masks its token, for example.
+    In spite of its name it returns log-probabilities, not their negatives. Position t predicts labels[t]. docs/verl.md
+    lists the differences from verl's: a negative label masks its token, for example.
 
-    Args:
-        hidden: (..., H), such as (N, H), (1, N, H) or Megatron's (N, 1, H); position t predicts labels[t].
-        weight: (V, H) of the lm_head; dtype of `hidden` (any float dtype under autocast).
-        labels: as many integer token ids as hidden has rows, in any shape; or K ids for each row, (..., K). verl takes
-            one.
-        temperature: divisor of the logits, > 0; or a float tensor of as many elements as hidden has rows.
-        reduction: of the log-probabilities: "none", "sum", or "mean" over all N tokens.
-        dist_process_group: the ranks over which the vocabulary is split in equal parts, in their order, with the same
-            hidden and labels on all; None for the whole vocabulary here. As in verl the gradient of hidden is then this
-            rank's part, and the gather before it (Megatron's sequence_parallel) adds the parts up.
+    The ranks of dist_process_group hold the vocabulary in equal parts, in their order, and the same hidden states and
+    labels. As in verl the gradient of hidden is then this rank's part, and the gather before the head (Megatron's
+    sequence_parallel) adds the parts up.
 
     Returns:
         logprobs: float32 in nats, <= 0, differentiable: (N,) of N rows, (N, K) of K ids, or () with "sum" or "mean".
@@ -104,7 +73,7 @@ def linear_cross_entropy(
         labels.reshape(rows, -1) if several else labels.reshape(-1),
         transform=LogitTransform(temperature=temperature),
         entropy=True,
-        vocab_parallel=_place(dist_process_group, weight),
+        vocab_parallel=vocab_shard(dist_process_group, weight),
     )
     assert entropy is not None
     if reduction.lower() == "none":
@@ -112,33 +81,20 @@ def linear_cross_entropy(
     return logprobs.sum() if reduction.lower() == "sum" else logprobs.mean(), entropy
 
 
-def _place(group: dist.ProcessGroup | None, weight: Tensor) -> VocabParallel | None:
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    return VocabParallel(group, dist.get_rank(group) * weight.shape[0], sum_hidden_grad=False)
-
-
 def fused_linear_for_ppo(
-    module: Any,
-    hidden_states: Tensor,
-    vocab_weights: Tensor,
-    input_ids: Tensor,
+    module: Any,  # verl's, or None; not used
+    hidden_states: Tensor,  # (N, H) or (B, T, H)
+    vocab_weights: Tensor,  # (V, H)
+    input_ids: Tensor,  # (N,) or (B, T), the predicted ids; or K for each, (N, K) or (B, T, K)
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """In place of `verl.utils.experimental.torch_functional.FusedLinearForPPO.forward` of verl 0.5 to 0.10.
 
-    Tiles are sized from a memory budget: neither the module's chunk_size nor its impl_backend has an effect. Entropies
-    are float32. verl's "torch" backend rounds them, and all logits, to the dtype of hidden_states.
-
-    Args:
-        module: verl's, or None; not used.
-        hidden_states: (N, H), or (B, T, H) with input_ids of (B, T).
-        vocab_weights, temperature: as the weight and temperature of `linear_cross_entropy`.
-        input_ids: the integer token ids that hidden_states predict; or K for each, (N, K) or (B, T, K).
+    The module's chunk_size and impl_backend have no effect. Entropies are float32. verl's "torch" backend rounds them,
+    and all logits, to the dtype of hidden_states.
 
     Returns:
-        (log_probs, entropy), both float32 in nats and differentiable: shaped like input_ids and like hidden_states
-        without H.
+        (log_probs, entropy): float32 in nats, differentiable, shaped like input_ids and like hidden_states without H.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -155,7 +111,7 @@ def inputs_with_teacher(engine: Any, micro_batch: Any) -> tuple[dict[str, Any], 
     Raises:
         ValueError: a teacher's lists with `use_fused_kernels`, but without `use_remove_padding`.
     """
-    inputs, others = _INPUTS.original(engine, micro_batch)
+    inputs, others = VERL.original("FSDPEngineWithLMHead.prepare_model_inputs")(engine, micro_batch)
     teacher = _teacher(engine, micro_batch)
     if teacher is not None:
         if "shift_labels" not in inputs:
@@ -175,13 +131,16 @@ def outputs_with_losses(
         output.log_probs = logps[..., 0]
         settings = logits_processor_func.keywords["distillation_config"].distillation_loss
         output.fused_linear_aux = forward_kl_topk(logps[..., 1:], teacher[1].float(), settings.log_prob_min_clamp)
-    return _OUTPUTS.original(engine, output, output_args, micro_batch, logits_processor_func)
+    return VERL.original("FSDPEngineWithLMHead.prepare_model_outputs")(
+        engine, output, output_args, micro_batch, logits_processor_func
+    )
 
 
 def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> SimpleNamespace:
-    """Of log-probabilities (..., K) at a teacher's ids, float32 each, what verl's `compute_forward_kl_topk` gives.
+    """verl's `compute_forward_kl_topk` from float32 log-probabilities (..., K) at a teacher's ids.
 
-    sum_k q_k (log q_k - log p_k), both log-probabilities not under `lowest`; and the mass of the lists before that.
+    The loss is sum_k q_k (log q_k - log p_k), with both log-probabilities clamped to at least `lowest`. The masses are
+    those before the clamp.
     """
     student_mass, teacher_mass = (logps.detach().exp().sum(-1) for logps in (student, teacher))
     log_p, log_q = ((logps if lowest is None else logps.clamp(min=lowest)) for logps in (student, teacher))
@@ -191,45 +150,50 @@ def forward_kl_topk(student: Tensor, teacher: Tensor, lowest: float | None) -> S
 
 def _teacher(engine: Any, micro_batch: Any) -> tuple[Tensor, Tensor] | None:
     """Ids and log-probabilities (1, N, K) of this rank's tokens; None unless verl wants losses without logits."""
-    asked = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
-    wanted = all(asked(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
-    if not wanted or micro_batch.get("teacher_ids", None) is None:
+    setting = importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data
+    fused_topk = all(setting(micro_batch, key, False) for key in ("distillation_use_topk", "use_fused_kernels"))
+    if not fused_topk or micro_batch.get("teacher_ids", None) is None:
         return None
     ids, logps = (micro_batch[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if engine.use_ulysses_sp:
-        part = importlib.import_module("verl.utils.ulysses").slice_input_tensor
-        ids, logps = part(ids, dim=1), part(logps, dim=1)
+        slice_of_rank = importlib.import_module("verl.utils.ulysses").slice_input_tensor
+        ids, logps = slice_of_rank(ids, dim=1), slice_of_rank(logps, dim=1)
     return ids, logps
 
 
-def _home(name: str, lowest: tuple[int, int] = LOWEST) -> Any:
-    check_version("verl", getattr(importlib.import_module("verl"), "__version__", None), lowest, BELOW)
-    return importlib.import_module(name)
-
-
-def _find_cross_entropy() -> Any:
-    home = _home(KERNEL)
-    class_with(home, "LinearCrossEntropy", "forward", KERNEL_PARAMETERS)
-    return home.linear_cross_entropy
-
-
-def _find_torch() -> Any:
-    return class_with(_home(TORCH), "FusedLinearForPPO", "forward", TORCH_PARAMETERS)
-
-
-def _find_engine() -> Any:
-    home = _home(ENGINE, LOWEST_ENGINE)
-    for method, expected in ENGINE_PARAMETERS.items():
-        found = class_with(home, "FSDPEngineWithLMHead", method, expected)
-    return found
-
-
-_PATCHES = (
-    GlobalPatch(linear_cross_entropy, _find_cross_entropy, modules=("verl",)),
-    MethodPatch(fused_linear_for_ppo, _find_torch),
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
+ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+OUTPUTS = "self output output_args micro_batch logits_processor_func"
+VERL = Framework(
+    "verl",
+    (0, 5),
+    (0, 11),
+    Patch(
+        f"{KERNEL}:linear_cross_entropy",
+        linear_cross_entropy,
+        "ctx hidden weight labels temperature reduction dist_process_group",
+        checked="LinearCrossEntropy.forward",
+    ),
+    Patch(
+        "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward",
+        fused_linear_for_ppo,
+        "self hidden_states vocab_weights input_ids temperature",
+    ),
+    Patch(
+        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
+        inputs_with_teacher,
+        "self micro_batch",
+        group="distillation",
+        since=(0, 8),
+    ),
+    Patch(
+        f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs",
+        outputs_with_losses,
+        OUTPUTS,
+        group="distillation",
+        since=(0, 8),
+    ),
 )
-_INPUTS = MethodPatch(inputs_with_teacher, _find_engine, "prepare_model_inputs")
-_OUTPUTS = MethodPatch(outputs_with_losses, _find_engine, "prepare_model_outputs")
 
 
 def patch_verl(*, distillation: bool = False) -> None:
@@ -251,14 +215,14 @@ def patch_verl(*, distillation: bool = False) -> None:
 
     In each case nothing is changed.
     """
-    apply_all(*_PATCHES, *((_INPUTS, _OUTPUTS) if distillation else ()))
+    VERL.patch(*(("distillation",) if distillation else ()))
 
 
 def unpatch_verl() -> None:
     """Undo `patch_verl`, in verl's modules that were loaded since too; harmless where nothing is patched."""
-    undo_all(*_PATCHES, _INPUTS, _OUTPUTS)
+    VERL.unpatch()
 
 
 def patched_verl() -> AbstractContextManager[None]:
     """`patch_verl()` for the length of a `with` block."""
-    return all_within(*_PATCHES)
+    return VERL.within()
