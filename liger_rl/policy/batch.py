@@ -1,4 +1,4 @@
-"""What a policy loss knows of a batch besides the log-probabilities: checked and aligned once."""
+"""The columns of a batch: checked and aligned once, so that losses need not look again."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,22 +10,23 @@ from torch import Tensor
 from liger_rl.policy.options import number
 from liger_rl.policy.segments import Segments, segment_sum
 
-# Beyond it a ratio is 2e17 and says nothing. Products of two ratios stay finite in float32 under it, and so does the
-# zero gradient of a clipped token times its ratio, which would be NaN with an infinite one.
+# A ratio of e^40 is 2e17. The bound keeps products of two ratios finite in float32, and 0 * ratio from being NaN.
 MAX_LOG_RATIO = 40.0
 # One entry per token, in a PolicyBatch and in an AlignedBatch.
 COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp, of at most e^40."""
+    """exp(log_ratio), at most e^40."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedBatch:
-    """A `PolicyBatch` as losses compute with it: every column in the shape and dtype of the log-probabilities, and 0
-    wherever the mask is 0, whatever the caller left there."""
+    """The batch that losses compute with.
+
+    Every column has the shape and dtype of the log-probabilities. It is 0 wherever the mask is 0.
+    """
 
     advantages: Tensor
     mask: Tensor
@@ -39,45 +40,49 @@ class AlignedBatch:
     num_sequences: int | Tensor | None
     num_items_in_batch: int | float | Tensor | None
     entropy: Tensor | None = None
-    """Detached, where the caller has it."""
+    """In nats, without gradient, if the caller has it."""
 
     def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
-        """Columns of the loss's own in `dtype`, 0 where the mask is 0; the mask as bool."""
+        """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""
         masked = self.mask == 0
-        given = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
+        columns = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
         clean: dict[str, Any] = {
-            name: c.detach().to(dtype).masked_fill(masked, 0.0) for name, c in given.items() if c is not None
+            name: column.detach().to(dtype).masked_fill(masked, 0.0)
+            for name, column in columns.items()
+            if column is not None
         }
         return replace(self, **clean, mask=~masked)
 
     def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
-        """Some tokens, packed: (n,) flat positions in (B, T) or (N,). The divisors stay those of the whole batch, and
-        with `sequences` the rows of a padded batch become segments. (b, w) positions of (B, T) stay rows."""
+        """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
 
-        def taken(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.expand(self.mask.shape).reshape(-1)[positions]
-
-        columns: dict[str, Any] = {name: taken(getattr(self, name)) for name in ("mask", *COLUMNS, "entropy")}
+        (n,) positions give packed tokens; with `sequences` each keeps its row of a padded batch as its segment.
+        (b, w) positions of (B, T) give rows.
+        """
+        shape = self.mask.shape
+        columns: dict[str, Any] = {}
+        for name in ("mask", *COLUMNS, "entropy"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column.expand(shape).reshape(-1)[positions]
         segments = self.segments
-        if self.mask.dim() == 2 and sequences:
-            rows, width = self.mask.shape
+        if len(shape) == 2 and sequences:
             if isinstance(positions, slice):
                 positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
-            segments = Segments(index=positions // max(width, 1), count=rows)
+            segments = Segments(index=positions // max(shape[1], 1), count=shape[0])
         elif segments is not None:
             segments = replace(segments, index=segments.index[positions])
         return replace(self, **columns, segments=segments)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
-        """logp - old, differentiable; without old log-probabilities they are the current ones, detached."""
+        """logp - old, differentiable. Without old log-probabilities, old is logp without gradient."""
         return logps - (logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps)
 
     def ratio(self, logps: Tensor) -> Tensor:
-        """exp(logp - old), of at most e^40, differentiable."""
+        """exp(logp - old), at most e^40, differentiable."""
         return bounded_exp(self.log_ratio(logps))
 
     def check_sequences(self) -> None:
-        """Raises ValueError where nothing says which packed tokens are of one sequence."""
+        """Raises ValueError for packed tokens without segments."""
         if self.mask.dim() == 1 and self.segments is None:
             raise ValueError(
                 "segments must say which sequence each packed token belongs to, because something here is per "
@@ -85,7 +90,7 @@ class AlignedBatch:
             )
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Values, 0 at masked tokens -> the sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,)."""
+        """The sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,). Masked values must be 0."""
         if values.dim() == 2:
             return values.sum(-1, keepdim=True)
         self.check_sequences()
@@ -97,7 +102,7 @@ class AlignedBatch:
         return self.sequence_sum(self.mask.to(self.advantages.dtype)).clamp(min=1)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Values, 0 at masked tokens -> the mean over the counted tokens of each token's sequence."""
+        """The mean over the tokens that count in each token's sequence. Masked values must be 0."""
         return self.sequence_sum(values) / self.sequence_length()
 
 
@@ -110,22 +115,22 @@ class PolicyBatch:
     Attributes:
         advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
         completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
-            other values of a mask in CPU memory. A mask on another device is not read, and there any value but 0
-            counts the token.
-        old_per_token_logps: log-probabilities in nats under the policy that sampled; None means the current ones,
+            other values of a mask in CPU memory. A mask on another device is not read: there any value but 0 counts
+            the token.
+        old_per_token_logps: log-probabilities in nats under the policy that sampled. None means the current ones,
             detached (ratio 1).
         ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
-        sampling_per_token_logps: log-probabilities in nats that the sampler (an inference engine) reported; NaN where
+        sampling_per_token_logps: log-probabilities in nats that the sampler (an inference engine) reported, NaN where
             it has none. For `SamplerCorrection` and `OffPolicySequenceMask`.
-        importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence;
+        importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence. It
             multiplies the policy term, without gradient.
-        segments: which sequence each token of a packed batch belongs to; needed by what is per sequence.
+        segments: which sequence each token of a packed batch belongs to, for losses per sequence.
         num_sequences: divisor of means over sequences; None is B, or segments.count.
         num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), for the reductions that
             divide by it.
 
-    Both divisors are a finite number of at least 1, or a 0-dim real tensor. The value of a tensor is not read, because
-    that would wait for the device; a value under 1 counts as 1.
+    Both divisors are a finite number of at least 1, or a 0-dim real tensor. A tensor's value is not read, because that
+    would wait for the device. A value under 1 counts as 1.
     """
 
     advantages: Tensor
@@ -139,9 +144,8 @@ class PolicyBatch:
     num_items_in_batch: int | float | Tensor | None = None
 
     def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
-        """Every column in `shape`, (B, T) or (N,), with the values that the caller left there; a mask in any case.
-
-        `AlignedBatch.cleaned` makes of them what losses compute with.
+        """Every column in `shape`, (B, T) or (N,), and a mask in any case. Values stay as they are until
+        `AlignedBatch.cleaned`.
 
         Raises:
             TypeError: a column is not a dense tensor of real numbers, or a divisor not a number.
@@ -151,45 +155,42 @@ class PolicyBatch:
             raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
         columns: dict[str, Any] = {}
         for name in ("completion_mask", *COLUMNS):
-            given = getattr(self, name)
-            needed = given is not None or name == "advantages"
-            columns[name] = _column(name, given, shape, device) if needed else None
+            column = getattr(self, name)
+            needed = column is not None or name == "advantages"
+            columns[name] = _column(name, column, shape, device) if needed else None
         mask, ratio = columns.pop("completion_mask"), self.importance_ratio
+        if self.segments is not None:
+            _check_segments(self.segments, shape, device)
+        num_sequences = _divisor("num_sequences", self.num_sequences, device)
+        if num_sequences is None and len(shape) == 2:
+            num_sequences = max(shape[0], 1)
+        elif num_sequences is None and self.segments is not None:
+            num_sequences = max(self.segments.count, 1)
         return AlignedBatch(
             **columns,
             mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
             importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
-            segments=self._checked_segments(shape, device),
-            num_sequences=self._divisor(shape, device),
-            num_items_in_batch=_count("num_items_in_batch", self.num_items_in_batch, device),
+            segments=self.segments,
+            num_sequences=num_sequences,
+            num_items_in_batch=_divisor("num_items_in_batch", self.num_items_in_batch, device),
         )
 
-    def _checked_segments(self, shape: torch.Size, device: torch.device) -> Segments | None:
-        if self.segments is None:
-            return None
-        if len(shape) != 1:
-            raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
-        if not isinstance(self.segments, Segments):
-            raise TypeError(f"segments must be Segments, got {type(self.segments).__name__}")
-        index = self.segments.index
-        if index.shape != shape or index.device != device:
-            raise ValueError(
-                f"segments.index must be (N,) = {tuple(shape)} on {device} as the log-probabilities, "
-                f"got {tuple(index.shape)} on {index.device}"
-            )
-        return self.segments
 
-    def _divisor(self, shape: torch.Size, device: torch.device) -> int | Tensor | None:
-        given = _count("num_sequences", self.num_sequences, device)
-        if given is not None:
-            return given
-        if len(shape) == 2:
-            return max(shape[0], 1)
-        return None if self.segments is None else max(self.segments.count, 1)
+def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> None:
+    if len(shape) != 1:
+        raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+    index = segments.index
+    if index.shape != shape or index.device != device:
+        raise ValueError(
+            f"segments.index must be (N,) = {tuple(shape)} on {device} as the log-probabilities, "
+            f"got {tuple(index.shape)} on {index.device}"
+        )
 
 
-def _column(name: str, given: Any, shape: torch.Size, device: torch.device) -> Tensor:
-    column = check_dense(name, given)
+def _column(name: str, value: Any, shape: torch.Size, device: torch.device) -> Tensor:
+    column = check_dense(name, value)
     if column.device != device:
         raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
     if column.shape == shape:
@@ -203,7 +204,7 @@ def _column(name: str, given: Any, shape: torch.Size, device: torch.device) -> T
 
 
 def check_dense(name: str, column: Any) -> Tensor:
-    """-> the column. Raises TypeError where it is not a dense tensor of real numbers."""
+    """Returns the column. Raises TypeError unless it is a dense tensor of real numbers."""
     if not isinstance(column, Tensor):
         raise TypeError(f"{name} must be a real tensor, got {type(column).__name__}")
     if column.layout != torch.strided or column.is_nested:
@@ -214,7 +215,7 @@ def check_dense(name: str, column: Any) -> Tensor:
 
 
 def check_mask_values(mask: Tensor | None) -> None:
-    """Raises ValueError where a mask in CPU memory has a value other than 0 and 1."""
+    """Raises ValueError if a mask in CPU memory has a value other than 0 and 1."""
     if mask is None or mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     odd = mask[(mask != 0) & (mask != 1)]
@@ -224,13 +225,12 @@ def check_mask_values(mask: Tensor | None) -> None:
         )
 
 
-def _count(name: str, value: Any, device: torch.device) -> Any:
-    """A divisor given by the caller, without gradient; a tensor is not read, because that would be a sync."""
+def _divisor(name: str, value: Any, device: torch.device) -> Any:
+    """The caller's divisor, without gradient."""
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        number_of = number(name, value)
-        if not (math.isfinite(number_of) and number_of >= 1):
+        if not 1 <= number(name, value) < math.inf:
             raise ValueError(f"{name} must be at least 1 and finite, got {value}")
         return value
     check_dense(name, value)
@@ -244,7 +244,7 @@ def _count(name: str, value: Any, device: torch.device) -> Any:
 
 
 class BatchColumns(TypedDict, total=False):
-    """The fields of `PolicyBatch` other than advantages and mask, as keywords of a function."""
+    """The fields of `PolicyBatch` except advantages and mask, as keywords of a function."""
 
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None
@@ -255,25 +255,21 @@ class BatchColumns(TypedDict, total=False):
     num_items_in_batch: int | float | Tensor | None
 
 
-KNOWN_COLUMNS = tuple(BatchColumns.__annotations__)
-
-
 def batch_of(
     function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: BatchColumns
 ) -> PolicyBatch:
-    """The batch that `function` was given, whole or in columns.
+    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and columns.
 
     Raises:
-        TypeError: an unknown column, or a column beside a whole batch.
+        TypeError: an unknown column, or a column as well as a whole batch.
     """
+    known = BatchColumns.__annotations__
     for name in columns:
-        if name not in KNOWN_COLUMNS:
-            raise TypeError(
-                f"{function} got an unexpected argument {name!r}; its columns are {', '.join(KNOWN_COLUMNS)}"
-            )
+        if name not in known:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(known)}")
     if not isinstance(advantages, PolicyBatch):
         return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
-    beside = [*(["mask"] if mask is not None else []), *columns]
-    if beside:
-        raise TypeError(f"{', '.join(beside)} must be in the PolicyBatch that {function} got, not beside it")
+    doubled = [*(["mask"] if mask is not None else []), *columns]
+    if doubled:
+        raise TypeError(f"{', '.join(doubled)} must be in the PolicyBatch that {function} got, not beside it")
     return advantages

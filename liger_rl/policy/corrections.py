@@ -1,7 +1,9 @@
-"""Factors on the policy term, without gradient: for what the sampler did differently, and for tokens to leave out.
+"""Corrections: factors on the policy term, without gradient.
 
-A correction is any callable `(logps, batch) -> factor` on an `AlignedBatch`, the factor broadcastable to the tokens. It
-may have the attributes `token_local`, `sequence_local` and `needs_sequences` of `liger_rl.policy.objectives`.
+A correction is a callable `(logps, batch) -> factor` on an `AlignedBatch`. The factor is broadcastable to the tokens. A
+correction may have the attributes `token_local`, `sequence_local` and `needs_sequences` of
+`liger_rl.policy.objectives`, and `restricts_entropy`: the entropy bonus is then a mean over the tokens with a factor
+other than 0.
 """
 
 import math
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, bounded_exp
-from liger_rl.policy.options import callable_instance, number, one_of, share
+from liger_rl.policy.options import check_options
 
 Correction = Callable[[Tensor, AlignedBatch], Tensor]
 LEVELS = ("token", "sequence")
@@ -24,12 +26,12 @@ MODES = ("truncate", "mask")
 class SamplerCorrection:
     """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
 
-    Per token, or exp of the sum over the sequence. A token without a sampling log-probability (NaN) has ratio 1.
+    A token without a sampling log-probability (NaN) has ratio 1.
 
     Attributes:
-        level: "token" or "sequence".
-        mode: "truncate" clamps the ratio into the bounds, "mask" makes it 0 outside them.
-        ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None for none.
+        level: "token": one ratio per token. "sequence": exp of the sum over the sequence.
+        mode: "truncate" clamps the ratio to the bounds, "mask" makes it 0 outside them.
+        ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None is no bound.
     """
 
     level: str = "sequence"
@@ -38,17 +40,10 @@ class SamplerCorrection:
     ratio_max: float | None = 3.0
 
     def __post_init__(self) -> None:
-        one_of("level", self.level, LEVELS)
-        one_of("mode", self.mode, MODES)
-        for name in ("ratio_min", "ratio_max"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name))
+        check_options(self, level=LEVELS, mode=MODES, ratio_min="[0, inf)", ratio_max="(0, inf]")
         low, high = self._bounds
-        if not 0 <= low < high:
-            raise ValueError(
-                f"ratio_min and ratio_max must be bounds with 0 <= ratio_min < ratio_max, or None, "
-                f"got {self.ratio_min} and {self.ratio_max}"
-            )
+        if not low < high:
+            raise ValueError(f"ratio_min must be under ratio_max = {high}, got {low}")
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -65,7 +60,7 @@ class SamplerCorrection:
 
     @torch.no_grad()
     def ratio(self, batch: AlignedBatch) -> Tensor:
-        """-> (B, T) or (N,) per token; at level "sequence" (B, 1) or (N,)."""
+        """(B, T) or (N,) per token; at level "sequence" (B, 1) or (N,)."""
         assert batch.old_per_token_logps is not None
         assert batch.sampling_per_token_logps is not None
         difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
@@ -78,9 +73,9 @@ class SamplerCorrection:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicySequenceMask:
-    """0 on sequences with A < 0 whose mean of sampling - logp is above the threshold. DeepSeek-V3.2, arXiv:2512.02556.
+    """0 on tokens with A < 0 whose sequence's mean of sampling - logp is above the threshold. arXiv:2512.02556.
 
-    The sampling log-probabilities are the batch's, or its old ones where it has none, or the current ones.
+    Without sampling log-probabilities, the batch's old ones take their place; without these, the current ones.
 
     Attributes:
         threshold: in nats per token.
@@ -92,8 +87,7 @@ class OffPolicySequenceMask:
     sequence_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if math.isnan(number("threshold", self.threshold)):
-            raise ValueError(f"threshold must not be NaN, got {self.threshold}")
+        check_options(self, threshold="[-inf, inf]")
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
@@ -110,8 +104,8 @@ class TopEntropyMask:
 
     Attributes:
         top_entropy_quantile: share of the tokens to keep, in (0, 1].
-        gather: (n,) entropies of this rank's tokens -> those of all ranks, for a threshold they share; NaN entries
-            are ignored, so ranks may pad with them. None is one rank.
+        gather: (n,) entropies of this rank's tokens -> the entropies of all ranks, for a common threshold. NaN entries
+            are ignored, so ranks may pad with NaN. None is one rank.
     """
 
     top_entropy_quantile: float
@@ -120,15 +114,13 @@ class TopEntropyMask:
     restricts_entropy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        share(self, "top_entropy_quantile")
-        if self.gather is not None:
-            callable_instance("gather", self.gather)
+        check_options(self, top_entropy_quantile="(0, 1]", gather=callable)
 
     @torch.no_grad()
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if batch.entropy is None:
             raise ValueError("entropy must be given for a TopEntropyMask, got None")
-        # NaN at masked tokens and nanquantile, so that no host has to know how many tokens count.
+        # A quantile that ignores NaN, so that the host need not know how many tokens count.
         known = torch.where(batch.mask, batch.entropy, math.nan).flatten()
         if self.gather is not None:
             known = self.gather(known)
@@ -136,10 +128,10 @@ class TopEntropyMask:
 
 
 def _nanquantile(values: Tensor, q: float) -> Tensor:
-    """torch.nanquantile with linear interpolation, for any number of values (it stops at 16 million)."""
+    """torch.nanquantile, which refuses more than 16 million values."""
     ordered = values.sort().values  # NaN last
     last = (values == values).sum() - 1
-    # An int64 tensor times a number would be of torch's default dtype, whatever that is.
+    # The count is cast first: an int64 tensor times a number is of torch's default dtype.
     place = last.clamp(min=0).to(torch.promote_types(values.dtype, torch.float32)) * q
     below, above = place.floor().long(), place.ceil().long()
     if not values.numel():

@@ -1,8 +1,7 @@
-"""The policy loss of a batch of log-probabilities, in one launch where a kernel knows its formula.
+"""The loss of a batch of log-probabilities: by one kernel if it knows the formula, else by the formulas themselves.
 
-On a GPU the formulas of `liger_rl.policy` are dozens of small launches each way. The published losses in which each
-token's gradient depends on that token alone have a kernel that makes the loss, its derivative and the metrics' sums, or
-what is wanted of each token. Every other loss runs its formulas.
+On a GPU the formulas of `liger_rl.policy` are dozens of small launches each way. `fused_triton` has one kernel for the
+published losses in which each token's gradient depends on that token alone. This module decides which of the two runs.
 """
 
 from types import ModuleType
@@ -16,13 +15,13 @@ from liger_rl.policy.batch import AlignedBatch
 from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.policy.metrics import Metric
 
-DEVICES = ("cuda",)  # where the kernel runs; elsewhere launches cost little
+DEVICES = ("cuda",)  # on other devices launches cost little
 
 
 def evaluate(
     prepared: PreparedLoss, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
 ) -> PolicyLoss:
-    """As `prepared.evaluate`, differentiable once; (B, T) or (N,) log-probabilities of the whole batch."""
+    """`prepared.evaluate`, differentiable once, for (B, T) or (N,) log-probabilities of the whole batch."""
     kernel = _kernel_for(prepared, per_token_logps, sums=True)
     if kernel is None:
         return prepared.evaluate(per_token_logps, entropy, exact_kl)
@@ -44,22 +43,20 @@ def evaluate_with_slopes(prepared: PreparedLoss, logps: Tensor) -> tuple[PolicyL
 
 
 def slopes(prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor) -> Tensor | None:
-    """d loss / d logp (n,) of some tokens' log-probabilities (n,), at flat positions of the batch; None without a
-    kernel."""
+    """(n,) d loss / d logp of the tokens at flat positions of the batch; None without a kernel."""
     kernel = _kernel_for(prepared, logps, sums=False)
     return None if kernel is None else kernel.launch(prepared, logps, positions, slopes=True, sums=False)[0]
 
 
 class _WithSlopes(torch.autograd.Function):
-    """log-probabilities -> loss (), and the sums without gradient."""
+    """log-probabilities -> loss (), and the kernel's sums without gradient."""
 
     @staticmethod
     def forward(ctx, logps, prepared, kernel):
         slopes, sums = kernel.launch(prepared, logps, slopes=True, sums=True)
         ctx.save_for_backward(logps, slopes)
         ctx.mark_non_differentiable(sums)
-        # Not a view, which nobody could divide in place.
-        return sums[0].clone(), sums
+        return sums[0].clone(), sums  # callers divide the loss in place, which a view does not allow
 
     @staticmethod
     @differentiable_once
@@ -69,8 +66,7 @@ class _WithSlopes(torch.autograd.Function):
 
 
 def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
-    """The kernel's module, which has the formulas of the terms and reads the batch's columns; None where there is none
-    and the loss has to run its formulas."""
+    """`fused_triton`, if it has the formulas of the terms and can read the batch's columns; else None."""
     device = batch.advantages.device
     if device.type not in DEVICES or torch.compiler.is_compiling():
         return None
@@ -79,7 +75,7 @@ def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
     if terms.locality != "token" or terms.corrections or terms.entropy_bonus.entropy_coef != 0.0:
         return None
     columns = (batch.advantages, batch.old_per_token_logps, batch.ref_per_token_logps, batch.importance_ratio)
-    # Others than tensors themselves have no memory for a kernel to read.
+    # A subclass of Tensor, such as a DTensor, has no memory for a kernel to read.
     if any(column is not None and type(column) is not Tensor for column in columns):
         return None
     from liger_rl.policy import fused_triton
@@ -88,7 +84,7 @@ def kernel_of(terms: PolicyTerms, batch: AlignedBatch) -> ModuleType | None:
 
 
 def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleType | None:
-    """`kernel_of` the terms and batch, for these log-probabilities and the weights."""
+    """`kernel_of` the terms and batch, if it can also read these log-probabilities and the weights."""
     kernel, weights = kernel_of(prepared.terms, prepared.batch), prepared.weights
     if kernel is None or not isinstance(weights, Tensor) or weights.requires_grad:
         return None
@@ -100,12 +96,12 @@ def _kernel_for(prepared: PreparedLoss, logps: Tensor, *, sums: bool) -> ModuleT
 
 
 def _metrics(prepared: PreparedLoss, sums: Tensor, kernel: ModuleType) -> dict[str, Metric]:
-    """As `policy_metrics` makes them of tokens."""
-    terms = prepared.terms
-    names = ("kl_ref", "clip_low", "clip_high", "clip_ratio")
-    kept = (kernel.penalises(prepared), *[kernel.clips(terms)] * 3)
-    if terms.metrics == "none" or not any(kept):
-        return {}
-    count = prepared.batch.mask.sum()
-    totals = zip(names, sums[1:].unbind(), kept, strict=True)
-    return {name: Metric(total, count=count) for name, total, wanted in totals if wanted}
+    """The metrics that `policy_metrics` makes at the level "loss"."""
+    totals: dict[str, Tensor] = {}
+    if prepared.terms.metrics != "none":
+        kl_ref, *clipped = sums[1:].unbind()
+        totals |= {"kl_ref": kl_ref} if kernel.penalises(prepared) else {}
+        if kernel.clips(prepared.terms):
+            totals |= dict(zip(("clip_low", "clip_high", "clip_ratio"), clipped, strict=True))
+    count = prepared.batch.mask.sum() if totals else None
+    return {name: Metric(total, count=count) for name, total in totals.items()}

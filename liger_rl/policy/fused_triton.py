@@ -1,8 +1,8 @@
 """Token-local policy losses with their derivative as one Triton kernel.
 
-`liger_rl.policy` states these losses readably. Here each has its derivative beside it, which is autograd's of that
-formula. A clamp passes the gradient at its bounds if PyTorch's does. The smaller of two equal numbers takes half of the
-gradient from each. What is NaN there is NaN here.
+`objectives.py` and `penalties.py` have the same formulas in PyTorch, and are the specification. The derivatives here
+are those of autograd: a clamp passes the gradient at its bounds if PyTorch's does, the smaller of two equal numbers
+passes half to each, and NaN stays NaN.
 """
 
 import math
@@ -17,13 +17,13 @@ from triton.language.extra import libdevice
 
 from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import INTERPRETED
-from liger_rl.policy import penalties
 from liger_rl.policy.batch import MAX_LOG_RATIO
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 from liger_rl.policy.objectives import CISPO, DPPO, SAPO, PPOClip, Reinforce
+from liger_rl.policy.penalties import KLPenalty
 
 BLOCK, WARPS = 1024, 4
-NUMBERS = 4  # of an objective, at most
+NUMBERS = 4  # options of an objective, at most
 LARGEST = tl.constexpr(MAX_LOG_RATIO)
 # From 2.14 on, a clamp's gradient is 0 at its bounds: pytorch#195931.
 PASSES_AT_BOUNDS = tl.constexpr(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
@@ -31,7 +31,7 @@ PASSES_AT_BOUNDS = tl.constexpr(tuple(map(int, torch.__version__.split(".")[:2])
 
 @triton.jit
 def _exp(x):
-    """To float32's last digit, where tl.exp loses one more with each doubling of x."""
+    """To float32's last digit. tl.exp loses a digit with each doubling of x."""
     if INTERPRETED:
         return tl.exp(x)
     return libdevice.exp(x)
@@ -39,7 +39,7 @@ def _exp(x):
 
 @triton.jit
 def _at_most(x, bound):
-    """NaN stays, which tl.minimum drops."""
+    """min(x, bound). A NaN stays NaN, unlike with tl.minimum."""
     return tl.where(x > bound, bound, x)
 
 
@@ -58,12 +58,13 @@ def _smaller(a, b):
 
 @triton.jit
 def _share_of_smaller(a, b, grad):
-    """-> the gradient of `_smaller(a, b)` for a."""
+    """The gradient of `_smaller(a, b)` for a."""
     return tl.where(a > b, 0.0, tl.where(a == b, 0.5 * grad, grad))
 
 
-# An objective: -> loss, its gradient for logp other than through the ratio, for the ratio, and whether the token is
-# below or above its bounds; `grad` is what the loss is multiplied by afterwards, and p to s are its numbers.
+# An objective returns its loss, the gradient for logp that does not go through the ratio, the gradient for the ratio,
+# and whether the token is below or above the bounds. `grad` is the factor of the loss; p to s are the objective's
+# options.
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def _dppo(logp, log_ratio, ratio, advantage, grad, p, q, r, s):
     return loss, to_logp, tl.zeros_like(logp), too_low, too_high
 
 
-# An estimator: -> KL and its gradient for logp, times `grad`.
+# An estimator returns the KL, and its gradient for logp times `grad`.
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def _k2(logp, ref, grad):
 def _k3(logp, ref, grad):
     difference = ref - logp
     d = _at_most(difference, LARGEST)
-    # (exp(d) - d - 1) / d^2 to float32's last digit for |d| < 1, where differences would lose theirs.
+    # (exp(d) - d - 1) / d^2 as a series for |d| < 1, where the difference would lose its digits.
     tail = d * (1.0 / 3628800.0 + d * (1.0 / 39916800.0)) + 1.0 / 362880.0
     tail = 1.0 / 24.0 + d * (1.0 / 120.0 + d * (1.0 / 720.0 + d * (1.0 / 5040.0 + d * (1.0 / 40320.0 + d * tail))))
     tail = 0.5 + d * (1.0 / 6.0 + d * tail)
@@ -146,11 +147,11 @@ def _k3(logp, ref, grad):
     return kl, tl.where(_within(difference, LARGEST), grad * slope, 0.0)
 
 
-# How many tokens there are and which is the first differs from call to call, and where in an index it starts too.
+# These numbers differ from call to call; specialising on them would compile the kernel again.
 @triton.jit(do_not_specialize=["first", "tokens"], do_not_specialize_on_alignment=["index"])
 def _policy_terms_kernel(
     logps,  # (tokens,)
-    index,  # (tokens,) into the columns, None for a span from `first` on
+    index,  # (tokens,) into the columns; None for the span from `first` on
     first,
     tokens,
     mask,  # the columns of the whole batch
@@ -184,7 +185,7 @@ def _policy_terms_kernel(
     weight = tl.full([BLOCK], 1.0, tl.float32)
     if weights is not None:
         weight = tl.load(weights + token, mask=counts, other=0.0)
-    before = logp  # what is infinite then has no ratio, as in the formulas
+    before = logp  # inf - inf is NaN, as in the formulas
     if old is not None:
         before = tl.load(old + token, mask=counts, other=0.0)
     log_ratio = logp - before
@@ -225,19 +226,16 @@ def _policy_terms_kernel(
         sums = out.sums + program
         tl.store(sums, tl.sum(tl.where(counts, loss * weight, 0.0)))
         if METRICS:
-            if ESTIMATOR is not None:
-                tl.store(sums + programs, tl.sum(tl.where(counts, kl, 0.0)))
-            else:
-                tl.store(sums + programs, 0.0)
+            tl.store(sums + programs, 0.0 if ESTIMATOR is None else tl.sum(tl.where(counts, kl, 0.0)))
             tl.store(sums + 2 * programs, tl.sum((low & counts).to(tl.float32)))
             tl.store(sums + 3 * programs, tl.sum((high & counts).to(tl.float32)))
             tl.store(sums + 4 * programs, tl.sum(((low | high) & counts).to(tl.float32)))
 
 
 class Outputs(NamedTuple):
-    """What the kernel writes; None is not wanted."""
+    """The tensors that the kernel writes, unless they are None. All but the sums have the log-probabilities' shape."""
 
-    slopes: Tensor | None = None  # d loss / d logp, like the log-probabilities, as the next three
+    slopes: Tensor | None = None  # d loss / d logp
     losses: Tensor | None = None  # before the weights
     kls: Tensor | None = None
     clipped: Tensor | None = None  # bool, by the clip indicator
@@ -245,37 +243,33 @@ class Outputs(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """An objective's part of the kernel."""
+    """An objective in the kernel."""
 
     function: Any
-    numbers: Callable[[Any], tuple[float, ...]]
+    options: Callable[[Any], tuple[float, ...]]
     clips: bool  # has clip indicators
 
 
-def _ppo_clip_numbers(objective: PPOClip) -> tuple[float, ...]:
+def _ppo_clip_options(objective: PPOClip) -> tuple[float, ...]:
     bounds = (math.inf if bound is None else bound for bound in (objective.delta, objective.dual_clip))
     return 1 - objective.epsilon_low, 1 + objective.epsilon_high, *bounds
 
 
 FORMULAS: dict[type, Formula] = {
-    PPOClip: Formula(_ppo_clip, _ppo_clip_numbers, clips=True),
-    CISPO: Formula(_cispo, lambda objective: (objective.epsilon_high,), clips=True),
-    Reinforce: Formula(_reinforce, lambda objective: (), clips=False),
-    SAPO: Formula(_sapo, lambda it: (it.sapo_temperature_pos, it.sapo_temperature_neg), clips=False),
-    DPPO: Formula(_dppo, lambda it: (-it.divergence_low, it.divergence_high, it.ratio_cap), clips=True),
+    PPOClip: Formula(_ppo_clip, _ppo_clip_options, clips=True),
+    CISPO: Formula(_cispo, lambda cispo: (cispo.epsilon_high,), clips=True),
+    Reinforce: Formula(_reinforce, lambda reinforce: (), clips=False),
+    SAPO: Formula(_sapo, lambda sapo: (sapo.sapo_temperature_pos, sapo.sapo_temperature_neg), clips=False),
+    DPPO: Formula(_dppo, lambda dppo: (-dppo.divergence_low, dppo.divergence_high, dppo.ratio_cap), clips=True),
 }
-ESTIMATORS: dict[Callable[[Tensor, Tensor], Tensor], Any] = {penalties.k1: _k1, penalties.k2: _k2, penalties.k3: _k3}
+ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
 def knows(terms: PolicyTerms) -> bool:
-    """Whether the objective and the penalty are of those above; a subclass may have a formula of its own."""
+    """Whether the kernel has the formulas of the objective and the penalty; a subclass may have its own."""
     if isinstance(terms.objective, CISPO) and terms.objective.ratio_min != 0.0:
         return False
-    return (
-        type(terms.objective) in FORMULAS
-        and type(terms.kl) is penalties.KLPenalty
-        and penalties.ESTIMATORS.get(terms.kl.kl_estimator) in ESTIMATORS
-    )
+    return type(terms.objective) in FORMULAS and type(terms.kl) is KLPenalty and terms.kl.kl_estimator in ESTIMATORS
 
 
 def clips(terms: PolicyTerms) -> bool:
@@ -291,31 +285,36 @@ def penalises(prepared: PreparedLoss) -> bool:
 def launch(
     prepared: PreparedLoss,
     logps: Tensor,  # (B, T) or (N,) of the whole batch, or (n,) of some tokens
-    positions: Tensor | slice | None = None,  # (n,) flat, of these tokens; None for all
+    positions: Tensor | slice | None = None,  # (n,) flat positions of these tokens; None for all
     *,
     slopes: bool,
     sums: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """d loss / d logp, shaped like the log-probabilities, and the sums over tokens of weighted loss, KL, clip_low,
-    clip_high and either of these, (5,); of the loss alone, (1,), with the metrics "none"."""
-    numbers = 1 if prepared.terms.metrics == "none" else 5
+    """d loss / d logp, shaped like the log-probabilities, and the sums over tokens.
+
+    The sums are (5,): weighted loss, KL, clip_low, clip_high and either of these; with the metrics "none" (1,), the
+    loss.
+    """
+    kinds = 1 if prepared.terms.metrics == "none" else 5
     out = Outputs(
         slopes=torch.empty_like(logps, memory_format=torch.contiguous_format) if slopes else None,
-        sums=logps.new_empty(numbers, triton.cdiv(logps.numel(), BLOCK)) if sums else None,
+        sums=logps.new_empty(kinds, triton.cdiv(logps.numel(), BLOCK)) if sums else None,
     )
     _run(prepared, logps, positions, out, "active")
     return out.slopes, None if out.sums is None else out.sums.sum(1)
 
 
 def launch_per_token(prepared: PreparedLoss, logps: Tensor, indicator: str) -> Outputs:
-    """Unreduced loss, its derivative, KL and clip indicator, shaped like the batch's mask; without the KL or the
-    indicator where the loss has none. The batch's columns need not be clean nor float32."""
-    shape, terms = prepared.batch.mask.shape, prepared.terms
+    """Unreduced loss, its derivative, KL and clip indicator, shaped like the batch's mask.
+
+    The KL or the indicator is None if the loss has none. The batch's columns need not be clean nor float32.
+    """
+    shape = prepared.batch.mask.shape
     out = Outputs(
         slopes=logps.new_empty(shape),
         losses=logps.new_empty(shape),
         kls=logps.new_empty(shape) if penalises(prepared) else None,
-        clipped=logps.new_empty(shape, dtype=torch.bool) if clips(terms) else None,
+        clipped=logps.new_empty(shape, dtype=torch.bool) if clips(prepared.terms) else None,
     )
     _run(prepared, logps, None, out, indicator)
     return out
@@ -326,10 +325,10 @@ def _run(prepared: PreparedLoss, logps: Tensor, positions: Tensor | slice | None
     if not tokens:
         return
     formula, penalised = FORMULAS[type(terms.objective)], penalises(prepared)
-    numbers = [float(number) for number in formula.numbers(terms.objective)]
+    options = [float(option) for option in formula.options(terms.objective)]
 
     def whole(column: Tensor | None) -> Tensor | None:
-        # One advantage, or one ratio of a sampler's correction, may stand for a sequence.
+        # An advantage or a sampler's ratio may be one number for a sequence.
         return None if column is None else column.expand(batch.mask.shape).float().contiguous()
 
     with on(logps.device):
@@ -346,10 +345,10 @@ def _run(prepared: PreparedLoss, logps: Tensor, positions: Tensor | slice | None
             whole(prepared.weights),
             out,
             float(terms.kl.beta),
-            *numbers,
-            *[0.0] * (NUMBERS - len(numbers)),
+            *options,
+            *[0.0] * (NUMBERS - len(options)),
             OBJECTIVE=formula.function,
-            ESTIMATOR=ESTIMATORS[penalties.ESTIMATORS[terms.kl.kl_estimator]] if penalised else None,
+            ESTIMATOR=ESTIMATORS[terms.kl.kl_estimator] if penalised else None,
             IMPORTANCE_WEIGHTED=terms.kl.importance_weighted,
             INDICATOR=indicator,
             METRICS=terms.metrics != "none",

@@ -1,8 +1,8 @@
-"""What a training loop wants to see of a step: 0-dim tensors, each with the way it is merged, never synced.
+"""Metrics of a step: 0-dim tensors, each with the way to merge it over micro-batches and ranks. None waits for a
+device.
 
-Three kinds: the sums of a step over micro-batches and ranks, maxima and minima. A mean is kept as its sum and its
-count until it is read, so that merging is exact, and a rank without tokens is neutral: 0 to sums, -inf to maxima,
-+inf to minima.
+A metric is merged by sum, maximum or minimum. A mean keeps its sum and its count until it is read, so that merging is
+exact. A rank without tokens is neutral: 0 in a sum, -inf in a maximum, +inf in a minimum.
 """
 
 import math
@@ -20,11 +20,7 @@ from liger_rl.policy.reductions import divisor
 ReductionKind = Literal["sum", "max", "min"]
 MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
 LEVELS: tuple[str, ...] = get_args(MetricsLevel)
-MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Metric:
     Attributes:
         total: () the sum, maximum or minimum, without gradient.
         reduction: "sum", "max" or "min", over micro-batches and ranks.
-        count: () for a mean, what the merged total is divided by when it is read; itself merged by sum.
+        count: () the divisor of a mean, merged by sum; None for other metrics.
     """
 
     total: Tensor
@@ -57,21 +53,20 @@ class Metric:
 def policy_metrics(
     level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
 ) -> dict[str, Metric]:
-    """Metrics by name, at one of four levels.
+    """Metrics by name, at one of four levels. Each level has those of the level before.
 
-    - none: nothing.
-    - loss: `kl_ref`, mean KL to the reference in nats, when there is a penalty; `clip_low`, `clip_high`, `clip_ratio`,
-      the shares of tokens outside the bounds on the side where the plain clip cuts the gradient (under the lower one
-      with A < 0, over the upper one with A > 0, either), when the objective clips.
-    - basic: these, and with w = m / (tokens of the sequence) / num_sequences the sums over tokens of `new_logprobs`,
-      `old_logprobs`, `ratio_new_old`, `kl_new_old` = r - log r - 1, `advantage`, `clipped_ratio_fraction` (the ratio
-      is outside the bounds, whatever the sign of A); `ratio_new_old_sum`, `ratio_new_old_squared_sum` and
-      `num_tokens` over the tokens themselves; `max_advantage`, `min_advantage`. With R = exp(mean of log r over the
-      sequence), GSPO's ratio, `sequence_ratio_new_old` and `sequence_kl_new_old` = R - log R - 1, summed over
-      sequences and divided by num_sequences; `sequence_ratio_new_old_sum`, `sequence_ratio_new_old_squared_sum` and
-      `num_sequences`, over the sequences with a token that counts. Fast-LLM's GSPO reports these five, without the
-      prefix and the last as `num_segments`, and its GRPO the ones per token.
-    - with_entropy: these and `entropy`, weighted as new_logprobs.
+    - "none": no metric.
+    - "loss", with a KL penalty: `kl_ref`, the mean KL to the reference in nats. With an objective that clips, shares of
+      the tokens: `clip_low` (r below the lower bound and A < 0), `clip_high` (r above the upper bound and A > 0), and
+      `clip_ratio` (either).
+    - "basic", means over sequences of their token means: `new_logprobs`, `old_logprobs`, `ratio_new_old`, `kl_new_old`
+      (r - log r - 1), `advantage`, and `clipped_ratio_fraction` (r is outside the bounds, whatever the sign of A).
+      Sums over tokens: `ratio_new_old_sum`, `ratio_new_old_squared_sum`, `num_tokens`. Extremes: `max_advantage`,
+      `min_advantage`. Of R = exp(mean over the sequence of log r), means over sequences: `sequence_ratio_new_old`,
+      `sequence_kl_new_old` (R - log R - 1); sums over sequences: `sequence_ratio_new_old_sum`,
+      `sequence_ratio_new_old_squared_sum`, `num_sequences` (with a token that counts). Fast-LLM's GSPO reports these
+      five without the prefix, and the last as `num_segments`.
+    - "with_entropy": `entropy`, averaged as `new_logprobs`.
     """
     if level == "none":
         return {}
@@ -83,7 +78,7 @@ def policy_metrics(
         metrics["kl_ref"] = Metric(torch.where(mask, kl.to(dtype), 0.0).sum(), count=count)
     low, high = token_loss.clip_low, token_loss.clip_high
     if low is not None and high is not None:
-        # In one sum: each small launch is time that a GPU has nothing else to do in.
+        # One sum for the three, because each small launch costs a GPU time.
         sides = [side.expand_as(mask) for side in (low, high, low | high)]
         clipped = (torch.stack(sides) & mask).flatten(1).sum(1).to(dtype)
         names = ("clip_low", "clip_high", "clip_ratio")
@@ -93,7 +88,7 @@ def policy_metrics(
 
     if batch.num_sequences is None:
         raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
-    # Sums to 1 over each sequence, on all ranks that hold parts of it.
+    # It sums to 1 over each sequence, on all ranks that hold parts of it.
     share = mask.to(dtype) / batch.sequence_length()
     sequences = divisor(batch.num_sequences)
     weight = share / sequences
@@ -143,15 +138,15 @@ AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
 def reduce_metrics(
     parts: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
 ) -> dict[str, Metric]:
-    """One step's metrics from those of its micro-batches and, with `all_reduce`, of all ranks.
+    """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
 
     Args:
-        parts: metrics of micro-batches; names may be missing from some.
-        all_reduce: (values, kind) -> values merged over ranks, called once per kind with everything of that kind;
-            every rank must have the same names.
+        parts: metrics of each micro-batch. A micro-batch may lack a name.
+        all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
+            Every rank must have the same names.
 
     Raises:
-        ValueError: a name that is merged in two ways.
+        ValueError: two micro-batches merge a name in different ways.
     """
     merged: dict[str, Metric] = {}
     for part in parts:

@@ -1,22 +1,19 @@
 """Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
 
-An objective is any callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. It sees clean zeros at
-masked tokens, and its values there are dropped. An objective may have these attributes:
+An objective is a callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. Masked tokens are 0 in
+every column, and their losses are dropped. r_t = exp(logp_t - old_t), at most e^40, is `batch.ratio(logps)`. An
+objective may have these attributes. Those that are not there are False.
 
-    token_local: bool, whether a token's gradient depends on that token alone; for callers who split sequences.
-    sequence_local: bool, whether it depends on the token's sequence alone; for callers who split batches. An objective
-        with `token_local`, true or not, is a function of its arguments alone, through which all its gradient flows.
-    zero_without_advantage: bool, whether loss and gradient of a token are 0 where its advantage is, whatever the
-        log-probabilities, and so its clip indicators; such tokens may then not be projected at all. A subclass with a
-        formula of its own does not inherit it.
-    sequence_zero_without_advantages: bool, whether the same holds of a sequence whose advantages are all 0. What has
-        zero_without_advantage has this, too.
-    needs_sequences: bool, whether it must know which tokens are of one sequence.
-    takes_importance_ratio: bool, whether it uses `batch.importance_ratio` itself, so that the loss must not.
-    check(batch): raises ValueError where the batch has something that the objective cannot mean.
-
-Ratios: r_t = exp(logp_t - old_t), at most e^40 (`AlignedBatch.ratio`). All bounds are numbers of a frozen dataclass,
-validated when it is made.
+    token_local: a token's gradient depends on that token alone; callers may split sequences.
+    sequence_local: a token's gradient depends on its sequence alone; callers may split batches. An objective with
+        either attribute is a function of its arguments alone, and all its gradient flows through them.
+    zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
+        log-probability; callers need not project it. A subclass with its own formula does not inherit this.
+    sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
+        zero_without_advantage.
+    needs_sequences: it must know which tokens are of one sequence.
+    takes_importance_ratio: it uses `batch.importance_ratio` itself, so that the loss must not.
+    check(batch): a method that raises ValueError for a batch that the objective cannot take.
 """
 
 import math
@@ -28,15 +25,15 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch, bounded_exp
-from liger_rl.policy.options import above_zero, at_least_zero, flag, instance_of, number, one_of, share, zero_to_one
+from liger_rl.policy.options import check_options
 
 
 class TokenLoss(NamedTuple):
-    """What an objective says of each token, shaped like the log-probabilities or broadcastable to them."""
+    """An objective's result for each token, shaped like the log-probabilities or broadcastable to them."""
 
     loss: Tensor
     ratio: Tensor | None = None
-    """The probability ratio of the objective's level before its clip, differentiable."""
+    """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
     clip_low: Tensor | None = None
     """bool: the ratio is under the lower bound, and A < 0."""
     clip_high: Tensor | None = None
@@ -46,6 +43,7 @@ class TokenLoss(NamedTuple):
 
 
 Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
+RATIO_LEVELS = ("token", "sequence", "sequence_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +51,15 @@ class PPOClip:
     """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
 
     Attributes:
-        epsilon_low, epsilon_high: distance of the bounds from 1, >= 0; an epsilon_low of 1 or more is no lower bound.
-            Apart from each other: arXiv:2503.14476.
-        delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high: two-sided clipping, arXiv:2505.07291.
-        dual_clip: c > 1; where A < 0 the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
-        importance_sampling_level: "token", r per token; "sequence", one r per sequence (GSPO); "sequence_token", the
-            sequence's value with each token's own gradient (GSPO-token). The ratio of a sequence is exp(mean of
-            logp - old), that of GSPO-token this without gradient times exp(logp_t - logp_t without gradient);
-            arXiv:2507.18071 eq. 14.
-        mean_advantages: use the mean of the advantages over each sequence, as Fast-LLM's GSPO does; the same where
-            they are one per sequence.
+        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0. Two different ones: arXiv:2503.14476. An
+            epsilon_low of 1 or more is no lower bound.
+        delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high; None is none. Two-sided clipping,
+            arXiv:2505.07291.
+        dual_clip: c > 1. If A < 0, the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
+        importance_sampling_level: "token": r per token. "sequence": GSPO's R = exp(mean over the sequence of logp -
+            old). "sequence_token": GSPO-token's sg(R) exp(logp - sg(logp)), where sg() has no gradient; eq. 14 of
+            arXiv:2507.18071.
+        mean_advantages: replace A by its mean over the sequence, as Fast-LLM's GSPO does.
     """
 
     epsilon_low: float = 0.2
@@ -75,13 +72,8 @@ class PPOClip:
     sequence_zero_without_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "epsilon_low", "epsilon_high")
-        if self.delta is not None:
-            above_zero(self, "delta")
-        if self.dual_clip is not None and not number("dual_clip", self.dual_clip) > 1:
-            raise ValueError(f"dual_clip must be above 1, or None, got {self.dual_clip}")
-        one_of("importance_sampling_level", self.importance_sampling_level, ("token", "sequence", "sequence_token"))
-        flag("mean_advantages", self.mean_advantages)
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", delta="(0, inf)", dual_clip="(1, inf]")
+        check_options(self, importance_sampling_level=RATIO_LEVELS, mean_advantages=bool)
 
     @property
     def token_local(self) -> bool:
@@ -103,14 +95,15 @@ class PPOClip:
         loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
-        return _clipped(loss, ratio, advantages, low, high)
+        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
 
     def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
         if self.importance_sampling_level == "token":
             return batch.ratio(logps)
-        of_sequence = logps if self.importance_sampling_level == "sequence" else logps.detach()
-        ratio = bounded_exp(batch.sequence_mean(batch.log_ratio(of_sequence)))
-        return ratio if of_sequence is logps else ratio * torch.exp(logps - logps.detach())
+        if self.importance_sampling_level == "sequence":
+            return bounded_exp(batch.sequence_mean(batch.log_ratio(logps)))
+        detached = logps.detach()
+        return bounded_exp(batch.sequence_mean(batch.log_ratio(detached))) * torch.exp(logps - detached)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +111,9 @@ class CISPO:
     """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
 
     Attributes:
-        epsilon_high: the upper bound of r itself, > 0, not its distance from 1. TRL's default is 0.2, arXiv:2510.13786
+        epsilon_high: the upper bound of r itself, > 0, not its distance from 1. 0.2 is TRL's default; arXiv:2510.13786
             recommends 5.
-        ratio_min: the lower bound of r itself, in [0, epsilon_high]; 0 is none, as in TRL. verl's `cispo` has both:
+        ratio_min: the lower bound of r itself, in [0, epsilon_high]. 0 is none, as in TRL. verl's `cispo` has
             1 - clip_ratio_low and 1 + clip_ratio_high.
     """
 
@@ -130,23 +123,22 @@ class CISPO:
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        above_zero(self, "epsilon_high")
-        at_least_zero(self, "ratio_min")
+        check_options(self, epsilon_high="(0, inf)", ratio_min="[0, inf)")
         if self.ratio_min > self.epsilon_high:
             raise ValueError(f"ratio_min must be at most epsilon_high = {self.epsilon_high}, got {self.ratio_min}")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
-        ratio = batch.ratio(logps)
-        loss = -ratio.detach().clamp(self.ratio_min, self.epsilon_high) * batch.advantages * logps
-        return _clipped(loss, ratio, batch.advantages, self.ratio_min, self.epsilon_high)
+        ratio, low, high = batch.ratio(logps), self.ratio_min, self.epsilon_high
+        loss = -ratio.detach().clamp(low, high) * batch.advantages * logps
+        return _clipped(loss, ratio, batch.advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO:
-    """-sigmoid(t (r - 1)) 4 / t A, t = sapo_temperature_pos where A > 0, else sapo_temperature_neg. arXiv:2511.20347.
+    """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347.
 
     Attributes:
-        sapo_temperature_pos, sapo_temperature_neg: steepness of the gate, > 0.
+        sapo_temperature_pos, sapo_temperature_neg: t, the steepness of the gate, for A > 0 and for A <= 0; > 0.
     """
 
     sapo_temperature_pos: float = 1.0
@@ -155,7 +147,7 @@ class SAPO:
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        above_zero(self, "sapo_temperature_pos", "sapo_temperature_neg")
+        check_options(self, sapo_temperature_pos="(0, inf)", sapo_temperature_neg="(0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
@@ -167,12 +159,12 @@ class SAPO:
 class VESPO:
     """-phi A logp, phi = exp(lambda + k log w - lambda w) without gradient, per sequence.
 
-    log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20); k and lambda by the sign
-    of A, A >= 0 positive. The importance ratio is part of w and multiplies nothing. arXiv:2602.10693, as in TRL's
-    `get_gamma_weights`.
+    log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20). The importance ratio is a
+    part of w and multiplies nothing else. arXiv:2602.10693, as in TRL's `get_gamma_weights`.
 
     Attributes:
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the weight, >= 0.
+        vespo_k_pos, vespo_lambda_pos: k and lambda for A >= 0; >= 0.
+        vespo_k_neg, vespo_lambda_neg: k and lambda for A < 0; >= 0.
     """
 
     vespo_k_pos: float = 2.0
@@ -189,7 +181,8 @@ class VESPO:
     HIGHEST: ClassVar[float] = 20.0
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        check_options(self, vespo_k_pos="[0, inf)", vespo_lambda_pos="[0, inf)")
+        check_options(self, vespo_k_neg="[0, inf)", vespo_lambda_neg="[0, inf)")
 
     def check(self, batch: AlignedBatch) -> None:
         if batch.importance_ratio_per_sequence:
@@ -200,7 +193,7 @@ class VESPO:
 
     @torch.no_grad()
     def weight(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
-        """phi, per sequence and sign of the advantage."""
+        """phi of each token: one per sequence and sign of the advantage."""
         log_w = batch.sequence_sum(batch.log_ratio(logps).clamp(-20.0, 20.0))
         if batch.importance_ratio is not None:
             log_correction = batch.importance_ratio.log().clamp(self.LOWEST, self.HIGHEST)
@@ -217,16 +210,14 @@ class VESPO:
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO:
-    """-exp(mean over the sequence of clipped log r) A: the geometric mean of clipped ratios. arXiv:2507.20673.
+    """-exp(mean over the sequence of c_t) mean(A), the geometric mean of clipped ratios. arXiv:2507.20673.
 
-    A is the sequence's mean advantage.
-
-    Each log r is clipped at -epsilon_low where A < 0 and at epsilon_high where A > 0, in log space.
+    c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low).
 
     Attributes:
-        epsilon_low, epsilon_high: bounds of log r, >= 0.
-        mean_importance_ratio: an importance ratio multiplies a sequence's loss as its geometric mean over the sequence,
-            each at least 1e-10, as in verl's `geo_mean`. False multiplies each token's loss by its own.
+        epsilon_low, epsilon_high: bounds of log r, in nats, >= 0.
+        mean_importance_ratio: True multiplies a sequence's loss by the geometric mean of its importance ratios, each at
+            least 1e-10, as verl's `geo_mean` does. False multiplies each token's loss by its ratio.
     """
 
     epsilon_low: float = 0.4
@@ -240,8 +231,7 @@ class GMPO:
     LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "epsilon_low", "epsilon_high")
-        flag("mean_importance_ratio", self.mean_importance_ratio)
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", mean_importance_ratio=bool)
 
     @property
     def takes_importance_ratio(self) -> bool:
@@ -256,13 +246,13 @@ class GMPO:
         if self.mean_importance_ratio and batch.importance_ratio is not None:
             log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
             loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
-        low, high = math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
-        return _clipped(loss, bounded_exp(log_ratio), advantages, low, high)
+        ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
+        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce:
-    """-A logp. Williams 1992; with group advantages GPG, arXiv:2504.02546."""
+    """-A logp. Williams 1992; with advantages of a group, GPG, arXiv:2504.02546."""
 
     token_local: ClassVar[bool] = True
     zero_without_advantage: ClassVar[bool] = True
@@ -273,10 +263,10 @@ class Reinforce:
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO:
-    """-min(r, ratio_cap) A logp, r without gradient, 0 where the probability has moved too far. arXiv:2602.04879.
+    """-min(r, ratio_cap) A logp, r without gradient; 0 for a token whose probability moved too far. arXiv:2602.04879.
 
-    Binary total variation: a token is dropped where p - p_old > divergence_high for A > 0, or < -divergence_low
-    otherwise. verl's `dppo_tv`; its gradient is prime-rl's default loss where r is under the cap.
+    A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
+    binary total variation, verl's `dppo_tv`. Below the cap, the gradient is that of prime-rl's default loss.
 
     Attributes:
         divergence_low, divergence_high: bounds of the change of probability, in [0, 1].
@@ -290,11 +280,10 @@ class DPPO:
     zero_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        zero_to_one(self, "divergence_low", "divergence_high")
-        above_zero(self, "ratio_cap")
+        check_options(self, divergence_low="[0, 1]", divergence_high="[0, 1]", ratio_cap="(0, inf)")
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities without gradient -> bool, whether the probability moved too far down, and up."""
+        """bool: the probability moved too far down, and too far up. Log-probabilities without gradient."""
         change = logps.exp() - old.exp()
         return change < -self.divergence_low, change > self.divergence_high
 
@@ -304,27 +293,25 @@ class DPPO:
         too_low, too_high = self.moved_too_far(detached, detached - batch.log_ratio(detached))
         dropped = torch.where(advantages > 0, too_high, too_low)
         loss = torch.where(dropped, 0.0, -ratio.detach().clamp(max=self.ratio_cap) * advantages * logps)
-        return TokenLoss(loss, ratio, too_low & (advantages < 0), too_high & (advantages > 0), too_low | too_high)
+        return _clipped(loss, ratio, advantages, too_low, too_high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOKL(DPPO):
-    """As `DPPO`, by the binary Kullback-Leibler divergence; verl's `dppo_kl`. arXiv:2602.04879.
+    """`DPPO` by the binary KL divergence D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
-    A token is dropped where D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) is above divergence_high
-    and p > p_old for A > 0, or above divergence_low and p < p_old otherwise. As in verl, 1e-8 is added to 1 - p_old
-    and to 1 - p.
+    A > 0 drops tokens with p > p_old and D > divergence_high. A <= 0 drops tokens with p < p_old and D >
+    divergence_low. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
 
     Attributes:
         divergence_low, divergence_high: bounds of D in nats, >= 0.
-        ratio_cap: as in `DPPO`.
+        ratio_cap: upper bound of r, > 0.
     """
 
     LEAST_PROBABILITY: ClassVar[float] = 1e-8
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "divergence_low", "divergence_high")
-        above_zero(self, "ratio_cap")
+        check_options(self, divergence_low="[0, inf)", divergence_high="[0, inf)", ratio_cap="(0, inf)")
 
     def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         # expm1 keeps the digits of 1 - p that a p near 1 loses.
@@ -337,19 +324,19 @@ class DPPOKL(DPPO):
 
 @dataclass(frozen=True, kw_only=True)
 class DRO:
-    """-(A logp - dro_beta / 2 (logp - old)^2): direct reward optimisation, arXiv:2405.19107, as verl's `dro`.
+    """-(A logp - dro_beta / 2 (logp - old)^2), direct reward optimisation. arXiv:2405.19107, verl's `dro`.
 
-    A is the caller's; the paper's is the reward minus a learned value.
+    The paper's A is the reward minus a learned value.
 
     Attributes:
-        dro_beta: strength of the penalty for leaving the old policy, > 0; there is no default.
+        dro_beta: strength of the penalty for leaving the old policy, > 0. It has no default.
     """
 
     dro_beta: float
     token_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        above_zero(self, "dro_beta")
+        check_options(self, dro_beta="(0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
@@ -358,16 +345,16 @@ class DRO:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov:
-    """PPO-clip with the gradient of a few tokens of high covariance cut. arXiv:2505.22617, verl's `clip_cov`.
+    """`PPOClip`, with loss 0 for a few tokens of high covariance. arXiv:2505.22617, verl's `clip_cov`.
 
-    A token may be cut if its covariance (A - mean A)(logp - mean logp) lies between the bounds, unless PPO clips it. Of
-    these, max(1, floor(clip_cov_ratio * tokens)) random ones have loss 0.
+    A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub and PPO does not clip it.
+    max(1, floor(clip_cov_ratio * tokens)) of the eligible tokens are drawn, and get loss 0.
 
     Attributes:
-        epsilon_low, epsilon_high: as in `PPOClip`.
+        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0.
         clip_cov_ratio: share of the tokens to cut, in (0, 1].
-        clip_cov_lb, clip_cov_ub: bounds of the covariance, clip_cov_lb < clip_cov_ub.
-        generator: of the random choice, on the log-probabilities' device; None is torch's own.
+        clip_cov_lb, clip_cov_ub: bounds of the covariance in nats, clip_cov_lb < clip_cov_ub.
+        generator: draws the tokens, on the log-probabilities' device; None is torch's default.
     """
 
     epsilon_low: float = 0.2
@@ -379,15 +366,10 @@ class ClipCov:
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "epsilon_low", "epsilon_high")
-        share(self, "clip_cov_ratio")
-        low, high = (number(name, getattr(self, name)) for name in ("clip_cov_lb", "clip_cov_ub"))
-        if math.isnan(high):
-            raise ValueError(f"clip_cov_ub must not be NaN, got {high}")
-        if not low < high:
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", clip_cov_ratio="(0, 1]")
+        check_options(self, clip_cov_lb="[-inf, inf]", clip_cov_ub="[-inf, inf]", generator=torch.Generator)
+        if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
-        if self.generator is not None:
-            instance_of("generator", self.generator, torch.Generator)
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         plain = PPOClip(epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)(logps, batch)
@@ -406,9 +388,11 @@ class ClipCov:
 class KLCov:
     """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
 
+    The covariance is (A - mean A)(logp - mean logp). max(1, floor(kl_cov_ratio * tokens)) tokens get the penalty.
+
     Attributes:
-        kl_cov_ratio: share of the tokens that are held back, in (0, 1]; at least one token is.
-        ppo_kl_coef: how strongly, >= 0.
+        kl_cov_ratio: share of the tokens with the penalty, in (0, 1].
+        ppo_kl_coef: coefficient of the penalty, >= 0.
     """
 
     kl_cov_ratio: float = 0.0002
@@ -416,8 +400,7 @@ class KLCov:
     token_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        share(self, "kl_cov_ratio")
-        at_least_zero(self, "ppo_kl_coef")
+        check_options(self, kl_cov_ratio="(0, 1]", ppo_kl_coef="[0, inf)")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
         ratio = batch.ratio(logps)
@@ -428,27 +411,26 @@ class KLCov:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    """In the dtype of `like`: two numbers in `where` would be float32 always."""
+    # `where` of two numbers is of torch's default dtype.
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
-def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    under, over = ratio < low, ratio > high
+def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, under: Tensor, over: Tensor) -> TokenLoss:
     return TokenLoss(loss, ratio, under & (advantages < 0), over & (advantages > 0), under | over)
 
 
 @torch.no_grad()
 def _covariance(logps: Tensor, batch: AlignedBatch) -> Tensor:
-    """(A - mean A)(logp - mean logp), the means over the batch's tokens."""
+    """(A - mean A)(logp - mean logp), the means over the tokens that count."""
     count = batch.mask.sum().clamp(min=1)
     return (batch.advantages - batch.advantages.sum() / count) * (logps - logps.sum() / count)
 
 
 def _rank(keys: Tensor) -> Tensor:
-    """Place of each element in ascending order, ties by position; without a host sync, unlike a choice of indices."""
+    """Each element's place in ascending order, ties by position. Unlike a choice of indices, it needs no host sync."""
     return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
 
 
 def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
-    # In the dtype that losses have: an int64 tensor times a number would be of torch's default dtype.
+    # The count is cast first: an int64 tensor times a number is of torch's default dtype.
     return (batch.mask.sum().to(batch.advantages.dtype) * share).floor().clamp(min=1)

@@ -1,16 +1,47 @@
-"""Checks of options, for the dataclasses that have them. Each error names the option."""
+"""Checks of options. Each error names the option."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 
+def check_options(options: Any, **rules: Any) -> None:
+    """Raises TypeError or ValueError for the first field of a dataclass that breaks its rule.
+
+        check_options(self, epsilon_low="[0, inf)", level=("token", "sequence"), mean_advantages=bool)
+
+    A rule is an interval of numbers, a tuple of known names, a type, or `callable`. A field whose default is None may
+    be None.
+    """
+    for name, rule in rules.items():
+        value = getattr(options, name)
+        if value is None and type(options).__dataclass_fields__[name].default is None:
+            continue
+        if isinstance(rule, str):
+            in_interval(name, value, rule)
+        elif isinstance(rule, tuple):
+            one_of(name, value, rule)
+        elif rule is callable:
+            callable_instance(name, value)
+        else:
+            instance_of(name, value, rule)
+
+
+def in_interval(name: str, value: Any, interval: str) -> None:
+    """Raises for a value outside an interval such as "[0, inf)". NaN is in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    x = number(name, value)
+    above = x >= low if interval[0] == "[" else x > low
+    below = x <= high if interval[-1] == "]" else x < high
+    if not (above and below):
+        raise ValueError(f"{name} must be in {interval}, got {value}")
+
+
 def number(name: str, value: Any) -> float:
-    """-> the number as a float, NaN and infinities included.
+    """The number as a float, NaN and infinities included.
 
     Raises:
         TypeError: it is not an int or float.
-        ValueError: it is an int that no float holds.
+        ValueError: it is an int beyond a float's range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -20,37 +51,9 @@ def number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be in a float's range, got an int beyond it") from None
 
 
-def at_least_zero(options: object, *names: str) -> None:
-    _within(options, names, "at least 0 and finite", lambda value: 0 <= value < math.inf)
-
-
-def above_zero(options: object, *names: str) -> None:
-    _within(options, names, "above 0 and finite", lambda value: 0 < value < math.inf)
-
-
-def share(options: object, *names: str) -> None:
-    _within(options, names, "in (0, 1]", lambda value: 0 < value <= 1)
-
-
-def zero_to_one(options: object, *names: str) -> None:
-    _within(options, names, "in [0, 1]", lambda value: 0 <= value <= 1)
-
-
-def _within(options: object, names: tuple[str, ...], expected: str, holds: Callable[[float], bool]) -> None:
-    for name in names:
-        value = number(name, getattr(options, name))
-        if not holds(value):  # NaN is within nothing
-            raise ValueError(f"{name} must be {expected}, got {value}")
-
-
 def whole_number(name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-
-
-def flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:
@@ -60,7 +63,7 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
 
 
 def callable_instance(name: str, value: Any) -> None:
-    """Raises TypeError for what cannot be called, and for a class: calling one makes an instance."""
+    """Raises TypeError for a value that cannot be called, and for a class: calling one makes an instance."""
     if isinstance(value, type):
         raise TypeError(f"{name} must be an instance, got the class {value.__name__}; write {value.__name__}(...)")
     if not callable(value):

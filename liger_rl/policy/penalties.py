@@ -1,6 +1,5 @@
 """Terms added to the policy term: distance from the reference policy, and entropy."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,27 +7,23 @@ import torch
 from torch import Tensor
 
 from liger_rl.policy.batch import MAX_LOG_RATIO, AlignedBatch, PolicyBatch
-from liger_rl.policy.options import at_least_zero, flag, number, one_of
+from liger_rl.policy.options import check_options
 
 
 def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
-    """logp - ref, unbiased and of either sign. http://joschu.net/blog/kl-approx.html"""
+    """logp - ref, an unbiased estimate of KL(policy || reference). http://joschu.net/blog/kl-approx.html"""
     return logps - ref_per_token_logps
 
 
 def k2(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
-    """(logp - ref)^2 / 2 >= 0, biased, with the KL's own gradient in expectation. http://joschu.net/blog/kl-approx.html"""
+    """(logp - ref)^2 / 2, biased; its gradient is the KL's in expectation. http://joschu.net/blog/kl-approx.html"""
     return (logps - ref_per_token_logps).square() / 2
 
 
 def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
-    """exp(ref - logp) - (ref - logp) - 1 >= 0, an unbiased estimate of KL(policy || reference) per sampled token.
-
-    ref - logp counts as at most 40 nats, where exp is 2e17; beyond it the gradient is 0.
-    http://joschu.net/blog/kl-approx.html
-    """
+    """exp(d) - d - 1, d = min(ref - logp, 40 nats), an unbiased estimate. http://joschu.net/blog/kl-approx.html"""
     difference = (ref_per_token_logps - logps).clamp(max=MAX_LOG_RATIO)
-    # expm1(d) - d keeps the digits that exp(d) - d - 1 loses where policy and reference agree.
+    # exp(d) - d - 1 loses its digits where policy and reference agree.
     return torch.expm1(difference) - difference
 
 
@@ -42,14 +37,12 @@ class KLPenalty:
 
     Attributes:
         beta: coefficient, >= 0.
-        kl_estimator: "k1", "k2" or "k3", of the sampled token; or "exact", KL(policy || reference) of the two whole
-            distributions at each sampled prefix, which is what they estimate: the Rao-Blackwellised term of
-            arXiv:2504.10637. `FusedLinearGRPOLoss` makes it from a `ReferenceHead`, and `ppo_loss_fn` is given it. Its
-            gradient is that of the distribution at each prefix. That the policy also chooses the prefixes is not
-            differentiated, as with the others.
-        importance_weighted: multiply the estimate by the objective's un-clamped ratio, through which gradient flows:
-            TRL's `use_bias_correction_kl`, DeepSeek-V3.2, arXiv:2512.02556. Not with "exact", which does not depend on
-            the sampled token that a ratio is of.
+        kl_estimator: "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference)
+            over the whole vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637.
+            `FusedLinearGRPOLoss` makes it from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With each of
+            the four, the gradient ignores that the policy chose the prefix.
+        importance_weighted: multiply the estimate by the objective's un-clamped ratio, with gradient. TRL's
+            `use_bias_correction_kl`, arXiv:2512.02556. Not with "exact", which has no sampled token.
     """
 
     beta: float = 0.0
@@ -57,27 +50,25 @@ class KLPenalty:
     importance_weighted: bool = False
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "beta")
-        one_of("kl_estimator", self.kl_estimator, (*ESTIMATORS, EXACT))
-        flag("importance_weighted", self.importance_weighted)
+        check_options(self, beta="[0, inf)", kl_estimator=(*ESTIMATORS, EXACT), importance_weighted=bool)
         if self.importance_weighted and self.kl_estimator == EXACT:
             raise ValueError(
-                'importance_weighted must be False with kl_estimator="exact": a ratio corrects for which token was '
-                "sampled, and the exact KL does not depend on it"
+                'importance_weighted must be False with kl_estimator="exact": a ratio corrects for the sampled token, '
+                "and the exact KL does not depend on it"
             )
 
     @property
     def exact(self) -> bool:
-        """Whether the KL itself has to be given."""
+        """Whether the caller has to give the KL itself."""
         return self.beta != 0.0 and self.kl_estimator == EXACT
 
     def check(self, batch: PolicyBatch) -> None:
-        """Raises ValueError where the penalty is asked for and the batch has no reference."""
+        """Raises ValueError if the penalty needs a reference and the batch has none."""
         if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
             raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
 
     def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:
-        """-> estimate of the KL per token in nats, before the coefficient, or None at beta == 0."""
+        """The estimate of the KL per token in nats, before the coefficient; None at beta == 0."""
         if self.beta == 0.0 or batch.ref_per_token_logps is None:
             return None
         kl = ESTIMATORS[self.kl_estimator](logps, batch.ref_per_token_logps)
@@ -90,25 +81,24 @@ class KLPenalty:
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyBonus:
-    """- entropy_coef * mean entropy of the tokens that count, as TRL has it: independent of the reduction.
+    """- entropy_coef * mean entropy of the tokens that count, whatever the reduction is; TRL's.
 
-    With a `TopEntropyMask` among the corrections, the mean is over the tokens it keeps. It is a mean over the batch it
-    is given: divide the coefficient by the number of micro-batches to have them add up, as TRL does.
+    With a `TopEntropyMask` among the corrections, the mean is over the tokens that it keeps. The mean is over one
+    batch: divide the coefficient by the number of micro-batches, as TRL does, and they add up.
 
     Attributes:
-        entropy_coef: coefficient; 0 computes nothing.
+        entropy_coef: coefficient, finite; 0 computes nothing.
     """
 
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(number("entropy_coef", self.entropy_coef)):
-            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
+        check_options(self, entropy_coef="(-inf, inf)")
 
     def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
-        """Entropies in nats and the bool mask of tokens they count at, (B, T) or (N,) -> the term, ().
+        """() the term, of entropies in nats and the bool mask of the tokens kept, (B, T) or (N,).
 
-        `count`, () of tokens, is what the mean divides by where these are not all; None counts them.
+        `count` is the mean's divisor if the tokens here are not all, (); None counts them.
         """
         count = kept.sum() if count is None else count
         return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)

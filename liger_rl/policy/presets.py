@@ -1,33 +1,14 @@
-"""Names people know losses by. A preset is an (objective, reduction) pair with its defaults, and nothing else."""
+"""The published names of losses. A preset is an objective's class, a reduction's class and default options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from liger_rl.policy.objectives import (
-    CISPO,
-    DPPO,
-    DPPOKL,
-    DRO,
-    GMPO,
-    SAPO,
-    VESPO,
-    ClipCov,
-    KLCov,
-    Objective,
-    PPOClip,
-    Reinforce,
-)
+from liger_rl.policy import objectives
+from liger_rl.policy.objectives import Objective, PPOClip
 from liger_rl.policy.options import one_of
 from liger_rl.policy.penalties import EntropyBonus, KLPenalty
-from liger_rl.policy.reductions import (
-    FixedLengthMean,
-    GlobalTokenMean,
-    Reduction,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-)
+from liger_rl.policy.reductions import FixedLengthMean, GlobalTokenMean, Reduction, SequenceMean, SequenceSum, TokenMean
 
 
 @dataclass(frozen=True)
@@ -43,20 +24,20 @@ PRESETS: Mapping[str, Preset] = {
     "dapo": Preset(PPOClip, GlobalTokenMean),
     "dr_grpo": Preset(PPOClip, FixedLengthMean),
     "luspo": Preset(PPOClip, SequenceSum),
-    "cispo": Preset(CISPO, GlobalTokenMean),
-    "sapo": Preset(SAPO, SequenceMean),
-    "vespo": Preset(VESPO, GlobalTokenMean),
+    "cispo": Preset(objectives.CISPO, GlobalTokenMean),
+    "sapo": Preset(objectives.SAPO, SequenceMean),
+    "vespo": Preset(objectives.VESPO, GlobalTokenMean),
     "gspo": Preset(PPOClip, SequenceMean, {"importance_sampling_level": "sequence"}),
     "gspo_token": Preset(PPOClip, SequenceMean, {"importance_sampling_level": "sequence_token"}),
-    "gmpo": Preset(GMPO, SequenceMean),
-    "gpg": Preset(Reinforce, GlobalTokenMean),
-    "dppo": Preset(DPPO, GlobalTokenMean),
-    "dppo_kl": Preset(DPPOKL, GlobalTokenMean),
-    "dro": Preset(DRO, GlobalTokenMean),
-    "clip_cov": Preset(ClipCov, TokenMean),
-    "kl_cov": Preset(KLCov, TokenMean),
+    "gmpo": Preset(objectives.GMPO, SequenceMean),
+    "gpg": Preset(objectives.Reinforce, GlobalTokenMean),
+    "dppo": Preset(objectives.DPPO, GlobalTokenMean),
+    "dppo_kl": Preset(objectives.DPPOKL, GlobalTokenMean),
+    "dro": Preset(objectives.DRO, GlobalTokenMean),
+    "clip_cov": Preset(objectives.ClipCov, TokenMean),
+    "kl_cov": Preset(objectives.KLCov, TokenMean),
 }
-"""The names that a loss_type may have; each has an objective's class, a reduction's class and defaults."""
+"""The names that a loss_type may have."""
 
 
 class LossParts(NamedTuple):
@@ -67,23 +48,23 @@ class LossParts(NamedTuple):
 
 
 def build_preset(loss_type: str, *, reduction: Reduction | None = None, **options: Any) -> LossParts:
-    """-> the preset's objective, reduction and penalties, each with the options that are its fields.
+    """The preset's objective, reduction and penalties, each made with the options that are its fields.
 
-    A `reduction` given takes the place of the preset's, whose options are then unknown.
+    If `reduction` is given, it replaces the preset's reduction, whose options are then unknown.
 
     Raises:
         ValueError: an unknown preset or option (the known ones are listed), or a required option left out.
     """
     preset = _preset(loss_type)
     if reduction is not None:
-        objective, kl, entropy_bonus = _made(loss_type, (preset.objective, KLPenalty, EntropyBonus), options)
+        objective, kl, entropy_bonus = _built(loss_type, (preset.objective, KLPenalty, EntropyBonus), options)
         return LossParts(objective, reduction, kl, entropy_bonus)
-    return LossParts(*_made(loss_type, (preset.objective, preset.reduction, KLPenalty, EntropyBonus), options))
+    return LossParts(*_built(loss_type, (preset.objective, preset.reduction, KLPenalty, EntropyBonus), options))
 
 
 def build_per_token(loss_type: str, **options: Any) -> tuple[Objective, KLPenalty]:
-    """As `build_preset`, without the reduction and the entropy bonus, which has no meaning before one."""
-    objective, kl = _made(loss_type, (_preset(loss_type).objective, KLPenalty), options)
+    """`build_preset` of a loss per token, without the reduction and the entropy bonus, which is a mean."""
+    objective, kl = _built(loss_type, (_preset(loss_type).objective, KLPenalty), options)
     return objective, kl
 
 
@@ -92,31 +73,26 @@ def _preset(loss_type: str) -> Preset:
     return PRESETS[loss_type]
 
 
-def _made(loss_type: str, parts: Sequence[type], options: Mapping[str, Any]) -> list[Any]:
-    """An instance of each part, with the options that are its fields."""
-    known = [name for part in parts for name in _options(part)]
+def _built(loss_type: str, classes: Sequence[type], options: Mapping[str, Any]) -> list[Any]:
+    """An instance of each class, with the options that are its fields."""
+    known = [f.name for cls in classes for f in fields(cls)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
             f"loss_type {loss_type!r} has no option {', '.join(unknown)}; it has {', '.join(known)}{_hint(unknown)}"
         )
     chosen = {**PRESETS[loss_type].defaults, **options}
-    for part in parts:
-        for name, required in _options(part).items():
-            if required and chosen.get(name) is None:
-                raise ValueError(f"loss_type {loss_type!r} needs {name}, which has no default")
-    return [part(**{name: chosen[name] for name in _options(part) if name in chosen}) for part in parts]
+    for cls in classes:
+        for f in fields(cls):
+            if f.default is MISSING and chosen.get(f.name) is None:
+                raise ValueError(f"loss_type {loss_type!r} needs {f.name}, which has no default")
+    return [cls(**{f.name: chosen[f.name] for f in fields(cls) if f.name in chosen}) for cls in classes]
 
 
 def _hint(unknown: list[str]) -> str:
     if "reduction" in unknown:
-        return ". This loss is per token: reduce what it returns"
+        return ". This loss is per token: reduce its result"
     if "importance_sampling_level" not in unknown:
         return ""
     clipping = [name for name, preset in PRESETS.items() if preset.objective is PPOClip]
     return f". A ratio per sequence has a meaning where the ratio carries the gradient: {', '.join(clipping)}"
-
-
-def _options(part: type) -> dict[str, bool]:
-    """Options of a dataclass -> whether they must be given."""
-    return {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(part)}

@@ -1,8 +1,9 @@
 """Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
 
-A reduction is any callable `(batch) -> weights` on an `AlignedBatch`; weights at masked tokens are 0. Because they
-are weights, micro-batches that share their global counts add up to the whole batch. It may have a method check(batch)
-that raises ValueError where the batch lacks what it needs, before anything is computed.
+A reduction is a callable `(batch) -> weights` on an `AlignedBatch`. Weights at masked tokens are 0. Micro-batches that
+share their global counts add up to the whole batch. m is the mask, 1 at tokens that count.
+
+A reduction may have a method check(batch). It raises ValueError for a batch that lacks a column or divisor.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from liger_rl.policy.batch import AlignedBatch
-from liger_rl.policy.options import above_zero, whole_number
+from liger_rl.policy.options import check_options, whole_number
 
 Reduction = Callable[[AlignedBatch], Tensor]
 
@@ -34,7 +35,7 @@ class _OverSequences:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(_OverSequences):
-    """m / (len_b num_sequences): the mean over sequences of their token means. arXiv:2402.03300."""
+    """m / (tokens of the sequence * num_sequences): the mean of the sequences' token means. arXiv:2402.03300."""
 
     def check(self, batch: AlignedBatch) -> None:
         batch.check_sequences()
@@ -46,7 +47,7 @@ class SequenceMean(_OverSequences):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(_OverSequences):
-    """m / num_sequences: the mean over sequences of their token sums; longer sequences weigh more. arXiv:2602.05261."""
+    """m / num_sequences: the mean of the sequences' token sums. Longer sequences weigh more. arXiv:2602.05261."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / self.sequences(batch)
@@ -54,7 +55,7 @@ class SequenceSum(_OverSequences):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMean:
-    """m / sum m: the mean over this batch's tokens, TRL's "bnpo"."""
+    """m / sum m: the mean over this batch's tokens; TRL's "bnpo"."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / batch.mask.sum().clamp(min=1)
@@ -62,12 +63,12 @@ class TokenMean:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTokenMean:
-    """m / (num_items_in_batch / world_size): the mean over the whole optimiser step's tokens. arXiv:2503.14476.
+    """m world_size / num_items_in_batch: the mean over the tokens of the whole optimiser step. arXiv:2503.14476.
 
-    Without `num_items_in_batch` in the batch, the mean over this batch's tokens.
+    Without `num_items_in_batch` in the batch, it is `TokenMean`.
 
     Attributes:
-        world_size: ranks whose gradients are averaged afterwards, as data parallelism does.
+        world_size: number of ranks whose gradients are averaged afterwards, as data parallelism does; at least 1.
     """
 
     world_size: int = 1
@@ -78,24 +79,22 @@ class GlobalTokenMean:
     def __call__(self, batch: AlignedBatch) -> Tensor:
         if batch.num_items_in_batch is None:
             return TokenMean()(batch)
-        # The weights come first: an integer tensor and a number alone would be of torch's default dtype.
+        # The weights come first: an integer tensor divided by a number is of torch's default dtype.
         return _weights(batch) * self.world_size / divisor(batch.num_items_in_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLengthMean(_OverSequences):
-    """m / (num_sequences max_completion_length): no token counts more for its sequence being short.
-
-    Dr. GRPO, arXiv:2503.20783.
+    """m / (num_sequences * max_completion_length): tokens of short and of long sequences weigh alike. arXiv:2503.20783.
 
     Attributes:
-        max_completion_length: tokens a completion may have, > 0; there is no default.
+        max_completion_length: the most tokens of a completion, > 0. It has no default.
     """
 
     max_completion_length: float
 
     def __post_init__(self) -> None:
-        above_zero(self, "max_completion_length")
+        check_options(self, max_completion_length="(0, inf)")
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch) / self.max_completion_length / self.sequences(batch)
@@ -103,17 +102,17 @@ class FixedLengthMean(_OverSequences):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSum:
-    """m: the sum over tokens, for callers with a divisor of their own."""
+    """m: the sum over tokens, for callers with their own divisor."""
 
     def __call__(self, batch: AlignedBatch) -> Tensor:
         return _weights(batch)
 
 
 def _weights(batch: AlignedBatch) -> Tensor:
-    """m, in the dtype that losses have; a bool divided by a number would be float32 always."""
+    """m, in the dtype of the loss: a bool divided by a number is of torch's default dtype."""
     return batch.mask.to(batch.advantages.dtype)
 
 
 def divisor(count: int | float | Tensor) -> float | Tensor:
-    """A count to divide by, at least 1."""
+    """The count, at least 1."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

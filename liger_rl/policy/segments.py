@@ -16,8 +16,8 @@ class Segments:
     """Which sequence each token of a packed batch belongs to.
 
     Attributes:
-        index: (N,) integers in [0, count); one outside belongs to none, and its token has to be masked.
-        count: number of sequences, the same on every rank; some may have no token here, or nowhere.
+        index: (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked.
+        count: number of sequences, the same on every rank. A sequence may have no token.
         all_reduce: sums a (count,) tensor over the ranks that hold parts of the same sequences; None is one rank.
     """
 
@@ -34,17 +34,17 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
-        """From cumulative lengths, as flash-attention takes them; tokens past the last belong to none.
+        """From cumulative lengths, as flash-attention takes them. Tokens past the last length belong to no sequence.
 
         Args:
-            cu_seqlens: (S + 1,) integers that start at 0 and never decrease.
+            cu_seqlens: (S + 1,) integers that start at 0 and never decrease. They are checked in CPU memory alone,
+                because reading them elsewhere would wait for the device.
             num_tokens: N.
             all_reduce: as the attribute.
 
         Raises:
             TypeError: cu_seqlens is not a tensor of integers.
-            ValueError: its shape is another, or its values in CPU memory are. Values on another device are not read,
-                because that would wait for the device.
+            ValueError: cu_seqlens has another shape, or values that are not cumulative lengths.
         """
         if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
             kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -67,12 +67,12 @@ def _integers(values: Tensor) -> bool:
 
 
 def segment_sum(values: Tensor, segments: Segments) -> Tensor:
-    """(N,) -> (N,): each token gets the sum over its segment, on all ranks; differentiable."""
+    """(N,) -> (N,): each token gets the sum over its segment, on all ranks. Differentiable."""
     return _SegmentSum.apply(values, segments)
 
 
 class _SegmentSum(torch.autograd.Function):
-    """(N,) -> (N,): each token gets its segment's sum. A symmetric operator, so it is its own gradient."""
+    """`segment_sum`. The operator is symmetric, so it is its own gradient."""
 
     @staticmethod
     def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
@@ -82,8 +82,8 @@ class _SegmentSum(torch.autograd.Function):
         order = torch.argsort(index, stable=True)
         lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
         lengths.scatter_add_(0, index, torch.ones_like(index))
-        # Sorted runs and not scattered adds: float adds in an order that threads decide would differ from run to run.
-        # In float64, because thousands of tokens go into one number.
+        # Scattered adds would differ from run to run, because threads decide their order; sorted runs do not. In
+        # float64, because one number may be the sum of thousands of tokens.
         totals = torch.segment_reduce(values.double()[order], "sum", lengths=lengths, initial=0, unsafe=True)
         if segments.all_reduce is not None:
             totals = torch.cat([segments.all_reduce(totals[:-1]), totals[-1:]])
