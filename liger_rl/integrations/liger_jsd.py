@@ -8,7 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from liger_rl.head.divergence import DivergenceCall, check_not_compiling, in_one_pass_if_free, measure_of
+from liger_rl.head.divergence import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.head.graphs import check_not_compiling
 from liger_rl.head.options import HeadOptions
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs

@@ -172,7 +172,6 @@ def _grad_kernel(
     columns,
     first,
     steps,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -202,10 +201,8 @@ def _grad_kernel(
         grad = times_derivative(grad, square, steps)
         if steps.temperatures is not None:
             grad /= temperature
-        if ADD:
-            grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
-    elif not ADD:
+    else:
         tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
 
 
@@ -259,7 +256,6 @@ class GivenRows(NamedTuple):
 
     mask: Tensor | None = None
     logps: Tensor | None = None
-    add: bool = False
 
 
 A_TILE = GivenRows()
@@ -278,7 +274,7 @@ def grad(
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
-    (mask, logps, add), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
+    (mask, logps), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
     if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
@@ -299,7 +295,6 @@ def grad(
             columns,
             first,
             LogitSteps.of(transform),
-            ADD=add,
             BLOCK=block,
             num_warps=WARPS,
         )
@@ -313,19 +308,16 @@ def grad_rows(
     statistics: TokenStatistics,
     grads: tuple[Tensor, Tensor | None],
     out: Tensor,
-    *,
-    add: bool,
 ) -> None:
     """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
     if targets.numel() == 0:
-        if not add:
-            out.zero_()
+        out.zero_()
         return
     grad_logps, grad_entropy = grads
     entropy = None if grad_entropy is None else statistics.entropy
     # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
     tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps, add))
+    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps))
 
 
 def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]:
