@@ -179,8 +179,7 @@ VARIANTS: dict[str, Callable[[], LossOf]] = {
     "Liger Triton": lambda: _liger(False),
     "Liger Triton, in place": lambda: _liger(True),
     "liger_rl": lambda: _ours(),
-    "liger_rl, in place": lambda: _ours(in_place=True),
-    "liger_rl, in place, fixed shape": lambda: _ours(in_place=True, fixed_shape=True),
+    "liger_rl, fixed shape": lambda: _ours(fixed_shape=True),
 }
 
 
@@ -211,7 +210,7 @@ def _numbers(loss_of: LossOf, batch: Batch, gold: Gold, device: str) -> dict[str
     logits = batch.logits.clone().requires_grad_()
 
     def restore() -> None:
-        # Some write their gradient over the logits, so every repeat of every variant gets them anew, untimed.
+        # Liger's kernel may write its gradient over the logits. Every repeat of every variant gets them anew, untimed.
         logits.data.copy_(batch.logits)
 
     def forward() -> Tensor:

@@ -11,11 +11,11 @@ from liger_rl.head.divergence import (
     Divergence,
     DivergenceCall,
     DivergenceKeywords,
-    check_not_compiling,
     divergence_of,
     divergence_options,
     measure_of,
 )
+from liger_rl.head.graphs import check_not_compiling
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY
 
@@ -110,7 +110,7 @@ def linear_divergence(
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
     """
-    check_not_compiling()
+    check_not_compiling("linear_divergence")
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
     return divergence_of(

@@ -1,22 +1,35 @@
 """GRPO and its relatives from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_rl.given_logits.function import check_logits, row_logprobs
-from liger_rl.given_logits.loss import ClipIndicator, LogitLoss, PerTokenLoss, per_token_loss
-from liger_rl.given_logits.rows import LogitRowsOptions
-from liger_rl.head.tokens import ask_vocabulary, counted_tokens
+from liger_rl.given_logits import LogitRows, check_logits
+from liger_rl.head.checks import check_flag
+from liger_rl.head.graphs import never_in_a_graph
+from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.policy import fused
 from liger_rl.policy.batch import AlignedBatch, PolicyBatch, batch_of
-from liger_rl.policy.fused import kernel_of
 from liger_rl.policy.loss import PolicyTerms, PreparedLoss
 from liger_rl.policy.objectives import TokenLoss
 from liger_rl.policy.options import one_of
 from liger_rl.policy.presets import build_per_token
+
+
+class PerTokenLoss(NamedTuple):
+    """(B, T) or (N,) each, 0 at masked tokens."""
+
+    loss: Tensor
+    """float32, differentiable."""
+    kl: Tensor | None
+    """float32 in nats, without gradient; None without a KL penalty."""
+    is_clipped: Tensor | None
+    """bool, by the chosen indicator; None where the objective does not clip."""
 
 
 def _active(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
@@ -37,14 +50,14 @@ def _helion(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
     return token_loss.outside & ~active & (batch.advantages != 0)
 
 
-CLIP_INDICATORS: dict[str, ClipIndicator] = {
-    "active": _active,
-    "range": _range,
-    "helion": _helion,
-}
+CLIP_INDICATORS: dict[str, Callable[[TokenLoss, AlignedBatch], Tensor | None]] = {
+    "active": _active, "range": _range, "helion": _helion,
+}  # fmt: skip
 COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio", "segments")
+IDS = "selected_token_ids"
 
 
+@never_in_a_graph
 def grpo_loss_from_logits(
     logits: Tensor,
     selected_token_ids: Tensor,
@@ -53,8 +66,6 @@ def grpo_loss_from_logits(
     *,
     loss_type: str = "grpo",
     clip_indicator: str = "active",
-    in_place: bool = False,
-    grad_buffer: Tensor | None = None,
     fixed_shape: bool = False,
     temperature: float = 1.0,
     **options: Any,
@@ -63,21 +74,19 @@ def grpo_loss_from_logits(
 
     On CUDA one kernel makes the loss, its derivative and the rest, where it knows the objective: `PPOClip` with one
     ratio per token, `CISPO` without a `ratio_min`, `SAPO`, `Reinforce` and `DPPO`. Other objectives, and other devices,
-    run the formulas step by step.
+    run the formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
         logits: (B, T + 1, V), whose last position is left out, or (B, T, V), or packed (N, V); float32, bfloat16 or
             float16. The gradient has their dtype.
-        selected_token_ids: (B, T) or (N,); a negative id masks its token.
-        advantages: (B,) or (B, T) / (N,); or a `PolicyBatch` in place of it, of mask and of the columns. Its sampling
-            log-probabilities and divisors change nothing here.
+        selected_token_ids: (B, T) or (N,). A negative id masks its token.
+        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch` in place of the advantages, the mask and the columns. Its
+            sampling log-probabilities and divisors change nothing here.
         mask: (B, T) or (N,), the tokens that count.
         loss_type: a preset's name; "gspo" for one ratio per sequence.
         clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
-            is outside the bounds (Fast-LLM). "helion": r A < clip(r) A, outside on the side that is not cut (Helion's
-            example).
-        in_place, grad_buffer: where the gradient goes, see `logits_logprobs`.
-        fixed_shape: never wait for the device, as in `linear_logprobs`; a token whose id is outside the vocabulary is
+            is outside the bounds (Fast-LLM). "helion": r A < clip(r) A, outside on the side that is not cut (Helion).
+        fixed_shape: never wait for the device, as in `linear_logprobs`. A token whose id is outside the vocabulary is
             masked and does not raise.
         temperature: divides the logits, > 0.
         options: old_per_token_logps, ref_per_token_logps, importance_ratio and segments, see `PolicyBatch`; and fields
@@ -85,20 +94,12 @@ def grpo_loss_from_logits(
 
     Raises:
         TypeError, ValueError: as `logits_logprobs`; for an unknown loss_type, option or clip_indicator; for a
-            `reduction`, because the result is per token; for a column beside a `PolicyBatch`. If the loss is one kernel
-            and has a gradient, an unmasked id outside [0, V) raises in the backward, so that the host need not wait in
-            the forward. Its token is masked until then, and a `grad_buffer` already has the gradient of the other
-            tokens.
+            `reduction`, because the result is per token; for a column that is given with a `PolicyBatch`.
     """
-    if "compiled" in options:
-        raise TypeError(
-            "compiled was removed: one kernel always makes the loss on CUDA where it knows the objective, and "
-            "nothing is left for torch.compile; leave the argument out"
-        )
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
+    check_flag("fixed_shape", fixed_shape)
     columns: Any = {name: options.pop(name) for name in COLUMNS if name in options}
     batch = batch_of("grpo_loss_from_logits", advantages, mask, columns)
-    mask = batch.completion_mask
     objective, kl = build_per_token(loss_type, **options)
     if kl.exact:
         raise ValueError(
@@ -106,31 +107,24 @@ def grpo_loss_from_logits(
             "give ppo_loss_fn an exact_kl of your own, or FusedLinearGRPOLoss a reference"
         )
     terms = PolicyTerms(objective=objective, reduction=None, kl=kl, metrics="none")
-    where = LogitRowsOptions(
-        transform=LogitTransform(temperature=temperature),
-        in_place=in_place,
-        grad_buffer=grad_buffer,
-        fixed_shape=fixed_shape,
-        targets_name="selected_token_ids",
-    )
-    check_logits(logits, selected_token_ids, mask, where, spare_position=True)
-    ids, vocab = selected_token_ids, logits.shape[-1]
-    given = terms.check(batch, ids.shape, ids.device)
-    kernel = kernel_of(terms, given)
-    if kernel is not None:
-        raise_if_outside = ask_vocabulary(
-            ids, mask, vocab, "logits", fixed_shape=fixed_shape, targets_name="selected_token_ids",
-            temperature=where.transform.temperature,
-        )  # fmt: skip
-        prepared = PreparedLoss(terms, given, None)
-        found = LogitLoss.apply(logits, ids, mask, kernel, prepared, clip_indicator, where, raise_if_outside)
-        if not found[0].requires_grad:
-            raise_if_outside()
-        return PerTokenLoss(*found)
-
-    counted = counted_tokens(ids, mask)
-    if fixed_shape:
-        counted = counted & (ids.long() < vocab)
-    logps = row_logprobs(logits, ids, mask, where).logps
-    prepared = terms.prepared(replace(given, mask=counted), torch.float32)
-    return per_token_loss(prepared, logps, CLIP_INDICATORS[clip_indicator])
+    transform = LogitTransform(temperature=temperature)
+    ids, mask = selected_token_ids, batch.completion_mask
+    check_logits(logits, ids, mask, transform, targets_name=IDS, spare_position=True)
+    aligned = terms.check(batch, ids.shape, ids.device)
+    raise_if_outside = ask_vocabulary(
+        ids, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, targets_name=IDS,
+        temperature=transform.temperature,
+    )  # fmt: skip
+    logps, _, lse = LogitRows.apply(logits, ids, mask, transform, False)
+    logps, aligned = logps.view(ids.shape), replace(aligned, mask=(lse != math.inf).view(ids.shape))
+    columns = fused.per_token(PreparedLoss(terms, aligned, None), logps, clip_indicator)
+    if columns is None:
+        prepared = terms.prepared(aligned, torch.float32)
+        values = prepared.per_token(logps)
+        with torch.no_grad():
+            is_clipped = CLIP_INDICATORS[clip_indicator](values.token_loss, prepared.batch)
+            is_clipped = None if is_clipped is None else is_clipped & aligned.mask
+            kl_values = None if values.kl is None else torch.where(aligned.mask, values.kl.detach(), 0.0)
+            columns = values.loss, kl_values, is_clipped
+    raise_if_outside()
+    return PerTokenLoss(*columns)

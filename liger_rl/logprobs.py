@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from liger_rl.distributed import VocabParallel
-from liger_rl.given_logits.function import check_logits, row_logprobs
-from liger_rl.given_logits.rows import LogitRowsOptions
-from liger_rl.given_logits.support import check_support, support_logprobs
+from liger_rl.given_logits import LogitRows, check_logits
 from liger_rl.head.call import HeadCall, LogProbs, shared_errors
+from liger_rl.head.checks import check_flag
 from liger_rl.head.dtensors import low_rank_tensors
+from liger_rl.head.graphs import never_in_a_graph
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY, HeadKeywords, options_of
 from liger_rl.head.run import log_probs
 from liger_rl.head.support import Support
+from liger_rl.head.tokens import ask_vocabulary
 from liger_rl.kernels.transform import LogitTransform
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def linear_logprobs(
     return log_probs(call)
 
 
+@never_in_a_graph
 def logits_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -106,36 +108,29 @@ def logits_logprobs(
     mask: Tensor | None = None,
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
-    support: Support | None = None,
-    in_place: bool = False,
-    grad_buffer: Tensor | None = None,
     fixed_shape: bool = False,
 ) -> LogProbs:
     """log_softmax(transform(logits)) at the targets, in float32, without a float32 copy of the logits.
 
-    For callers who already hold logits; the gradient comes back in the logits' dtype, exactly 0 at masked tokens.
+    For callers who already hold logits. The gradient has the logits' dtype, and is exactly 0 at masked tokens. Under
+    torch.compile the graph breaks around the call, and `fullgraph=True` raises.
 
     Args:
-        logits: (B, T, V) or (N, V), float32, bfloat16 or float16; leading dimensions may have any strides, so a
-            slice such as `logits[:, :-1]` is not copied.
-        targets: (B, T) or (N,) integer token ids in [0, V); a negative one masks its token.
+        logits: (B, T, V) or (N, V), float32, bfloat16 or float16. Leading dimensions may have any strides: a slice
+            such as `logits[:, :-1]` is not copied.
+        targets: (B, T) or (N,) integer token ids in [0, V). A negative id masks its token.
         mask: shaped like targets, bool or 0/1. Other values raise, but count as 1 with fixed_shape.
         transform, entropy: as in `linear_logprobs`.
-        support: as in `linear_logprobs`. The logits are read, and get a gradient, at the listed ids alone. It does not
-            go together with in_place or grad_buffer, nor with torch.compile.
-        in_place: write the gradient over the logits, which saves a tensor of their size; nothing may need them after
-            the backward, which then runs only once.
-        grad_buffer: shaped like logits, of memory apart from theirs, any of the dtypes above: the gradient is added to
-            it, in float32 arithmetic, and the logits themselves get none.
         fixed_shape: as in `linear_logprobs`.
 
     Returns, raises: as `linear_logprobs`.
     """
-    options = LogitRowsOptions(
-        transform=transform, entropy=entropy, in_place=in_place, grad_buffer=grad_buffer, fixed_shape=fixed_shape
+    check_flag("entropy", entropy)
+    check_flag("fixed_shape", fixed_shape)
+    check_logits(logits, targets, mask, transform)
+    raise_if_outside = ask_vocabulary(
+        targets, mask, logits.shape[-1], "logits", fixed_shape=fixed_shape, temperature=transform.temperature
     )
-    check_logits(logits, targets, mask, options)
-    if support is not None:
-        check_support(support, targets, options)
-        return support_logprobs(logits, targets, mask, support, options)
-    return row_logprobs(logits, targets, mask, options)
+    logps, entropies, _ = LogitRows.apply(logits, targets, mask, transform, entropy)
+    raise_if_outside()
+    return LogProbs(logps.view(targets.shape), None if entropies is None else entropies.view(targets.shape))

@@ -11,7 +11,6 @@ from liger_rl.head.call import shared_errors
 from liger_rl.head.divergence import (
     BETA,
     DivergenceCall,
-    check_not_compiling,
     in_one_pass,
     in_two_passes,
     measure_of,
@@ -21,6 +20,7 @@ from liger_rl.head.divergence import (
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines.divergence import Pair
+from liger_rl.head.graphs import check_not_compiling
 from liger_rl.head.options import HeadOptions
 from liger_rl.head.rules import lacks
 from liger_rl.head.tokens import counted_tokens

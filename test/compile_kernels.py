@@ -145,7 +145,7 @@ def whole_rows(transform: LogitTransform, entropy: bool) -> None:
         mask = None if entropy else torch.ones(3, 4, dtype=torch.bool)
         found = compiled.fold_rows(logits, targets, mask, transform, entropy=entropy)
         upstream = (ones(12), ones(12) if entropy else None)
-        compiled.grad_rows(logits, targets, mask, transform, found, upstream, torch.empty_like(logits), add=entropy)
+        compiled.grad_rows(logits, targets, mask, transform, found, upstream, torch.empty_like(logits))
         compiled.select(targets, mask, V, None if mask is None else ones(3, 1))
 
 

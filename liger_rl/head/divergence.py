@@ -85,15 +85,6 @@ WITHOUT = {
 }
 
 
-def check_not_compiling(what: str = "linear_divergence") -> None:
-    """Raise if the call would have to be a part of a graph. A graph that may be broken is broken around it."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            f"{what} does not run under torch.compile, whose graphs do not hold its engine; call it outside "
-            "the compiled function"
-        )
-
-
 def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
     """HeadOptions(**keywords). An option that two heads do not have raises a TypeError that names `function`."""
     for name in keywords:

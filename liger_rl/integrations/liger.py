@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
-from liger_rl.head.divergence import DivergenceCall, check_not_compiling, in_one_pass_if_free, measure_of
+from liger_rl.head.divergence import DivergenceCall, in_one_pass_if_free, measure_of
+from liger_rl.head.graphs import check_not_compiling
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import HeadOptions
 from liger_rl.integrations.patching import Framework, Patch

@@ -169,7 +169,6 @@ def _grad_kernel(
     columns,
     first,
     steps,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -199,10 +198,8 @@ def _grad_kernel(
         grad = times_derivative(grad, square, steps)
         if steps.temperatures is not None:
             grad /= temperature
-        if ADD:
-            grad += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
-    elif not ADD:
+    else:
         tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
 
 
@@ -256,7 +253,6 @@ class GivenRows(NamedTuple):
 
     mask: Tensor | None = None
     logps: Tensor | None = None
-    add: bool = False
 
 
 A_TILE = GivenRows()
@@ -275,7 +271,7 @@ def grad(
     """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
-    (mask, logps, add), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
+    (mask, logps), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]
     if count == 0:
         return
     positions, length, strides = _layout(logits, targets)
@@ -296,7 +292,6 @@ def grad(
             columns,
             first,
             LogitSteps.of(transform),
-            ADD=add,
             BLOCK=block,
             num_warps=WARPS,
         )
@@ -310,19 +305,16 @@ def grad_rows(
     statistics: TokenStatistics,
     grads: tuple[Tensor, Tensor | None],
     out: Tensor,
-    *,
-    add: bool,
 ) -> None:
     """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
     if targets.numel() == 0:
-        if not add:
-            out.zero_()
+        out.zero_()
         return
     grad_logps, grad_entropy = grads
     entropy = None if grad_entropy is None else statistics.entropy
     # The kernel makes `at_target` of the log-probabilities, so what is given for it is not read.
     tokens = TokenGradients(statistics.lse, grad_logps, grad_logps, entropy, grad_entropy)
-    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps, add))
+    grad(logits, targets, 0, None, transform, tokens, out, GivenRows(mask, statistics.logps))
 
 
 def _layout(logits: Tensor, targets: Tensor) -> tuple[int, int, tuple[int, int]]:

@@ -48,6 +48,35 @@ def slopes(prepared: PreparedLoss, positions: Tensor | slice, logps: Tensor) -> 
     return None if kernel is None else kernel.launch(prepared, logps, positions, slopes=True, sums=False)[0]
 
 
+def per_token(
+    prepared: PreparedLoss, logps: Tensor, clip_indicator: str
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Unreduced loss, differentiable once, with KL and clip indicator; None without a kernel.
+
+    The batch's columns need not be clean.
+    """
+    kernel = kernel_of(prepared.terms, prepared.batch)
+    return None if kernel is None else _PerToken.apply(logps, prepared, kernel, clip_indicator)
+
+
+class _PerToken(torch.autograd.Function):
+    """log-probabilities -> the three columns of `per_token`."""
+
+    @staticmethod
+    def forward(ctx, logps, prepared, kernel, clip_indicator):
+        ctx.set_materialize_grads(False)
+        columns = kernel.launch_per_token(prepared, logps, clip_indicator)
+        ctx.save_for_backward(logps, columns.slopes)
+        ctx.mark_non_differentiable(*(column for column in (columns.kls, columns.clipped) if column is not None))
+        return columns.losses, columns.kls, columns.clipped
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, saved, grad_loss, *_):
+        _, slopes = saved
+        return None if grad_loss is None else grad_loss * slopes, None, None, None
+
+
 class _WithSlopes(torch.autograd.Function):
     """log-probabilities -> loss (), and the kernel's sums without gradient."""
 

@@ -344,7 +344,6 @@ class LogitsCase(Shown):
     mask: Tensor | None
     transform: dict
     options: dict
-    grad_buffer: Tensor | None
     upstream: tuple[Tensor, Tensor]
     spare_position: bool = False  # one more position than targets, which predicts nothing
 
@@ -366,16 +365,13 @@ def logits_cases(draw, device: str, lead=None, spare: bool = False, banned: bool
     flat = (logits[:, :-1] if spare else logits).reshape(-1, vocab)
     targets = targets_of(draw, numbers, flat, draw.choice((False, True))).reshape(shape)
     mask = masks(draw, numbers, shape)
-    where = one(draw, "new", "new", "in_place", "buffer")
-    buffer = numbers.normal(*logits.shape, dtype=one(draw, F32, BF16, F16)) if where == "buffer" else None
-    layout = draw.choice(LAYOUTS) if where != "in_place" else "contiguous"
+    layout = draw.choice(LAYOUTS)
     if layout == "sliced" and len(full) == 2:  # [:, :-1] of something wider
         logits = torch.cat([logits, logits[:, :1]], 1)[:, :-1]
     elif layout == "transposed" and len(full) == 2:
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
     case = LogitsCase(
-        logits=logits, targets=targets, mask=mask, transform=transforms(draw), grad_buffer=buffer,
-        options={"in_place": where == "in_place", "fixed_shape": rarely(draw)},
+        logits=logits, targets=targets, mask=mask, transform=transforms(draw), options={"fixed_shape": rarely(draw)},
         upstream=tuple(upstreams(draw, numbers, shape) for _ in range(2)), spare_position=spare,
     )  # fmt: skip
     if one(draw, False, True):

@@ -110,32 +110,25 @@ def check_gradients(found: dict, expected: oracle.HeadResult, call: Call) -> Non
 
 
 class GivenLogits:
-    """The leaf and the place of its gradient, for a call that starts from logits."""
+    """The leaf, and what its gradient must be, for a call that starts from logits."""
 
     def __init__(self, case: LogitsCase) -> None:
         self.case = case
         self.leaf = case.logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        self.buffer = None if case.grad_buffer is None else case.grad_buffer.clone()
-        # In place the gradient is not written over a leaf, which is no model's output.
-        self.logits = self.leaf * 1 if case.options["in_place"] else self.leaf
         raw = case.logits[:, :-1] if case.spare_position else case.logits
         rows = raw.reshape(-1, raw.shape[-1]).masked_fill(~case.live.reshape(-1, 1), 0.0).double().requires_grad_()
         live = case.live.reshape(-1)
         self.expected = oracle.Logits(rows, rows.detach().abs(), case.targets.reshape(-1), live, case.transform)
 
     def check_gradient(self, grad: Tensor, budget: Tensor) -> None:
-        """grad, budget: (tokens, V), without what a buffer held before."""
+        """grad, budget: (tokens, V)."""
         case, shape = self.case, (*self.case.targets.shape, self.leaf.shape[-1])
         grad, budget = grad.reshape(shape), budget.reshape(shape)
         if case.spare_position:
             grad, budget = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (grad, budget))
-        total = grad if self.buffer is None else case.grad_buffer.double() + grad
-        found = self.leaf.grad if self.buffer is None else self.buffer
-        slack = budget + 2 * oracle.unit(found.dtype) * (total.abs() + budget) + oracle._least(found.dtype)
-        within("gradient of logits", found, total, slack, case)
-        if self.buffer is None:
-            assert found.dtype == case.logits.dtype
-            of_tokens = found[:, :-1] if case.spare_position else found
-            assert not of_tokens[~case.live].any(), f"masked tokens have a gradient: {case!r}"
-        else:
-            assert self.leaf.grad is None or not self.leaf.grad.any()
+        found = self.leaf.grad
+        slack = budget + 2 * oracle.unit(found.dtype) * (grad.abs() + budget) + oracle._least(found.dtype)
+        within("gradient of logits", found, grad, slack, case)
+        assert found.dtype == case.logits.dtype
+        of_tokens = found[:, :-1] if case.spare_position else found
+        assert not of_tokens[~case.live].any(), f"masked tokens have a gradient: {case!r}"

@@ -101,8 +101,8 @@ def test_grad_tolerance(case: HeadCase) -> None:
 def test_logits_logprobs(case: LogitsCase) -> None:
     call = GivenLogits(case)
     out = logits_logprobs(
-        call.logits, case.targets, mask=case.mask, grad_buffer=call.buffer,
-        transform=LogitTransform(**case.transform), entropy=True, **case.options,
+        call.leaf, case.targets, mask=case.mask, transform=LogitTransform(**case.transform), entropy=True,
+        **case.options,
     )  # fmt: skip
     g, e = case.upstream
     rows = call.expected

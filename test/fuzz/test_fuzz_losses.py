@@ -178,8 +178,8 @@ def test_fused_loss(case: PolicyCase) -> None:
 def test_grpo_loss_from_logits(case: PolicyCase) -> None:
     at, call = case.logits, GivenLogits(case.logits)
     found = grpo_loss_from_logits(
-        call.logits, at.targets, case.advantages, at.mask,
-        loss_type=case.loss_type, grad_buffer=call.buffer, temperature=at.transform["temperature"],
+        call.leaf, at.targets, case.advantages, at.mask,
+        loss_type=case.loss_type, temperature=at.transform["temperature"],
         **{k: v for k, v in columns(case).items() if k in ("old_per_token_logps", "ref_per_token_logps",
            "importance_ratio", "segments")},
         **at.options, **case.objective_options, beta=case.beta, kl_estimator=case.estimator,

@@ -1,4 +1,4 @@
-"""grpo_loss_from_logits: layouts, clip indicators, and where the gradient goes."""
+"""grpo_loss_from_logits: layouts, clip indicators, and the kernel of the loss."""
 
 import math
 
@@ -38,8 +38,7 @@ def problem(dtype=torch.float32, device="cpu"):
 
 def solve(logits, ids, columns, **options):
     leaf = logits.detach().clone().requires_grad_()
-    # A node between the leaf and the loss, as a model's head is, so that an in-place gradient is not the leaf itself.
-    result = grpo_loss_from_logits(leaf * 1, ids, **columns, **({"beta": 0.1} | options))
+    result = grpo_loss_from_logits(leaf, ids, **columns, **({"beta": 0.1} | options))
     (result.loss * torch.linspace(0.5, 2, result.loss.numel(), device=ids.device).view_as(result.loss)).sum().backward()
     return result, leaf.grad
 
@@ -89,28 +88,6 @@ def test_layouts_agree(device, kernel):
     assert torch.equal(plain_grad.flatten(), packed_grad.flatten())
 
 
-def test_in_place_and_buffer_give_the_same_gradient(device, kernel):
-    logits, ids, columns = problem(torch.bfloat16, device)
-    _, expected = solve(logits, ids, columns)
-    _, in_place = solve(logits, ids, columns, in_place=True)
-    assert torch.equal(in_place, expected)
-
-    loss = grpo_loss_from_logits(logits.detach().clone().requires_grad_() * 1, ids, **columns, in_place=True).loss.sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-    buffer = torch.full(logits.shape, 0.25, device=logits.device)
-    leaf = logits.detach().clone().requires_grad_()
-    result = grpo_loss_from_logits(leaf, ids, **columns, beta=0.1, grad_buffer=buffer)
-    weights = torch.linspace(0.5, 2, B * T, device=ids.device).view(B, T)
-    (result.loss * weights).sum().backward()
-    assert leaf.grad is None
-    single, single_grad = solve(logits.float(), ids, columns)
-    torch.testing.assert_close(buffer - 0.25, single_grad, rtol=1e-5, atol=1e-6)
-    assert torch.equal(result.loss, single.loss)
-
-
 def test_clip_indicators(device, kernel):
     logits, ids, columns = problem(device=device)
     found = {
@@ -150,8 +127,6 @@ def test_agrees_with_an_independent_triton_kernel(device):
     ("name", "options"),
     [
         ("clip_indicator", {"clip_indicator": "passive"}),
-        ("grad_buffer", {"grad_buffer": torch.zeros(B, T, V)}),
-        ("in_place", {"in_place": True, "grad_buffer": torch.zeros(B, T + 1, V)}),
         ("ref_per_token_logps", {"ref_per_token_logps": None}),
         ("temperature", {"temperature": 0.0}),
         ("epsilon", {"epsilon": 0.2}),
@@ -208,7 +183,7 @@ def test_formulas_in_one_kernel(loss_type, options, indicator, device, kernel):
     options = {"loss_type": loss_type, "clip_indicator": indicator, "beta": 0.0} | options
     found, expected = (by(logits, ids, columns, **options) for by in (solve, solve_by_formulas))
     if device.type in fused.DEVICES:
-        assert found[0].loss.grad_fn.name() == "LogitLossBackward"
+        assert found[0].loss.grad_fn.name() == "_PerTokenBackward"
     assert_near(found, expected)
     assert found[1].any()
 
@@ -309,12 +284,8 @@ def test_errors_speak_of_the_callers_arguments(loss_type, device, kernel):
         grpo_loss_from_logits(logits, ids + 40, advantages, loss_type=loss_type)
     with pytest.raises(ValueError, match="mask must be 0 or 1"):
         grpo_loss_from_logits(logits, ids, advantages, mask, loss_type=loss_type)
-    for name in ("in_place", "fixed_shape"):
-        with pytest.raises(TypeError, match=name):
-            grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, **{name: 1})
-    for compiled in (True, False):
-        with pytest.raises(TypeError, match="compiled was removed: one kernel always"):
-            grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, compiled=compiled)
+    with pytest.raises(TypeError, match="fixed_shape"):
+        grpo_loss_from_logits(logits, ids, advantages, loss_type=loss_type, fixed_shape=1)
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])

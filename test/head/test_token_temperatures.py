@@ -137,12 +137,12 @@ def test_bad_temperatures(problem):
         temperature[3] = bad
         with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
             linear_logprobs(*given, transform=LogitTransform(temperature=temperature))
-        logits, rows = torch.zeros(TOKENS, VOCAB).to(x["hidden"]), [[1]] * TOKENS
-        for support in (None, Support.from_vllm(rows, device=x["hidden"].device)):
-            with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
-                logits_logprobs(
-                    logits, x["targets"], transform=LogitTransform(temperature=temperature), support=support
-                )
+        support = Support.from_vllm([[1]] * TOKENS, device=x["hidden"].device)
+        with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
+            linear_logprobs(*given, transform=LogitTransform(temperature=temperature), support=support)
+        logits = torch.zeros(TOKENS, VOCAB).to(x["hidden"])
+        with pytest.raises(ValueError, match="temperature must be positive and finite at each token; 1 are not"):
+            logits_logprobs(logits, x["targets"], transform=LogitTransform(temperature=temperature))
     with pytest.raises(ValueError, match=r"temperature must be a number or \(23,\) from targets, got \(22,\)"):
         linear_logprobs(*given, transform=LogitTransform(temperature=torch.ones(22)))
     with pytest.raises(ValueError, match=r"temperature must be a number or \(23,\) from targets, got \(22,\)"):

@@ -1,1 +1,0 @@
-"""Log-probabilities and losses for callers who hold the logits."""
