@@ -17,8 +17,10 @@ from liger_rl import (
     LowRank,
     ReferenceHead,
     Support,
+    grpo_loss_from_logits,
     linear_divergence,
     linear_logprobs,
+    logits_logprobs,
     topk_divergence,
 )
 
@@ -147,6 +149,7 @@ class Batch(NamedTuple):
     b: Tensor  # (V, r)
     teacher_hidden: Tensor  # (B, T, G)
     teacher_weight: Tensor  # (V, G)
+    logits: Tensor  # (B, T, V)
     targets: Tensor  # (B, T)
     ids: Tensor  # (B, T, K)
     mask: Tensor  # (B, T)
@@ -156,8 +159,9 @@ class Batch(NamedTuple):
 
     def leaves(self, names: tuple[str, ...]) -> "Batch":
         """Fresh leaves of these names, with the same values and strides; no other tensor requires a gradient."""
-        floats = ("hidden", "weight", "bias", "a", "b", "teacher_hidden", "teacher_weight")
-        return self._replace(**{n: getattr(self, n).detach().requires_grad_(n in names) for n in floats})
+        return self._replace(
+            **{n: t.detach().requires_grad_(n in names) for n, t in self._asdict().items() if n in FLOATS}
+        )
 
     def tokens(self, index) -> "Batch":
         """Of some sequences, or of all tokens in another order."""
@@ -178,9 +182,12 @@ def batch(shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="
     mask[..., 0] = True
     return Batch(
         *x[:2], *x[3:], random(*shape, hidden_size + 8).to(dtype), random(vocab, hidden_size + 8).to(dtype) / 4,
-        x.targets, ids.to(device), mask.to(device), 0.5 + random(*shape).abs(), random(*shape),
-        random(*shape, count).log_softmax(-1),
+        random(*shape, vocab).to(dtype), x.targets, ids.to(device), mask.to(device), 0.5 + random(*shape).abs(),
+        random(*shape), random(*shape, count).log_softmax(-1),
     )  # fmt: skip
+
+
+FLOATS = ("hidden", "weight", "bias", "a", "b", "teacher_hidden", "teacher_weight", "logits")
 
 
 class PublicCall(NamedTuple):
@@ -236,6 +243,14 @@ def _loss(x: Batch, *, exact_kl=False, **options):
     return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
 
 
+def _given_logits(x: Batch, **options):
+    return logits_logprobs(x.logits, x.targets, mask=x.mask, entropy=True, **options)[:2]
+
+
+def _policy_of_given_logits(x: Batch, **options):
+    return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
+
+
 _EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad", "batch_invariant"))
 _TWO_HEADS = frozenset(("chunks", "fixed_shape", "autocast", "gather"))
 CALLS = {
@@ -262,6 +277,8 @@ CALLS = {
     "loss with an exact KL": PublicCall(
         partial(_loss, exact_kl=True, passes="two"), takes=frozenset(("fixed_shape", "autocast"))
     ),
+    "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
+    "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",), frozenset(("fixed_shape",))),
 }  # fmt: skip
 
 

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from head_calls import CALLS, Batch, Products, batch, functional
 from host_reads import host_reads
 
-VOCAB, HIDDEN, TEACHER_HIDDEN = 129, 16, 24
+VOCAB, HIDDEN = 129, 16
 FIXED = ({}, {"fixed_shape": True})
-LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}
+LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}  # their results are scalars
+GIVEN_LOGITS = {"given logits", "policy of given logits"}  # no head
 WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "JSD in one pass", "loss with an exact KL"}
-DENSE = set(CALLS) - {"support", "support with empty rows"}
+SUPPORTS = {"support", "support with empty rows"}
 
 
 def calls(*takes: str, without: Collection[str] = (), each: Collection[dict] = ()) -> pytest.MarkDecorator:
@@ -71,9 +72,10 @@ def test_nothing_under_the_mask_matters(name, options, garbage, wrong, device):
     assert all(part.isfinite().all() for part in (*expected[0], *expected[1].values()))
     for part in expected[0][: 0 if name in LOSSES else None]:
         assert not part[masked].any()
-    assert not expected[1]["hidden"][masked].any()
+    assert not expected[1][call.inputs[0]][masked].any()
     dirty = clean._replace(
         hidden=clean.hidden.masked_fill(masked[..., None], garbage),
+        logits=clean.logits.masked_fill(masked[..., None], garbage),
         teacher_hidden=clean.teacher_hidden.masked_fill(masked[..., None], garbage),
         temperature=clean.temperature.masked_fill(masked, 0.0),
         advantages=clean.advantages.masked_fill(masked, garbage) if name not in WITH_TEACHER else clean.advantages,
@@ -142,8 +144,10 @@ def test_another_order_of_the_tokens(name, device):
         torch.testing.assert_close(mine, truth if name in LOSSES else truth[order], rtol=1e-6, atol=1e-6)
     (sum(part.sum() for part in values)).backward()
     (sum(part.sum() for part in others)).backward()
-    torch.testing.assert_close(moved.hidden.grad, leaves.hidden.grad[order], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(moved.weight.grad, leaves.weight.grad, rtol=1e-4, atol=1e-5)
+    for part in call.inputs:
+        mine, truth = getattr(moved, part).grad, getattr(leaves, part).grad
+        truth = truth[order] if part in ("hidden", "logits") else truth
+        torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-5)
 
 
 # --- memory, chunks, dtypes -------------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ def test_strided_inputs_and_inputs_left_alone(name, device):
     views = x._replace(
         hidden=x.hidden.transpose(0, 1).contiguous().transpose(0, 1), weight=strided(x.weight),
         bias=torch.stack([x.bias, x.bias * 0], -1)[:, 0], a=strided(x.a), b=strided(x.b),
-        teacher_hidden=strided(x.teacher_hidden), teacher_weight=strided(x.teacher_weight),
+        teacher_hidden=strided(x.teacher_hidden), teacher_weight=strided(x.teacher_weight), logits=strided(x.logits),
         targets=torch.cat([x.targets, x.targets], 1)[:, :5], mask=x.mask.T.contiguous().T,
         advantages=strided(x.advantages), temperature=strided(x.temperature),
     )  # fmt: skip
@@ -248,7 +252,7 @@ def unsqueezed(values: Tensor) -> Tensor:
     return values[..., None] if values.dim() else values.expand(1, 1, 1)
 
 
-@calls(without={"loss with an exact KL"})
+@calls(without=GIVEN_LOGITS | {"loss with an exact KL"})
 def test_masked_tokens_enter_no_product(name):
     x = batch((4, 10))
     whole = x._replace(mask=torch.ones_like(x.mask))
@@ -264,7 +268,7 @@ def test_masked_tokens_enter_no_product(name):
 
 
 # The gradients of a and b run over all tokens that count.
-@calls(without=LOSSES | {"support", "support with empty rows", "low rank"})
+@calls(without=LOSSES | SUPPORTS | GIVEN_LOGITS | {"low rank"})
 def test_tokens_without_a_gradient_enter_no_product(name):
     x = batch((4, 10))
     x = x._replace(mask=torch.ones_like(x.mask))
@@ -274,7 +278,7 @@ def test_tokens_without_a_gradient_enter_no_product(name):
 
 
 # Lists of a support are multiplied by the gradient, and so are a teacher's, whatever it is.
-@calls(without=LOSSES | {"support", "a teacher's lists"}, each=FIXED)
+@calls(without=LOSSES | GIVEN_LOGITS | {"support", "a teacher's lists"}, each=FIXED)
 def test_a_token_without_a_gradient_may_hold_anything(name, options, device):
     call, grads = CALLS[name], []
     for garbage in (0.0, math.nan):
@@ -297,12 +301,13 @@ def test_a_gradient_of_nan_is_not_dropped(name, device):
     factor = torch.zeros_like(values)
     factor[0, 0], factor[1, 0] = 1.0, math.nan
     values.backward(factor)
-    assert leaves.hidden.grad[1, 0].isnan().all()
-    assert leaves.hidden.grad[0, 0].isfinite().all()
-    assert leaves.weight.grad.isnan().any()
+    grad = getattr(leaves, CALLS[name].inputs[0]).grad
+    assert grad[1, 0].isnan().all()
+    assert grad[0, 0].isfinite().all()
+    assert name in GIVEN_LOGITS or leaves.weight.grad.isnan().any()
 
 
-@calls()
+@calls(without=GIVEN_LOGITS)
 @pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("hidden", "weight")])
 def test_frozen_inputs_get_none_and_cost_no_product(name, frozen):
     x, call = batch((2, 6)), CALLS[name]
@@ -314,7 +319,7 @@ def test_frozen_inputs_get_none_and_cost_no_product(name, frozen):
             torch.testing.assert_close(found[1][part], grad, rtol=1e-6, atol=1e-6)
     for mine, truth in zip(found[0], whole[0], strict=True):
         torch.testing.assert_close(mine, truth, rtol=1e-6, atol=1e-6)
-    if name in DENSE - {"low rank"}:
+    if name not in SUPPORTS | {"low rank"}:
         saved = sum(2 * int(x.mask.sum()) * VOCAB * HIDDEN for part in frozen if part != "bias")
         assert sum(flops(name, x)) - sum(flops(name, x, frozen=frozen)) == saved
 
@@ -373,8 +378,9 @@ def test_writing_to_the_results_does_not_change_the_gradient(name):
 def test_a_second_derivative_raises(name, through, device):
     """Whoever asks for one is told; another term of the graph may be differentiated twice."""
     call, x = CALLS[name], batch(device=device)
-    expected = call.solve(x)[1]["hidden"]
+    expected = call.solve(x)[1][call.inputs[0]]
     leaves = x.leaves(call.inputs)
+    tensor = getattr(leaves, call.inputs[0])
     torch._dynamo.reset()
 
     def value(x: Batch) -> Tensor:
@@ -387,18 +393,18 @@ def test_a_second_derivative_raises(name, through, device):
             return functional(*torch.compile(call.function, backend="eager", fullgraph=True)(x))
         return value(x)
 
-    (found,) = torch.autograd.grad(traced(leaves), leaves.hidden, create_graph=True)
+    (found,) = torch.autograd.grad(traced(leaves), tensor, create_graph=True)
     assert torch.equal(found, expected)
-    for penalty in (found.sum(), found.square().sum() + leaves.hidden.sum()):
+    for penalty in (found.sum(), found.square().sum() + tensor.sum()):
         with pytest.raises(RuntimeError, match="once"):
-            torch.autograd.grad(penalty, leaves.hidden, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(penalty, tensor, retain_graph=True, allow_unused=True)
         with pytest.raises(RuntimeError, match="once"):
             penalty.backward(retain_graph=True)
     factor = torch.ones((), device=device, requires_grad=True)
-    (scaled,) = torch.autograd.grad(traced(leaves) * factor, leaves.hidden, create_graph=True)
+    (scaled,) = torch.autograd.grad(traced(leaves) * factor, tensor, create_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         torch.autograd.grad(scaled.sum(), factor)
-    outside, inside = torch.autograd.grad(traced(leaves) + factor**3, (factor, leaves.hidden), create_graph=True)
+    outside, inside = torch.autograd.grad(traced(leaves) + factor**3, (factor, tensor), create_graph=True)
     assert inside.requires_grad
     inside.detach().mul_(2)
     assert torch.autograd.grad(outside, factor)[0].item() == 6.0
@@ -411,7 +417,8 @@ def test_a_forward_mode_derivative_raises(name, frozen, device):
     x = batch(device=device).leaves(() if frozen else call.inputs)
     with forward_ad.dual_level():
         call.function(x)  # a level without tangents of ours is no mistake
-        dual = x._replace(hidden=forward_ad.make_dual(x.hidden, torch.ones_like(x.hidden)))
+        tensor = getattr(x, call.inputs[0])
+        dual = x._replace(**{call.inputs[0]: forward_ad.make_dual(tensor, torch.ones_like(tensor))})
         with pytest.raises(NotImplementedError, match="tangent"):
             call.function(dual)
 
@@ -426,7 +433,7 @@ def test_a_fixed_shape_changes_no_number(name, device):
 
 
 # Reads of a support's values are Triton's kernels' to spare: test_support.py.
-@calls(without={"support", "support with empty rows"}, each=FIXED)
+@calls(without=SUPPORTS, each=FIXED)
 def test_host_reads_in_each_direction(name, options, device):
     """None with a fixed shape; one in each direction without."""
     call, leaves = CALLS[name], batch(device=device).leaves(CALLS[name].inputs)
