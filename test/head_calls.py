@@ -1,6 +1,8 @@
 """A head, calls of it, and what their products cost: what the tests of the head and of its losses share."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import oracles
-from liger_rl import LowRank, linear_logprobs
+from liger_rl import (
+    FusedLinearGRPOLoss,
+    LogitTransform,
+    LowRank,
+    ReferenceHead,
+    Support,
+    grpo_loss_from_logits,
+    linear_divergence,
+    linear_logprobs,
+    logits_logprobs,
+    topk_divergence,
+)
 
 SCALING = 1.5
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
@@ -121,6 +134,152 @@ def assert_close(found: Result, expected: Result, tolerance: float = 1e-5) -> No
         assert (mine is None) == (other is None)
         if other is not None:
             torch.testing.assert_close(mine.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+# --- one table of public calls, of which test_properties.py asks every property ---------------------------------------
+
+
+class Batch(NamedTuple):
+    """The tensors of every call of the table, (B, T) tokens."""
+
+    hidden: Tensor  # (B, T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor  # (V,)
+    a: Tensor  # (r, H)
+    b: Tensor  # (V, r)
+    teacher_hidden: Tensor  # (B, T, G)
+    teacher_weight: Tensor  # (V, G)
+    logits: Tensor  # (B, T, V)
+    targets: Tensor  # (B, T)
+    ids: Tensor  # (B, T, K)
+    mask: Tensor  # (B, T)
+    temperature: Tensor  # (B, T)
+    advantages: Tensor  # (B, T)
+    teacher_logps: Tensor  # (B, T, K)
+
+    def leaves(self, names: tuple[str, ...]) -> "Batch":
+        """Fresh leaves of these names, with the same values and strides; no other tensor requires a gradient."""
+        return self._replace(
+            **{n: t.detach().requires_grad_(n in names) for n, t in self._asdict().items() if n in FLOATS}
+        )
+
+    def tokens(self, index) -> "Batch":
+        """Of some sequences, or of all tokens in another order."""
+        whole = ("weight", "bias", "a", "b", "teacher_weight")
+        return self._replace(**{n: t[index] for n, t in self._asdict().items() if n not in whole})
+
+
+def batch(shape=(3, 5), hidden_size=16, vocab=129, dtype=torch.float32, device="cpu", *, count=4, seed=0) -> Batch:
+    x = problem(shape, hidden_size, vocab, dtype, device, bias=True, rank=3, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device)
+
+    ids = torch.randint(vocab, (*shape, count), generator=generator)
+    ids[..., -1] = ids[..., 0]  # a repeated id
+    mask = torch.rand(shape, generator=generator) < 0.7
+    mask[..., 0] = True
+    return Batch(
+        *x[:2], *x[3:], random(*shape, hidden_size + 8).to(dtype), random(vocab, hidden_size + 8).to(dtype) / 4,
+        random(*shape, vocab).to(dtype), x.targets, ids.to(device), mask.to(device), 0.5 + random(*shape).abs(),
+        random(*shape), random(*shape, count).log_softmax(-1),
+    )  # fmt: skip
+
+
+FLOATS = ("hidden", "weight", "bias", "a", "b", "teacher_hidden", "teacher_weight", "logits")
+
+
+class PublicCall(NamedTuple):
+    function: Callable[..., tuple[Tensor, ...]]  # Batch, options -> differentiable results; (B, T, ...) or a scalar
+    inputs: tuple[str, ...] = ("hidden", "weight", "bias")  # tensors of the Batch that get a gradient
+    takes: frozenset[str] = frozenset()  # which of the properties' options
+
+    def solve(self, x: Batch, *, frozen: tuple[str, ...] = (), **options) -> tuple[list[Tensor], dict]:
+        """-> values, and gradients of a fixed linear functional of them by name."""
+        leaves = x.leaves(tuple(name for name in self.inputs if name not in frozen))
+        values = self.function(leaves, **options)
+        functional(*values).backward()
+        return [part.detach() for part in values], {name: getattr(leaves, name).grad for name in self.inputs}
+
+
+def _logprobs(x: Batch, *, several=False, low_rank=False, temperatures=False, listed=None, **options):
+    given = {"transform": LogitTransform(temperature=x.temperature, softcap=9.0)} if temperatures else {}
+    if low_rank:
+        given["low_rank"] = [LowRank(a=x.a, b=x.b, scaling=SCALING)]
+    if listed is not None:
+        rows = x.ids.clone()
+        if listed == "or not":
+            rows[:, ::2] = -1
+        given["support"] = Support.from_padded(rows, may_be_empty=listed == "or not")
+    if several:
+        given["lse"] = True
+    found = linear_logprobs(
+        x.hidden, x.weight, x.ids if several else x.targets, mask=x.mask, bias=x.bias, **{"entropy": True, **given},
+        **options,
+    )  # fmt: skip
+    return found.logps, found.entropy, *([found.lse] if several else [])
+
+
+def _topk_divergence(x: Batch, **options):
+    ids, logps = x.ids[..., :-1], x.teacher_logps[..., :-1]
+    return (topk_divergence(x.hidden, x.weight, ids, logps, mask=x.mask, bias=x.bias, **options).divergence,)
+
+
+def _divergence(x: Batch, *, weighted=False, **options):
+    given = {"token_weights": x.advantages} if weighted else {"targets": x.targets, "entropy": True}
+    found = linear_divergence(
+        x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, mask=x.mask, bias=x.bias, **given, **options
+    )
+    return (found.loss,) if weighted else (found.divergence, found.logps, found.entropy)
+
+
+def _loss(x: Batch, *, exact_kl=False, **options):
+    given = {name: options.pop(name) for name in ("weight_grad",) if name in options}
+    if exact_kl:
+        options |= {"beta": 0.3, "kl_estimator": "exact"}
+        given["reference"] = ReferenceHead(hidden=x.teacher_hidden, weight=x.teacher_weight)
+    module = FusedLinearGRPOLoss("gpg", **options)
+    return (module(x.hidden, x.weight, x.targets, x.advantages, x.mask, bias=x.bias, **given).loss,)
+
+
+def _given_logits(x: Batch, **options):
+    return logits_logprobs(x.logits, x.targets, mask=x.mask, entropy=True, **options)[:2]
+
+
+def _policy_of_given_logits(x: Batch, **options):
+    return (grpo_loss_from_logits(x.logits, x.targets, x.advantages, x.mask, loss_type="gpg", **options).loss,)
+
+
+_EVERY = frozenset(("chunks", "fixed_shape", "autocast", "gather", "weight_grad", "batch_invariant"))
+_TWO_HEADS = frozenset(("chunks", "fixed_shape", "autocast", "gather"))
+CALLS = {
+    "dense": PublicCall(_logprobs, takes=_EVERY),
+    "low rank": PublicCall(
+        partial(_logprobs, low_rank=True), ("hidden", "weight", "bias", "a", "b"),
+        _EVERY - {"batch_invariant", "autocast"},
+    ),
+    "a temperature for each token": PublicCall(partial(_logprobs, temperatures=True), takes=_EVERY),
+    "several targets": PublicCall(partial(_logprobs, several=True), takes=_EVERY - {"gather"}),
+    "a teacher's lists": PublicCall(
+        _topk_divergence, takes=frozenset(("chunks", "fixed_shape", "autocast", "weight_grad"))
+    ),
+    "support": PublicCall(partial(_logprobs, listed="all"), takes=frozenset(("fixed_shape", "gather", "weight_grad"))),
+    "support with empty rows": PublicCall(
+        partial(_logprobs, listed="or not"), takes=frozenset(("gather", "weight_grad"))
+    ),
+    "forward KL": PublicCall(partial(_divergence, kind="forward_kl"), takes=_TWO_HEADS),
+    "reverse KL": PublicCall(partial(_divergence, kind="reverse_kl"), takes=_TWO_HEADS),
+    "JSD": PublicCall(partial(_divergence, kind="jsd", beta=0.3), takes=_TWO_HEADS),
+    "JSD in one pass": PublicCall(partial(_divergence, kind="jsd", weighted=True), takes=frozenset(("gather",))),
+    "loss in two passes": PublicCall(partial(_loss, passes="two"), takes=_EVERY - {"batch_invariant", "gather"}),
+    "loss in one pass": PublicCall(partial(_loss, passes="one")),
+    "loss with an exact KL": PublicCall(
+        partial(_loss, exact_kl=True, passes="two"), takes=frozenset(("fixed_shape", "autocast"))
+    ),
+    "given logits": PublicCall(_given_logits, ("logits",), frozenset(("fixed_shape",))),
+    "policy of given logits": PublicCall(_policy_of_given_logits, ("logits",), frozenset(("fixed_shape",))),
+}  # fmt: skip
 
 
 class Products(TorchDispatchMode):

@@ -317,7 +317,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         hard = mean of -log p_student(label) at temperature 1
 
     Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's: a teacher with
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists differences from Liger: a teacher with
     more vocabulary entries than the student raises, for example.
 
     Args:

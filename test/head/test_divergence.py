@@ -1,7 +1,6 @@
 """The divergence of two heads against full logits in float64, what it costs, what it refuses; and TRL's and Liger's."""
 
 import math
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Products, functional, run_triton
-from host_reads import host_reads
 from liger_rl import Divergence, LogitTransform, LowRank, linear_divergence
 from liger_rl.head.engines import divergence as engine
 from peaks import tensor_peak
@@ -278,54 +276,7 @@ def test_autocast_and_dtypes_of_each_head():
     assert found[1]["weight"].dtype == torch.float32
 
 
-def test_bits_are_the_same_again():
-    x = problem(dtype=torch.bfloat16)
-    for kind in ("reverse_kl", "jsd 0.3"):
-        first, second = (solve(x, **KINDS[kind], chunk_vocab=50) for _ in range(2))
-        assert all(torch.equal(part, parts(second)[name]) for name, part in parts(first).items())
-
-
-def test_both_heads_are_gathered_in_each_direction():
-    x, entered = problem().leaves(), []
-
-    @contextmanager
-    def gather(*parameters):
-        entered.append(parameters[0] is x.weight)
-        yield
-
-    found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, gather=gather)
-    assert entered == [True, False]
-    found.divergence.sum().backward()
-    assert entered == [True, False] * 2
-
-
-def test_there_is_no_second_derivative():
-    x = problem().leaves()
-    value = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight).divergence.sum()
-    (grad,) = torch.autograd.grad(value, x.hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        grad.sum().backward()
-
-
 # --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "jsd 0.3"])
-def test_products(kind):
-    """Of live tokens alone; tokens without a weight leave the backward, and a frozen weight's product is not made."""
-    x = problem((40,), (16, 24), (300, 300), bias=False).leaves()
-    mask = torch.arange(40) < 30
-    per_token = 2 * 300 * (16 + 24)
-    with Products() as products:
-        found = linear_divergence(
-            x.hidden, x.weight.detach(), x.teacher_hidden, x.teacher_weight, mask=mask, **KINDS[kind]
-        ).divergence
-        assert products.flops == 30 * per_token
-        products.factors.clear()
-        (found * (torch.arange(40) < 10)).sum().backward()
-    assert products.flops == 10 * (per_token + 2 * 300 * 16)
-    assert (x.hidden.grad[10:] == 0).all()
-    assert x.weight.grad is None
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -348,23 +299,6 @@ def test_two_sweeps_where_whole_rows_do_not_fit(monkeypatch):
     live = int(x.mask.sum())
     assert products.flops == live * 2 * 300 * (3 * (16 + 24) + 2 * 16)
     assert_close(once, twice, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "forward", "backward"),
-    [({}, 0, 1), ({"mask": True}, 1, 1), ({"mask": True, "fixed_shape": True}, 0, 0)],
-)
-def test_host_reads(options, forward, backward, device):
-    x = problem(device=device).leaves()
-    if options.get("mask"):
-        options = {**options, "mask": x.mask}
-    with host_reads(device) as reads:
-        found = linear_divergence(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, kind="jsd", **options)
-    counts = [len([name for name in reads.names if name != "nonzero"])]
-    loss = found.divergence.sum()
-    with host_reads(device) as reads:
-        loss.backward()
-    assert [*counts, len(reads.names)] == [forward, backward]
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd 0.3"])

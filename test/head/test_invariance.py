@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from devices import NEEDS_GPU
-from head_calls import EXTRAS, Problem, Products, assert_same, call, functional, problem, solve
+from head_calls import EXTRAS, Problem, Products, call, functional, problem
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, logits_logprobs
 
 TOKENS, HIDDEN, VOCAB = 300, 96, 1003
@@ -130,26 +130,6 @@ def test_what_it_refuses():
         invariant(batch(rank=2))
     with pytest.raises(TypeError, match="batch_invariant must be a bool, got int"):
         call(inputs, batch_invariant=1)
-
-
-RUNS = {
-    "default": {},
-    "chunks": {"chunk_tokens": 100, "chunk_vocab": 300},
-    "tolerance": {"grad_tolerance": 0.1},
-    "low rank": {"rank": 2},
-    "fixed shape": {"fixed_shape": True},
-    "batch invariant": {"batch_invariant": True},
-}
-
-
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_two_runs(options, dtype, device):
-    """Values and gradients of every path; on a GPU with tokens enough for the kernels of our own."""
-    tokens = TOKENS if device.type == "cpu" else 1500
-    options = dict(options)
-    inputs = batch(dtype, device, tokens=tokens, rank=options.pop("rank", 0))
-    mask = torch.arange(tokens, device=device) % 5 != 0
-    assert_same(*(solve(inputs, mask=mask, **options) for _ in range(2)))
 
 
 def test_two_runs_from_logits(dtype, device):

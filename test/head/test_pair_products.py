@@ -8,15 +8,13 @@ import torch
 
 from devices import NEEDS_GPU
 from head_calls import run_triton
-from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, ReferenceHead, linear_divergence
+from liger_rl import FusedLinearGRPOLoss, LogitTransform, ReferenceHead, linear_divergence
 from liger_rl.head import divergence
 from liger_rl.head.engines.tiles import whole_waves
-from liger_rl.head.options import EngineOptions
-from liger_rl.head.tokens import TokenSelection
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
 from liger_rl.head.engines import pair_products
-from liger_rl.head.engines.interface import Head
 from liger_rl.kernels import kept_pair_triton, pair_epilogue, sparse_pair_triton
 from liger_rl.kernels.divergence import (
     FORWARD,
@@ -56,20 +54,11 @@ class Case:
     """One product's worth of both heads, and what plain PyTorch makes of float32 tiles of them."""
 
     def __init__(
-        self,
-        measure,
-        transforms,
-        *,
-        more,
-        n=20,
-        size=48,
-        other_size=24,
-        vocab=700,
-        gap=None,
-        spread=3.0,
-    ):
+        self, measure, transforms, *, more, n=20, size=48, other_size=24, vocab=700, gap=None, spread=3.0
+    ):  # fmt: skip
         self.measure, self.more, self.n, self.vocab = measure, more, n, vocab
-        self.hidden, self.weight, other, other_weight = heads(n, size, other_size, vocab, spread)
+        *own, other, other_weight = heads(n, size, other_size, vocab, spread)
+        self.hidden, self.weight = own
         if gap is not None:
             near = (self.weight[:, :8].float() * gap).to(DTYPE)
             other, other_weight = torch.cat([self.hidden, other[:, :8]], 1), torch.cat([self.weight, near], 1)
@@ -256,102 +245,6 @@ def test_a_rank_of_padding_alone_takes_tiles(monkeypatch):
     assert pair_products.PairProducts.of(None, None, 0, Measure(FORWARD)) is None
 
 
-def step(given, kind, *, factors, **options):
-    hidden, weight, teacher_hidden, teacher_weight = given
-    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found = linear_divergence(*leaves, teacher_hidden, teacher_weight, kind=kind, **options)
-    loss = (found.divergence * factors).sum() if found.loss is None else found.loss
-    loss.backward()
-    values = found.divergence, found.logps, found.teacher_logps
-    return [part.detach().double() for part in (*values, *(leaf.grad for leaf in leaves)) if part is not None]
-
-
-@pytest.mark.parametrize(
-    ("kind", "wide"),
-    [(kind, wide) for kind in ("forward_kl", "reverse_kl", "jsd") for wide in ("", "both")]
-    + [("forward_kl", "student's"), ("reverse_kl", "teacher's")],
-)
-def test_engines(kind, wide, monkeypatch):
-    """Two passes, one and blocks, of a padded vocabulary, in several products, with tokens that do not count; beside
-    float32 weights, which are copied, one of them laid out the other way."""
-    monkeypatch.setattr(divergence, "check_range", lambda *_: None)  # the interpreter has float16 alone
-    n, vocab = (600, 9000) if DEVICE.type == "cuda" else (64, 608)
-    hidden, weight, other, other_weight = heads(n, 32, 16, vocab)
-    if wide in ("both", "student's"):
-        weight = weight.float().T.contiguous().T
-    if wide in ("both", "teacher's"):
-        other_weight = other_weight.float()
-    given, factors = (hidden, weight, other, other_weight), torch.rand(n).to(DEVICE)
-    options = {"compute_dtype": DTYPE} if wide else {}
-    options |= {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
-    options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
-    ways = [{}, {"token_weights": factors}]
-    if kind == "reverse_kl":
-        ways.append({"grad_tolerance": 1e-3})
-    with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
-        expected = [step(given, kind, factors=factors, **way, **options) for way in ways]
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
-    # The teacher's tiles, and chunks of one pass, are smaller than all there is.
-    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 4 * n * 2 * BLOCK_VOCAB)
-    for way, truth in zip(ways, expected, strict=True):
-        found = step(given, kind, factors=factors, **way, **options)
-        if DEVICE.type == "cuda":
-            again = step(given, kind, factors=factors, **way, **options)
-            assert all(torch.equal(mine, other) for mine, other in zip(found, again, strict=True))
-        for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
-            bound = max(0.7 * torch.finfo(DTYPE).eps, 2e-3) if place >= 3 else 1e-4 if kind == "jsd" and way else 5e-6
-            assert (mine - other).norm() <= bound * other.norm()
-
-
-@pytest.fixture
-def spans(monkeypatch):
-    """On CPU, with copies of weights as on a GPU. -> first and last column of each launch."""
-    if DEVICE.type == "cuda":
-        pytest.skip("the sizes of tiles are those of two programs")
-    run_triton(monkeypatch, epilogue=True)
-    monkeypatch.setattr(pair_products.Side, "converts", property(lambda side: side.bytes_per_entry > 0))
-    launches, launch = [], pair_epilogue._launch
-
-    def launched(student, *rest):
-        launches.append((student.first, student.first + student.factors.weight.shape[0]))
-        launch(student, *rest)
-
-    monkeypatch.setattr(pair_epilogue, "_launch", launched)
-    return launches
-
-
-@pytest.mark.parametrize("passes", ["one", "two"])
-@pytest.mark.parametrize("vocab", [100, 257, 768])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_biases_transforms_and_paddings_of_either_head(kind, vocab, passes, monkeypatch):
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
-    n = 600 if DEVICE.type == "cuda" else 40
-    hidden, weight, *_ = heads(n, 16, 8, vocab + 5)
-    _, _, other, other_weight = heads(n, 8, 24, vocab + 11)
-    options = {"vocab": vocab, "targets": torch.randint(vocab, (n,)).to(DEVICE)}
-    options |= {"bias": torch.randn(vocab + 5).to(DEVICE), "teacher_bias": torch.randn(vocab + 11).to(DEVICE)}
-    options |= {"transform": LogitTransform(temperature=0.7), "teacher_transform": STUDENT_CAPPED[0]}
-    factors = torch.rand(n).to(DEVICE)
-    options |= {"token_weights": factors} if passes == "one" else {}
-    given = hidden, weight, other, other_weight
-    with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
-        expected = step(given, kind, factors=factors, **options)
-    found = step(given, kind, factors=factors, **options)
-    for place, (mine, other) in enumerate(zip(found, expected, strict=True)):
-        bound = 2e-3 if place >= 3 else 2e-4 if kind == "jsd" else 1e-5
-        assert (mine - other).norm() <= bound * other.norm()
-
-
-def a_side():
-    hidden, weight = torch.randn(40, 16).to(DTYPE), torch.randn(300, 16).to(DTYPE)
-    head = Head(hidden, weight, None, None, None, torch.zeros(40, dtype=torch.long), TokenSelection(40))
-    return pair_products.Side(head, EngineOptions(compute_dtype=DTYPE))
-
-
 @pytest.mark.parametrize("measure", [Measure(REVERSE), Measure(MIXTURE, 0.3)])
 def test_a_row_of_the_kept_gradient_adds_up_to_0(measure):
     """Whatever rounding has done to the probabilities, of which the mean is taken."""
@@ -364,43 +257,83 @@ def test_a_row_of_the_kept_gradient_adds_up_to_0(measure):
     assert (grad.sum(1).abs() <= 1e-5 * grad.abs().sum(1) + 2e-6 * value.double().abs()).all()
 
 
+def step(given, kind, *, factors, **options):
+    hidden, weight, teacher_hidden, teacher_weight = given
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found = linear_divergence(*leaves, teacher_hidden, teacher_weight, kind=kind, **options)
+    loss = (found.divergence * factors).sum() if found.loss is None else found.loss
+    loss.backward()
+    values = found.divergence, found.logps, found.teacher_logps
+    return [part.detach().double() for part in (*values, *(leaf.grad for leaf in leaves)) if part is not None]
+
+
+@pytest.fixture
+def tiles_and_epilogue(monkeypatch):
+    """-> what a function gives with tiles in memory, and with products that have an epilogue."""
+    monkeypatch.setattr(divergence, "check_range", lambda *_: None)  # the interpreter has float16 alone
+
+    def both(function):
+        with monkeypatch.context() as context:
+            context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
+            expected = function()
+        if DEVICE.type == "cpu":
+            run_triton(monkeypatch, epilogue=True)
+        return expected, function()
+
+    return both
+
+
+ENGINES = [
+    (kind, wide, way)
+    for kind in ("forward_kl", "reverse_kl", "jsd")
+    for wide in ("", "both", {"forward_kl": "student's", "reverse_kl": "teacher's"}.get(kind, "both"))
+    for way in ("two passes", "one pass", "fixed shape", *(["tolerance"] if kind == "reverse_kl" else []))
+]
+
+
+@pytest.mark.parametrize(("kind", "wide", "way"), dict.fromkeys(ENGINES))
+def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
+    """Of a padded vocabulary, in several products, with tokens that do not count; of float32 weights, which are copied,
+    one of them laid out the other way."""
+    n, vocab = (600, 9000) if DEVICE.type == "cuda" else (64, 608)
+    hidden, weight, other, other_weight = heads(n, 32, 16, vocab)
+    if wide in ("both", "student's"):
+        weight = weight.float().T.contiguous().T
+    if wide in ("both", "teacher's"):
+        other_weight = other_weight.float()
+    given, factors = (hidden, weight, other, other_weight), torch.rand(n).to(DEVICE)
+    options = {"compute_dtype": DTYPE} if wide else {}
+    options |= {"vocab": vocab - 20, "targets": torch.randint(vocab - 20, (n,)).to(DEVICE)}
+    options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
+    ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
+    options |= (ways | {"tolerance": {"grad_tolerance": 1e-3}}).get(way, {})
+    # The teacher's tiles, and chunks of one pass, are smaller than all there is.
+    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 4 * n * 2 * BLOCK_VOCAB)
+    truth, found = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
+    for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
+        exact = 1e-4 if kind == "jsd" and way == "one pass" else 5e-6
+        bound = max(0.7 * torch.finfo(DTYPE).eps, 2e-3) if place >= 3 else exact
+        assert (mine - other).norm() <= bound * other.norm()
+
+
 @pytest.mark.parametrize("passes", ["one", "two"])
 @pytest.mark.parametrize(
     ("kind", "banned"),
     [("forward_kl", "student's"), ("reverse_kl", "student's")]
     + [(kind, head) for kind in ("forward_kl", "reverse_kl", "jsd") for head in ("teacher's", "both")],
 )
-def test_ids_that_one_head_bans(kind, banned, passes, monkeypatch):
+def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
     """In whole tiles, with a bias of that head alone: as from tiles in memory, infinite values and all."""
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
     n, vocab = (512, 1024) if DEVICE.type == "cuda" else (32, 512)
     given, bias = heads(n, 16, 16, vocab), torch.zeros(vocab, device=DEVICE)
     bias[3:9], bias[256:512] = -torch.inf, -torch.inf
     names = {"student's": ["bias"], "teacher's": ["teacher_bias"], "both": ["bias", "teacher_bias"]}[banned]
-    options = dict.fromkeys(names, bias)
-    factors = torch.rand(n).to(DEVICE)
+    options, factors = dict.fromkeys(names, bias), torch.rand(n).to(DEVICE)
     options |= {"token_weights": factors} if passes == "one" else {}
-    with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
-        expected = step(given, kind, factors=factors, **options)
-    for mine, other in zip(step(given, kind, factors=factors, **options), expected, strict=True):
+    expected, found = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
+    for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine.isfinite(), other.isfinite())
         mine, other = (part.nan_to_num(0.0, 0.0, 0.0) for part in (mine, other))
-        assert (mine - other).norm() <= 2e-3 * other.norm()
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_fixed_shape(kind, monkeypatch):
-    """Tokens without weight stay in the products, and their gradient is 0: as in a call without them."""
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
-    n, vocab = (600, 1024) if DEVICE.type == "cuda" else (40, 512)
-    given, mask = heads(n, 16, 16, vocab), (torch.arange(n) % 3 > 0).to(DEVICE)
-    factors = mask * torch.rand(n).to(DEVICE)
-    factors[1] = 0.0  # counts, but has no gradient
-    found, expected = (step(given, kind, factors=factors, mask=mask, fixed_shape=fixed) for fixed in (True, False))
-    for mine, other in zip(found, expected, strict=True):
         assert (mine - other).norm() <= 2e-3 * other.norm()
 
 
@@ -441,47 +374,6 @@ def test_sure_tokens_whose_teacher_prefers_an_id_nearby(kind, monkeypatch):
     (found,) = torch.autograd.grad(one.loss, hidden)
     errors = (found.double() - truth).norm(dim=1) / truth.norm(dim=1)
     assert errors.median() < 2 * torch.finfo(DTYPE).eps
-
-
-@pytest.mark.parametrize("one", [True, False])
-def test_weights_in_another_dtype_are_copied_in_parts(one, spans, monkeypatch):
-    """In a fold, and in a tile of gradients, whose student's products copy its part once more."""
-    n, vocab = 40, 1025
-    hidden, weight, other, other_weight = heads(n, 16, 24, vocab)
-    per_entry = 2 * (16 + 24) + 4 * n  # both copies, and the teacher's logits
-    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 512 * per_entry)
-    monkeypatch.setattr(pair_products, "WORKSPACE_BYTES", {"cpu": 256 * (per_entry + 2 * 16 + 2 * n)})
-    given = hidden, weight.float(), other, other_weight.float()
-    options = {"token_weights": torch.ones(n)} if one else {}
-    step(given, "forward_kl", factors=torch.ones(n), compute_dtype=DTYPE, **options)
-    forward = [(0, 512), (512, 1024), (1024, 1025)]
-    assert spans[:3] == forward
-    assert spans[3:] == ([] if one else [(at, min(at + 256, vocab)) for at in range(0, vocab, 256)])
-
-
-def test_memory_of_a_tile(spans, monkeypatch):
-    """Gradients, the teacher's logits, and where tokens come in chunks a float32 sum of its weight's gradient."""
-    products = pair_products.PairProducts.of(a_side(), a_side(), 10**6, Measure(FORWARD))
-    monkeypatch.setattr(pair_products, "MAX_CHUNK_TOKENS", {"cpu": 512})
-    most = pair_products.WORKSPACE_BYTES["cpu"]
-    for tokens, per_column in ((512, 6 * 512), (513, 6 * 512 + 4 * 16)):
-        tiles = products.gradient_tiles(tokens)
-        assert tiles.tokens == 512
-        assert most / 2 - per_column * BLOCK_VOCAB < per_column * tiles.vocab <= most
-
-
-def test_what_keeps_a_pair_from_the_epilogue(monkeypatch):
-    """A chunk that is named, float32 products and a low-rank term take tiles in memory."""
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
-    taken = []
-    monkeypatch.setattr(pair_products.PairProducts, "fold", lambda *_, **__: taken.append(True))
-    given = heads(8, 16, 16, 48)
-    terms = (LowRank(a=torch.ones(2, 16, dtype=DTYPE, device=DEVICE), b=given[1][:, :2].contiguous()),)
-    for changed, options in (((), {"chunk_vocab": 16}), ((0, 1), {}), ((), {"low_rank": terms})):
-        some = [part.float() if place in changed else part for place, part in enumerate(given)]
-        linear_divergence(*some, **options)
-    assert not taken
 
 
 def everything(case, tokens):
@@ -539,7 +431,7 @@ def test_whole_waves():
 
 @NEEDS_GPU
 @pytest.mark.parametrize("passes", ["one", "two"])
-def test_exact_kl_takes_the_epilogue(passes, monkeypatch):
+def test_exact_kl_takes_the_epilogue(passes, tiles_and_epilogue):
     """A loss with an exact KL to a reference: the same loss and gradients as from tiles."""
     n, vocab = 600, 3000
     hidden, weight, other_hidden, other_weight = heads(n, 16, 8, vocab)
@@ -553,8 +445,5 @@ def test_exact_kl_takes_the_epilogue(passes, monkeypatch):
         loss.backward()
         return [loss.detach().double(), *(leaf.grad.double() for leaf in leaves)]
 
-    with monkeypatch.context() as context:
-        context.setattr(pair_products.PairProducts, "applies_to", lambda *_: False)
-        expected = run()
-    for mine, other in zip(run(), expected, strict=True):
+    for other, mine in zip(*tiles_and_epilogue(run), strict=True):
         assert (mine - other).norm() <= 3e-3 * other.norm()

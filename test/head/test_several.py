@@ -9,7 +9,6 @@ from torch import Tensor
 import oracles
 from devices import skip_without_interpreter
 from head_calls import Problem, Products, functional, problem, run_triton
-from host_reads import host_reads
 from liger_rl import (
     FusedLinearGRPOLoss,
     HeadOptions,
@@ -179,21 +178,6 @@ def test_one_target_in_a_list_is_that_target():
 # --- several targets: what else is promised ---------------------------------------------------------------------------
 
 
-def test_frozen_parts_and_their_products():
-    x = with_ids(problem((6,), 8, 50), 3)
-    _, whole = solve(x)
-    for name in ("hidden", "weight"):
-        leaves = x.leaves([name])
-        found = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, entropy=True, lse=True)
-        with Products() as backward:
-            functional(found.logps, found.entropy, found.lse).backward()
-        live = 5  # one of the six tokens has negative ids alone
-        assert backward.flops == 2 * 2 * live * 8 * 50
-        other = "weight" if name == "hidden" else "hidden"
-        torch.testing.assert_close(leaves.grads()[other], whole[other])
-        assert leaves.grads()[name] is None
-
-
 def test_tokens_without_a_gradient_leave_the_backward():
     """Also where the gradients of a token's ids add up to 0, and it has one all the same."""
     x = problem((4,), 8, 50).leaves()
@@ -204,22 +188,6 @@ def test_tokens_without_a_gradient_leave_the_backward():
     assert backward.flops == 3 * 2 * 2 * 8 * 50
     torch.testing.assert_close(x.hidden.grad[0], (x.weight[1] - x.weight[2]).detach())
     assert not x.hidden.grad[1::2].any()
-
-
-@pytest.mark.parametrize("fixed_shape", [False, True])
-@pytest.mark.parametrize("count", [None, 3])
-def test_a_token_without_a_gradient_may_hold_anything(fixed_shape, count):
-    x = problem() if count is None else with_ids(problem(), count, ignored=False)
-    grads = []
-    for garbage in (0.0, math.nan):
-        leaves = x._replace(hidden=x.hidden.clone()).leaves()
-        with torch.no_grad():
-            leaves.hidden[0, 0] = garbage
-        found = linear_logprobs(leaves.hidden, leaves.weight, leaves.targets, lse=True, fixed_shape=fixed_shape)
-        (found.logps.flatten(0, 1)[5:].sum() + found.lse.flatten()[5:].sum()).backward()
-        grads.append(leaves.weight.grad)
-    assert grads[0].isfinite().all()
-    assert torch.equal(*grads)
 
 
 def test_the_same_bits_twice_and_in_any_order_of_the_ids():
@@ -235,92 +203,10 @@ def test_the_same_bits_twice_and_in_any_order_of_the_ids():
     assert torch.equal(moved, logps[..., order])
 
 
-@pytest.mark.parametrize("options", [{"fixed_shape": True}, {"batch_invariant": True}, {"chunk_tokens": 4}])
-def test_options_change_nothing(options):
-    x = with_ids(problem(bias=True), 6)
-    mask = torch.rand(3, 5) < 0.6
-    assert_close(solve(x, mask=mask, **options), solve(x, mask=mask), 1e-5)
-
-
-def test_batch_invariant():
-    x = with_ids(problem((70,)), 6)
-    whole = linear_logprobs(x.hidden, x.weight, x.targets, batch_invariant=True, topk=4)
-    for rows in (slice(None, None, 3), slice(-1, None)):
-        part = linear_logprobs(x.hidden[rows], x.weight, x.targets[rows], batch_invariant=True, topk=4)
-        for name in ("logps", "topk_logps", "topk_ids"):
-            assert torch.equal(getattr(part, name), getattr(whole, name)[rows])
-
-
-def test_fixed_shape_never_waits_and_masks_what_is_outside(device):
-    x = with_ids(problem(device=device, bias=True), 6)
-    outside = x.targets.clone()
-    outside[0, 0, 2] = 129
-    mask = torch.ones(3, 5, device=device)
-    mask[0, 0] = 0
-    leaves = x.leaves()
-    with host_reads(x.hidden.device) as reads:
-        found = linear_logprobs(
-            leaves.hidden, leaves.weight, outside, bias=leaves.bias, fixed_shape=True, lse=True, topk=3
-        )
-    expected = linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, mask=mask, fixed_shape=True, topk=3)
-    assert torch.equal(found.logps, expected.logps)
-    assert torch.equal(found.topk_ids, expected.topk_ids)
-    assert (found.topk_ids[0, 0] == -1).all()
-    assert not reads.names
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_dtypes_of_ids(dtype):
-    x = with_ids(problem(), 6, ignored=False)
-    assert torch.equal(solve(x._replace(targets=x.targets.to(dtype)))[0].logps, solve(x)[0].logps)
-
-
-def test_autocast_and_a_compute_dtype():
-    """Listed logits are products of the same rounded numbers as all others: probabilities add up to 1."""
-    x = problem((6,), 16, 40)._replace(targets=torch.arange(40).expand(6, 40))
-    with torch.autocast("cpu", torch.bfloat16):
-        found, grads = solve(x)
-    rounded = x._replace(hidden=x.hidden.bfloat16(), weight=x.weight.bfloat16())
-    torch.testing.assert_close(found.logps.exp().sum(-1), torch.ones(6))
-    torch.testing.assert_close(found.logps, solve(rounded, compute_dtype=torch.float32)[0].logps)
-    assert all(grad.dtype == torch.float32 for grad in grads.values() if grad is not None)
-
-
 def test_temperatures_of_tokens():
     x, temperature = with_ids(problem((9,), bias=True), 5), torch.rand(9) + 0.5
     found = solve(x, transform=LogitTransform(temperature=temperature, softcap=4.0))
     assert_close(found, exact(x, temperature=temperature[:, None], softcap=4.0))
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_weight_grad(rank):
-    x, total = with_ids(problem(bias=True, rank=rank), 5), torch.ones(129, 16)
-    expected, found = solve(x)[1], solve(x, weight_grad=total)[1]
-    assert found["weight"] is None
-    torch.testing.assert_close(total - 1, expected["weight"], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["hidden"], expected["hidden"])
-
-
-def test_no_tensor_of_tokens_times_vocabulary_or_of_gathered_rows():
-    tokens, size, vocab, count = 24, 80, 2000, 16
-    x = with_ids(problem((tokens,), size, vocab), count)
-    with Products() as products:
-        solve(x, chunk_tokens=8, chunk_vocab=100, topk=8)
-    shapes = [shape for shape, _ in products.made if shape != (vocab, size)]
-    assert max(map(math.prod, shapes)) <= max(tokens * count * count, tokens * size)
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_no_token(count):
-    x = problem((0,), bias=True)._replace(targets=torch.zeros(0, count, dtype=torch.long))
-    found, grads = solve(x, topk=3)
-    assert found.logps.shape == (0, count)
-    assert found.topk_ids.shape == (0, 3)
-    assert not grads["weight"].any()
-    found, grads = solve(with_ids(problem(bias=True), count), mask=torch.zeros(3, 5), topk=3)
-    assert not found.logps.any()
-    assert (found.topk_ids == -1).all()
-    assert not grads["weight"].any()
 
 
 # --- the largest ------------------------------------------------------------------------------------------------------
@@ -365,20 +251,6 @@ def test_equal_logits_are_in_the_order_of_their_ids(triton, chunk_vocab, monkeyp
     order = logits.sort(dim=1, descending=True, stable=True).indices[:, :30]
     assert torch.equal(found.topk_ids, order)
     torch.testing.assert_close(found.topk_logps, logits.log_softmax(-1).gather(1, order))
-
-
-def test_topk_beside_a_gradient():
-    x = problem(bias=True)
-    mask = torch.rand(3, 5) < 0.6
-    found, grads = solve(x, mask=mask, topk=4)
-    expected = solve(x, mask=mask)
-    assert_close((found, grads), expected, 1e-6)
-    assert not found.topk_logps.requires_grad
-    assert not found.topk_logps[~mask].any()
-    assert (found.topk_ids[~mask] == -1).all()
-    # What a masked token gets is no id for the next call.
-    again = linear_logprobs(x.hidden, x.weight, found.topk_ids, bias=x.bias).logps
-    assert torch.equal(again, found.topk_logps)
 
 
 def test_the_plan_says_that_tiles_are_in_memory():
@@ -459,11 +331,3 @@ def test_a_policy_loss_takes_one_id_for_each_token():
     x = with_ids(problem(), 3)
     with pytest.raises(ValueError, match=r"selected_token_ids must be \(B, T\) = \(3, 5\)"):
         FusedLinearGRPOLoss("grpo")(x.hidden, x.weight, x.targets, torch.ones(3))
-
-
-def test_one_derivative():
-    x = with_ids(problem(), 3).leaves()
-    found = linear_logprobs(x.hidden, x.weight, x.targets, lse=True)
-    (grad,) = torch.autograd.grad(found.lse.sum() + found.logps.sum(), x.hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        grad.sum().backward()

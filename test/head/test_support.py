@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from devices import NEEDS_GPU, skip_without_interpreter
@@ -216,24 +213,6 @@ def test_rows_that_are_promised_to_be_distinct(place):
     close("logps", solve(case).values["logps"], twice, 1e-5)
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_no_token(tokens, place):
-    """N = 0, and tokens that are all masked."""
-    case = case_of(rows_of([2] * tokens), place, mask=torch.zeros(tokens), rank=2)
-    found = solve(case)
-    assert all(part.shape == (tokens,) and not part.any() for part in found.values.values())
-    assert all(not part.any() for part in found.grads.values() if part is not None)
-
-
-@pytest.mark.parametrize("rows", [[2, 3, 9], [2, 0, 9]], ids=["listed", "with an empty row"])
-@pytest.mark.parametrize("frozen", [["hidden"], ["weight", "bias"], ["weight", "a"], ["hidden", "bias", "a", "b"]])
-def test_frozen_parts(frozen, rows, place):
-    case = case_of(rows_of(rows), place, bias=True, rank=2)
-    found, whole = solve(case, frozen=frozen), solve(case)
-    assert {name for name, grad in found.grads.items() if grad is None} == set(frozen)
-    same(found, Result(whole.values, {n: None if n in frozen else g for n, g in whole.grads.items()}))
-
-
 def test_the_same_bits_twice_with_popular_ids(place):
     """Ids that all tokens share are split over programs, in an order of its own each time."""
     case = case_of([[*row, 17, 3] for row in rows_of([2] * 20)], place, bias=True)
@@ -263,49 +242,6 @@ def test_weight_grad_is_touched_in_listed_rows_alone(dtype, place):
     total = torch.zeros(V, H, device=place)
     solve(case, weight_grad=total)
     close("weight_grad", total, truth(case).grads["weight"], max(torch.finfo(dtype).eps, 1e-5))
-
-
-@pytest.mark.parametrize("rows", [[2, 3, 9], [2, 0, 9], [0, 0, 0]], ids=["listed", "mixed", "empty"])
-def test_gather_is_entered_once_in_each_direction(rows, place):
-    """Whatever the rows are: gathering is a collective, and other ranks have other rows."""
-    case = case_of(rows_of(rows), place, bias=True)
-    leaves, entered = case.x.leaves(), []
-    parts = [leaves.weight, leaves.bias]
-    whole = [part.data for part in parts]
-
-    @contextmanager
-    def gather(*parameters: Tensor):
-        entered.append(len(parameters))
-        for part, data in zip(parts, whole, strict=True):
-            part.data = data
-        yield
-        for part in parts:
-            part.data = part.data.new_empty(0)
-
-    found = call(leaves, support=case.support, entropy=True, gather=gather)
-    assert (entered, leaves.weight.numel()) == ([2], 0)
-    grads = torch.autograd.grad(functional(*found[:2]), [leaves.hidden, *parts])
-    assert entered == [2, 2]
-    expected = solve(case, extras=())
-    for name, grad in zip(("hidden", "weight", "bias"), grads, strict=True):
-        assert torch.equal(grad, expected.grads[name])
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(
-    sizes=st.lists(st.sampled_from([0, 1, 1, 2, 3, 8, 30, V]), max_size=12),
-    seed=st.integers(0, 2**32),
-    more=st.fixed_dictionaries({"bias": st.booleans(), "rank": st.sampled_from([0, 2])}),
-    capped=st.booleans(),
-)
-def test_random_rows(sizes, seed, more, capped):
-    torch.manual_seed(seed)
-    rows = [torch.randint(V, (size,)).tolist() for size in sizes]  # with repeated ids
-    case = case_of(rows, "cuda" if CUDA else "cpu", mask=torch.rand(len(rows)) < 0.8, seed=seed, **more)
-    anywhere = torch.randint(-1, V, (len(rows),)).to(case.x.targets)
-    case = case._replace(x=case.x._replace(targets=torch.where(anywhere % 3 == 0, anywhere, case.x.targets)))
-    transform = CAPPED if capped else {}
-    check(solve(case, transform=transform), truth(case, transform))
 
 
 # --- missing targets, the loss ----------------------------------------------------------------------------------------
@@ -378,71 +314,6 @@ def test_reads_of_the_host(rows, fixed_shape, device):
     assert len(in_backward) == (0 in rows), in_backward
 
 
-class Work(TorchDispatchMode):
-    """What the host gives a device to do: operators of PyTorch, and launches of Triton's kernels."""
-
-    def __init__(self, monkeypatch) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-        self.launches: list[str] = []
-        self.launching = False
-        for name, kernel in list(vars(support_triton).items()):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(support_triton, name, CountedLaunches(self, name, kernel))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self.launching:
-            self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-    def since(self) -> tuple[list[str], list[str]]:
-        ops, launches, self.ops, self.launches = self.ops, self.launches, [], []
-        return ops, launches
-
-
-class CountedLaunches:
-    def __init__(self, work: Work, name: str, kernel) -> None:
-        self.work, self.name, self.kernel = work, name, kernel
-
-    def __getitem__(self, grid):
-        def launch(*args, **options) -> None:
-            self.work.launches.append(self.name)
-            self.work.launching = True
-            self.kernel[grid](*args, **options)
-            self.work.launching = False
-
-        return launch
-
-
-@ONLY_WITHOUT_GPU
-@pytest.mark.parametrize("in_place", [False, True], ids=["dense", "in place"])
-def test_what_the_host_has_to_do(in_place, monkeypatch):
-    """With few distinct ids, launches and operators take longer than the device: none comes back unseen.
-
-    Bounds have room for what PyTorch's versions make of one operator.
-    """
-    monkeypatch.setattr(engine, "kernels_for", lambda device: support_triton)
-    case = case_of(rows_of([2, 9, 1, 4]), rules={"may_be_empty": False, "distinct": True})
-    support, leaves, found = case.support, case.x.leaves(), []
-    given = {"weight_grad": torch.zeros(V, H)} if in_place else {}
-    slopes = torch.randn(4)
-    for launches, ops in (
-        (["_rows_kernel", "_slots_kernel", "_dots_kernel", "_fold_kernel"], 16),
-        (["_dots_kernel", "_fold_kernel"], 8),
-    ):
-        with Work(monkeypatch) as work:
-            logps = call(leaves, support=support, **given).logps
-            seen = work.since()
-            assert seen[1] == launches
-            assert len(seen[0]) <= ops, seen[0]
-            wanted = [leaves.hidden] if in_place else [leaves.hidden, leaves.weight]
-            found.append([logps.detach(), *torch.autograd.grad(logps, wanted, slopes)])
-            seen = work.since()
-        assert seen[1] == ["_slot_gradients_kernel", "_sums_kernel", "_pieces_kernel", "_sums_kernel"]
-        assert len(seen[0]) <= 10, seen[0]
-    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
-
-
 def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
     """For the same tokens, whatever wants a gradient; never what was made of other values."""
     made, kernels = [], engine.kernels_for(place)
@@ -490,19 +361,6 @@ def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
         assert [made_by(support=other) for _ in range(2)] == [1, 1]
     never_empty = Support.from_vllm(rows_of([2, 2, 2, 2]), device=place, may_be_empty=False)
     assert [made_by(support=never_empty, fixed_shape=True) for _ in range(2)] == [1, 1]
-
-
-def test_fixed_shape_changes_no_number(place):
-    case = case_of(
-        rows_of([2, 9, 1, 4]), place, bias=True, mask=torch.tensor([1, 1, 1, 0]), rules={"may_be_empty": False}
-    )
-    same(solve(case, fixed_shape=True), solve(case))
-    outside = case._replace(rows=[[], *case.rows[1:]])
-    with pytest.raises(ValueError, match="no empty row with may_be_empty=False; 1 tokens that count have"):
-        solve(outside)
-    found = solve(outside, fixed_shape=True)  # the token is masked
-    assert found.values["logps"][0] == 0
-    assert not found.grads["hidden"][0].any()
 
 
 @NEEDS_GPU

@@ -54,36 +54,6 @@ def test_it_may_be_the_weights_own_gradient(rank, device):
     torch.testing.assert_close(place, solve(inputs).grads["weight"] + 1, rtol=1e-5, atol=1e-6)
 
 
-def test_every_backward_adds(device):
-    leaves, total = problem(device=device).leaves(), torch.zeros(SHAPE, device=device)
-    logps = call(leaves, weight_grad=total).logps
-    assert not total.any()  # a forward alone adds nothing
-    logps.sum().backward(retain_graph=True)
-    once = total.clone()
-    logps.sum().backward()
-    with torch.no_grad():
-        call(leaves, weight_grad=total)
-    torch.testing.assert_close(total, 2 * once)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_of_the_weights_size_is_made(dtype):
-    tokens, hidden_size, vocab, chunk_tokens, chunk_vocab = 64, 4, 1000, 16, 50
-    inputs, total = problem((tokens,), hidden_size, vocab, dtype, bias=True), torch.zeros(vocab, hidden_size)
-    with Products() as products:
-        solve(inputs, weight_grad=total, chunk_tokens=chunk_tokens, chunk_vocab=chunk_vocab)
-    assert products.largest() <= max(chunk_tokens * chunk_vocab, tokens * hidden_size, vocab)
-    assert total.any()
-
-
-def test_frozen_hidden_states_cost_no_product():
-    leaves, total = problem((6,), 8, 50).leaves(["hidden"]), torch.zeros(50, 8)
-    found = call(leaves, weight_grad=total)
-    with Products() as backward:
-        found.logps.sum().backward()
-    assert backward.flops == 2 * 2 * 6 * 8 * 50
-
-
 @pytest.mark.parametrize(
     ("total", "error", "message"),
     [

@@ -1,0 +1,518 @@
+"""Every property of a call, asked of every public call: `head_calls.CALLS` is the table.
+
+Values and gradients against float64, in all combinations of options, are the fuzzer's and the files' of each call.
+"""
+
+import math
+from collections.abc import Collection
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from head_calls import CALLS, Batch, Products, batch, functional
+from host_reads import host_reads
+
+VOCAB, HIDDEN = 129, 16
+FIXED = ({}, {"fixed_shape": True})
+LOSSES = {name for name in CALLS if "loss" in name or "one pass" in name}  # their results are scalars
+GIVEN_LOGITS = {"given logits", "policy of given logits"}  # no head
+WITH_TEACHER = {"forward KL", "reverse KL", "JSD", "JSD in one pass", "loss with an exact KL"}
+SUPPORTS = {"support", "support with empty rows"}
+
+
+def calls(*takes: str, without: Collection[str] = (), each: Collection[dict] = ()) -> pytest.MarkDecorator:
+    """The calls that take all of these options, `each` of these sets of options a case where a call takes them."""
+    names = [n for n, call in CALLS.items() if call.takes.issuperset(takes) and n not in without]
+    if not each:
+        return pytest.mark.parametrize("name", names)
+    cases = [(n, options) for options in each for n in names if CALLS[n].takes.issuperset(options)]
+    return pytest.mark.parametrize(("name", "options"), cases, ids=["-".join([n, *o]) for n, o in cases])
+
+
+def assert_same(found: tuple[list, dict], expected: tuple[list, dict]) -> None:
+    """Bit for bit."""
+    for mine, truth in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, truth)
+    for name, truth in expected[1].items():
+        assert (truth is None) == (found[1][name] is None), name
+        assert truth is None or torch.equal(found[1][name], truth), name
+
+
+def assert_close(found: tuple[list, dict], expected: tuple[list, dict], tolerance: float = 1e-5) -> None:
+    for mine, truth in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(mine, truth, rtol=tolerance, atol=tolerance)
+    for name, truth in expected[1].items():
+        bound = tolerance * max(1.0, truth.abs().max().item())
+        torch.testing.assert_close(found[1][name], truth, rtol=tolerance, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def large(device: torch.device) -> Batch:
+    """Enough tokens for the kernels of a GPU with an epilogue."""
+    if device.type == "cpu":
+        return batch()
+    return batch((4, 256), 64, 1000, torch.bfloat16, device)
+
+
+# --- which tokens count -----------------------------------------------------------------------------------------------
+
+
+@calls(each=FIXED)
+@pytest.mark.parametrize(
+    ("garbage", "wrong"), [(math.nan, 10**9), (math.inf, VOCAB), (-math.inf, -1), (1e38, -(10**9))]
+)
+def test_nothing_under_the_mask_matters(name, options, garbage, wrong, device):
+    """Neither hidden states nor ids, and the gradient of `a` sees neither."""
+    call, clean = CALLS[name], batch(device=device)
+    expected, masked = call.solve(clean, **options), ~clean.mask
+    assert all(part.isfinite().all() for part in (*expected[0], *expected[1].values()))
+    for part in expected[0][: 0 if name in LOSSES else None]:
+        assert not part[masked].any()
+    assert not expected[1][call.inputs[0]][masked].any()
+    dirty = clean._replace(
+        hidden=clean.hidden.masked_fill(masked[..., None], garbage),
+        logits=clean.logits.masked_fill(masked[..., None], garbage),
+        teacher_hidden=clean.teacher_hidden.masked_fill(masked[..., None], garbage),
+        temperature=clean.temperature.masked_fill(masked, 0.0),
+        advantages=clean.advantages.masked_fill(masked, garbage) if name not in WITH_TEACHER else clean.advantages,
+        targets=clean.targets.masked_fill(masked, wrong),
+    )
+    assert_same(call.solve(dirty, **options), expected)
+
+
+@calls()
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_mask_dtypes_and_target_dtypes_agree(name, dtype, device):
+    x, call = batch(device=device), CALLS[name]
+    expected = call.solve(x)
+    assert_same(call.solve(x._replace(mask=x.mask.to(dtype))), expected)
+    if not dtype.is_floating_point:
+        smaller = {torch.int64: torch.int32, torch.uint8: torch.uint8}[dtype]
+        ids = x.ids if "support" in name else x.ids.to(smaller)
+        assert_same(call.solve(x._replace(targets=x.targets.to(smaller), ids=ids)), expected)
+
+
+@calls(without={"several targets", "a teacher's lists", "JSD in one pass"} | WITH_TEACHER)
+def test_a_negative_target_masks_its_token(name, device):
+    x = batch(device=device)
+    ignored = x._replace(targets=x.targets.masked_fill(~x.mask, -100), mask=torch.ones_like(x.mask))
+    if "loss" in name:  # the reduction counts the mask's tokens
+        ignored = ignored._replace(mask=x.mask)
+    assert_same(CALLS[name].solve(ignored), CALLS[name].solve(x))
+
+
+@calls("fixed_shape", without=WITH_TEACHER | {"a teacher's lists"})
+def test_a_fixed_shape_masks_a_target_outside_the_vocabulary(name, device):
+    """Nobody looks, so nothing raises; a loss leaves it out of its reduction, too."""
+    x, call = batch(device=device), CALLS[name]
+    x.mask[0, :2], x.mask[1, 1] = True, True
+    without, outside = x._replace(mask=x.mask.clone(), ids=x.ids.clone()), x.targets.clone()
+    without.mask[0, :2] = False
+    outside[0, 0], outside[0, 1] = VOCAB, 2**31
+    if "support" not in name:
+        x.ids[0, :2, 2] = torch.tensor([VOCAB, 2**31])
+    found = call.solve(x._replace(targets=outside), fixed_shape=True)
+    assert_same(found, call.solve(without, fixed_shape=True))
+
+
+@calls()
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])
+def test_no_token_that_counts(name, shape, device):
+    x = batch(device=device)
+    x = x.tokens((slice(shape[0]), slice(shape[1])))
+    values, grads = CALLS[name].solve(x._replace(mask=torch.zeros(shape, device=device)))
+    for part in values:
+        assert name in LOSSES or part.shape[:2] == shape
+        assert not part.any()
+    for input_name, grad in grads.items():
+        assert grad.shape == getattr(x, input_name).shape
+        assert not grad.any()  # any() is true for NaN
+
+
+@calls()
+def test_another_order_of_the_tokens(name, device):
+    """Values follow their tokens; gradients of parameters are the same sums, up to their order."""
+    x, call = batch(device=device), CALLS[name]
+    order = torch.tensor([2, 0, 1], device=device)
+    leaves, moved = x.leaves(call.inputs), x.tokens(order).leaves(call.inputs)
+    values, others = call.function(leaves), call.function(moved)
+    for mine, truth in zip(others, values, strict=True):
+        torch.testing.assert_close(mine, truth if name in LOSSES else truth[order], rtol=1e-6, atol=1e-6)
+    (sum(part.sum() for part in values)).backward()
+    (sum(part.sum() for part in others)).backward()
+    for part in call.inputs:
+        mine, truth = getattr(moved, part).grad, getattr(leaves, part).grad
+        truth = truth[order] if part in ("hidden", "logits") else truth
+        torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-5)
+
+
+# --- memory, chunks, dtypes -------------------------------------------------------------------------------------------
+
+
+@calls()
+def test_strided_inputs_and_inputs_left_alone(name, device):
+    """Transposed, sliced and strided views give what their contiguous copies give; nothing is written to them."""
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x.mT.contiguous(), torch.full_like(x.mT, math.nan)], -1)[..., 0].mT
+
+    x, call = batch(device=device), CALLS[name]
+    views = x._replace(
+        hidden=x.hidden.transpose(0, 1).contiguous().transpose(0, 1), weight=strided(x.weight),
+        bias=torch.stack([x.bias, x.bias * 0], -1)[:, 0], a=strided(x.a), b=strided(x.b),
+        teacher_hidden=strided(x.teacher_hidden), teacher_weight=strided(x.teacher_weight), logits=strided(x.logits),
+        targets=torch.cat([x.targets, x.targets], 1)[:, :5], mask=x.mask.T.contiguous().T,
+        advantages=strided(x.advantages), temperature=strided(x.temperature),
+    )  # fmt: skip
+    assert not any(getattr(views, part).is_contiguous() for part in ("hidden", "weight", "bias", "targets", "mask"))
+    before = [part.clone() for part in views]
+    assert_close(call.solve(views), call.solve(x))
+    assert all(torch.equal(part, copy) for part, copy in zip(views, before, strict=True))
+
+
+@calls("chunks")
+@pytest.mark.parametrize("chunks", [(1, 129), (4, 50), (7, 1), (1000, 128)], ids=str)
+def test_any_chunk_gives_the_same(name, chunks, device):
+    x, call = batch(device=device), CALLS[name]
+    assert_close(call.solve(x, chunk_tokens=chunks[0], chunk_vocab=chunks[1]), call.solve(x))
+
+
+@calls("chunks", without=WITH_TEACHER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "weight_grad"])
+def test_no_tensor_larger_than_a_tile(name, dtype, in_place):
+    """The weight's gradient, and that of b, are the exceptions. They are never held in a wider dtype."""
+    tokens, width, vocab = 64, 4, 1000
+    x = batch((4, 16), width, vocab, dtype)
+    options: dict[str, Any] = {"weight_grad": torch.zeros(vocab, width)} if in_place else {}
+    with Products() as products:
+        CALLS[name].solve(x, chunk_tokens=16, chunk_vocab=50, **options)
+    allowed = max(16 * 50, tokens * 3 * width, vocab, tokens * 4 * 4)
+    sizes = {(shape, kind) for shape, kind in products.made if math.prod(shape) > allowed}
+    expected = set() if in_place else {((vocab, width), dtype)}
+    assert sizes == expected | ({((vocab, 3), dtype)} if name == "low rank" else set())
+
+
+@calls("autocast")
+def test_autocast_multiplies_rounded_numbers(name, device):
+    """Values are those of rounded inputs; gradients have the dtypes of the parameters."""
+    x, call = batch(device=device), CALLS[name]
+    rounded = x._replace(**{
+        part: getattr(x, part).bfloat16().float() for part in ("hidden", "weight", "teacher_hidden", "teacher_weight")
+    })  # fmt: skip
+    with torch.autocast(device.type, torch.bfloat16):
+        values, grads = call.solve(x)
+        mixed = call.solve(x._replace(hidden=x.hidden.bfloat16()))
+    expected = call.solve(rounded)
+    for mine, half, truth in zip(values, mixed[0], expected[0], strict=True):
+        assert mine.dtype == half.dtype == torch.float32
+        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(half, truth, rtol=1e-5, atol=1e-5)
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    assert [mixed[1][part].dtype for part in ("hidden", "weight")] == [torch.bfloat16, torch.float32]
+    assert not torch.equal(values[0], call.solve(x)[0][0])
+
+
+# JSD multiplies by Python numbers in the default dtype.
+@calls(without={"JSD", "JSD in one pass"})
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(name, dtype):
+    x = batch()
+    leaves, others = (x.leaves(CALLS[name].inputs) for _ in range(2))
+    expected = CALLS[name].function(leaves)
+    sum(part.sum() for part in expected).backward()
+    torch.set_default_dtype(dtype)  # a fixture sets it back
+    found = CALLS[name].function(others)
+    sum(part.sum() for part in found).backward()
+    grads = ({part: getattr(inputs, part).grad for part in CALLS[name].inputs} for inputs in (others, leaves))
+    assert_close((found, next(grads)), (expected, next(grads)), 1e-6)
+
+
+# --- what costs nothing -----------------------------------------------------------------------------------------------
+
+
+def flops(name: str, x: Batch, *, live: int | None = None, frozen=()) -> tuple[int, int]:
+    """Of a forward, and of a backward in which `live` of the tokens have a gradient."""
+    leaves = x.leaves(tuple(part for part in CALLS[name].inputs if part not in frozen))
+    with Products() as forward:
+        values = CALLS[name].function(leaves)
+    factor = torch.ones(x.mask.numel()) if live is None else torch.arange(x.mask.numel()) < live
+    loss = sum((part.flatten(2).sum(-1) * factor.view(x.mask.shape)).sum() for part in map(unsqueezed, values))
+    with Products() as backward:
+        loss.backward()
+    assert not any(part.isnan().any() for pair in forward.factors + backward.factors for part in pair)
+    return forward.flops, backward.flops
+
+
+def unsqueezed(values: Tensor) -> Tensor:
+    return values[..., None] if values.dim() else values.expand(1, 1, 1)
+
+
+@calls(without=GIVEN_LOGITS | {"loss with an exact KL"})
+def test_masked_tokens_enter_no_product(name):
+    x = batch((4, 10))
+    whole = x._replace(mask=torch.ones_like(x.mask))
+    poisoned = x._replace(**{
+        part: getattr(x, part).masked_fill(~x.mask[..., None], math.nan) for part in ("hidden", "teacher_hidden")
+    })  # fmt: skip
+    if name == "support with empty rows":  # tokens in places that are even have products
+        count, total = int(x.mask[:, ::2].sum()), x.mask[:, ::2].numel()
+    else:
+        count, total = int(x.mask.sum()), x.mask.numel()
+    for mine, all_of_them in zip(flops(name, poisoned), flops(name, whole), strict=True):
+        assert mine * total == all_of_them * count
+
+
+# The gradients of a and b run over all tokens that count.
+@calls(without=LOSSES | SUPPORTS | GIVEN_LOGITS | {"low rank"})
+def test_tokens_without_a_gradient_enter_no_product(name):
+    x = batch((4, 10))
+    x = x._replace(mask=torch.ones_like(x.mask))
+    whole = flops(name, x)
+    assert flops(name, x, live=13)[1] * 40 == whole[1] * 13
+    assert flops(name, x, live=0)[1] == 0
+
+
+# Lists of a support are multiplied by the gradient, and so are a teacher's, whatever it is.
+@calls(without=LOSSES | GIVEN_LOGITS | {"support", "a teacher's lists"}, each=FIXED)
+def test_a_token_without_a_gradient_may_hold_anything(name, options, device):
+    call, grads = CALLS[name], []
+    for garbage in (0.0, math.nan):
+        x = batch(device=device)
+        x = x._replace(hidden=x.hidden.clone(), mask=torch.ones_like(x.mask))
+        x.hidden[0, 0] = garbage
+        leaves = x.leaves(call.inputs)
+        sum(part.flatten(0, 1)[5:].sum() for part in call.function(leaves, **options)).backward()
+        grads.append(leaves.weight.grad)
+    assert grads[0].isfinite().all()
+    assert torch.equal(*grads)
+
+
+@calls(without=LOSSES)
+def test_a_gradient_of_nan_is_not_dropped(name, device):
+    """A diverging loss must show in the gradients."""
+    x = batch(device=device)
+    leaves = x.leaves(CALLS[name].inputs)
+    values = CALLS[name].function(leaves)[0]
+    factor = torch.zeros_like(values)
+    factor[0, 0], factor[1, 0] = 1.0, math.nan
+    values.backward(factor)
+    grad = getattr(leaves, CALLS[name].inputs[0]).grad
+    assert grad[1, 0].isnan().all()
+    assert grad[0, 0].isfinite().all()
+    assert name in GIVEN_LOGITS or leaves.weight.grad.isnan().any()
+
+
+@calls(without=GIVEN_LOGITS)
+@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("hidden", "weight")])
+def test_frozen_inputs_get_none_and_cost_no_product(name, frozen):
+    x, call = batch((2, 6)), CALLS[name]
+    frozen = tuple(part for part in frozen if part in call.inputs)
+    whole, found = call.solve(x), call.solve(x, frozen=frozen)
+    for part, grad in whole[1].items():
+        assert (found[1][part] is None) == (part in frozen)
+        if part not in frozen:
+            torch.testing.assert_close(found[1][part], grad, rtol=1e-6, atol=1e-6)
+    for mine, truth in zip(found[0], whole[0], strict=True):
+        torch.testing.assert_close(mine, truth, rtol=1e-6, atol=1e-6)
+    if name not in SUPPORTS | {"low rank"}:
+        saved = sum(2 * int(x.mask.sum()) * VOCAB * HIDDEN for part in frozen if part != "bias")
+        assert sum(flops(name, x)) - sum(flops(name, x, frozen=frozen)) == saved
+
+
+@calls()
+def test_no_gradient_asked_for_runs_the_forward_alone(name):
+    x, call = batch(), CALLS[name]
+    leaves = x.leaves(call.inputs)
+    with Products() as products:
+        expected = call.function(x.leaves(()))
+    assert not any(part.requires_grad for part in expected)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), Products() as again:
+            found = call.function(leaves)
+        assert again.flops == products.flops
+        for mine, truth in zip(found, expected, strict=True):
+            assert not mine.requires_grad
+            torch.testing.assert_close(mine, truth, rtol=1e-6, atol=1e-6)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@calls()
+def test_the_same_bits_twice_and_in_a_second_backward(name, device):
+    x, call = large(device), CALLS[name]
+    leaves = x.leaves(call.inputs)
+    inputs = [getattr(leaves, part) for part in call.inputs]
+    values = call.function(leaves)
+    loss = functional(*values)
+    first, again = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    repeated = call.solve(x)
+    assert_same(([part.detach() for part in values], dict(zip(call.inputs, first, strict=True))), repeated)
+
+
+@calls()
+def test_writing_to_the_results_does_not_change_the_gradient(name):
+    x, call = batch(), CALLS[name]
+    leaves = x.leaves(call.inputs)
+    values = call.function(leaves)
+    loss = functional(*values)
+    with torch.no_grad():
+        for part in values:
+            part.fill_(9.0)
+    loss.backward()
+    for part, expected in call.solve(x)[1].items():
+        assert torch.equal(getattr(leaves, part).grad, expected), part
+
+
+@pytest.mark.parametrize(
+    ("name", "through"),
+    [(name, through) for name in CALLS for through in ("", "a checkpoint")]
+    + [(name, "torch.compile") for name in ("dense", "low rank")],
+)
+def test_a_second_derivative_raises(name, through, device):
+    """Whoever asks for one is told; another term of the graph may be differentiated twice."""
+    call, x = CALLS[name], batch(device=device)
+    expected = call.solve(x)[1][call.inputs[0]]
+    leaves = x.leaves(call.inputs)
+    tensor = getattr(leaves, call.inputs[0])
+    torch._dynamo.reset()
+
+    def value(x: Batch) -> Tensor:
+        return functional(*call.function(x))
+
+    def traced(x: Batch) -> Tensor:
+        if through == "a checkpoint":
+            return checkpoint(value, x, use_reentrant=False)
+        if through == "torch.compile":
+            return functional(*torch.compile(call.function, backend="eager", fullgraph=True)(x))
+        return value(x)
+
+    (found,) = torch.autograd.grad(traced(leaves), tensor, create_graph=True)
+    assert torch.equal(found, expected)
+    for penalty in (found.sum(), found.square().sum() + tensor.sum()):
+        with pytest.raises(RuntimeError, match="once"):
+            torch.autograd.grad(penalty, tensor, retain_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="once"):
+            penalty.backward(retain_graph=True)
+    factor = torch.ones((), device=device, requires_grad=True)
+    (scaled,) = torch.autograd.grad(traced(leaves) * factor, tensor, create_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        torch.autograd.grad(scaled.sum(), factor)
+    outside, inside = torch.autograd.grad(traced(leaves) + factor**3, (factor, tensor), create_graph=True)
+    assert inside.requires_grad
+    inside.detach().mul_(2)
+    assert torch.autograd.grad(outside, factor)[0].item() == 6.0
+
+
+@calls()
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_forward_mode_derivative_raises(name, frozen, device):
+    call = CALLS[name]
+    x = batch(device=device).leaves(() if frozen else call.inputs)
+    with forward_ad.dual_level():
+        call.function(x)  # a level without tangents of ours is no mistake
+        tensor = getattr(x, call.inputs[0])
+        dual = x._replace(**{call.inputs[0]: forward_ad.make_dual(tensor, torch.ones_like(tensor))})
+        with pytest.raises(NotImplementedError, match="tangent"):
+            call.function(dual)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@calls("fixed_shape")
+def test_a_fixed_shape_changes_no_number(name, device):
+    x = batch(device=device)
+    assert_close(CALLS[name].solve(x, fixed_shape=True), CALLS[name].solve(x), 1e-6)
+
+
+# Reads of a support's values are Triton's kernels' to spare: test_support.py.
+@calls(without=SUPPORTS, each=FIXED)
+def test_host_reads_in_each_direction(name, options, device):
+    """None with a fixed shape; one in each direction without."""
+    call, leaves = CALLS[name], batch(device=device).leaves(CALLS[name].inputs)
+    functional(*call.function(leaves, **options)).backward()
+    with host_reads(device) as forward:
+        values = call.function(leaves, **options)
+    total = functional(*values)
+    with host_reads(device) as backward:
+        total.backward()
+    # Lists of places are sums in PyTorch's own kernels on CPU.
+    counts = [len([read for read in reads.names if read != "nonzero"]) for reads in (forward, backward)]
+    allowed = 0 if options else 1
+    assert counts[0] <= allowed, forward.names
+    assert counts[1] <= allowed, backward.names
+    assert options or forward.names, "the count would miss a read"
+
+
+@calls("batch_invariant", each=FIXED)
+def test_batch_invariant(name, options, device):
+    """A token's bits are the same beside any others."""
+    x, call = batch((70, 1), device=device).leaves(()), CALLS[name]
+    whole = call.function(x, batch_invariant=True, **options)
+    for rows in (slice(None, None, 3), slice(-1, None), torch.randperm(70)):
+        for mine, truth in zip(call.function(x.tokens(rows), batch_invariant=True, **options), whole, strict=True):
+            assert torch.equal(mine, truth[rows])
+    grads = call.solve(x, batch_invariant=True, **options), call.solve(x, **options)
+    assert_close(*grads, 1e-5)
+
+
+@calls("weight_grad", each=(*FIXED, {"batch_invariant": True}))
+def test_weight_grad_is_added_to(name, options, device):
+    """The weight itself gets None, the others what they get without; every backward adds."""
+    call, x = CALLS[name], batch(device=device)
+    start = torch.randn(VOCAB, HIDDEN, device=device)
+    total = start.clone()
+    plain, found = call.solve(x, **options), call.solve(x, weight_grad=total, **options)
+    assert found[1].pop("weight") is None
+    torch.testing.assert_close(total - start, plain[1].pop("weight"), rtol=1e-4, atol=1e-5)
+    assert_same(found, plain)
+    once = total.clone()
+    values = call.function(x.leaves(call.inputs), weight_grad=total, **options)
+    assert torch.equal(total, once)  # a forward alone adds nothing
+    functional(*values).backward()
+    torch.testing.assert_close(total - once, once - start, rtol=1e-4, atol=1e-5)
+
+
+class Sharded:
+    """Parameters whose data is a shard of no size, but inside `gather`; counts how often it is entered."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.whole = {id(p): p.data for p in parameters}
+        self.entered: list[int] = []
+        for p in parameters:
+            p.data = p.data.new_empty(0)
+
+    @contextmanager
+    def gather(self, *parameters: Tensor):
+        self.entered.append(len(parameters))
+        for p in parameters:
+            p.data = self.whole.get(id(p), p.data)
+        yield
+        for p in parameters:
+            p.data = p.data.new_empty(0)
+
+
+@calls("gather")
+@pytest.mark.parametrize("masked", [False, True], ids=["live", "all masked"])
+def test_gather_is_entered_once_in_each_direction(name, masked, device):
+    """By every rank, whatever it holds: gathering is a collective. Each head has its own."""
+    call, x = CALLS[name], batch(device=device)
+    x = x._replace(mask=torch.zeros_like(x.mask)) if masked else x
+    leaves = x.leaves(call.inputs)
+    heads = [(leaves.weight, leaves.bias), (leaves.teacher_weight,)][: 1 + (name in WITH_TEACHER)]
+    head = Sharded(*(part for parts in heads for part in parts))
+    values = call.function(leaves, gather=head.gather)
+    assert leaves.weight.shape == (0,)
+    assert head.entered == [len(parts) for parts in heads]
+    # Not .backward(): to accumulate a whole gradient next to a shard is up to the framework that shards.
+    grads = torch.autograd.grad(functional(*values), [getattr(leaves, part) for part in call.inputs])
+    backward = [] if "one pass" in name else [len(parts) for parts in heads]
+    assert head.entered[len(heads) :] == backward
+    assert_same(([part.detach() for part in values], dict(zip(call.inputs, grads, strict=True))), call.solve(x))
