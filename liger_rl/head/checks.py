@@ -117,11 +117,6 @@ def auto_tolerance(given: str | None) -> float:
     return tolerance
 
 
-def check_budget(max_extra_bytes: int | None) -> None:
-    if max_extra_bytes is not None and (isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int)):
-        raise TypeError(f"max_extra_bytes must be an int or None, got {type(max_extra_bytes).__name__}")
-
-
 def check_floating(name: str, tensor: Tensor) -> None:
     check_dense(name, tensor)
     if tensor.dtype not in FLOAT_DTYPES:

@@ -12,7 +12,6 @@ from liger_rl.head.checks import (
     FLOAT_DTYPES,
     PLANES,
     auto_tolerance,
-    check_budget,
     check_chunk,
     check_count,
     check_extras,
@@ -42,7 +41,7 @@ class HeadOptions:
         lse: also return log sum_v exp z_v of each token, differentiable; not with a grad_tolerance or a support.
         topk: K of at most 1024, also return each token's K largest log-probabilities and their ids, without a
             gradient, in descending order, of equal ones the smaller id first. It takes tiles of logits in memory, and
-            goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
+            goes with no grad_tolerance, support or torch.compile.
         extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
         grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own, in the Euclidean norm, in
             [0, 1); 0 is exact. "auto" is 3e-4 where products are 16-bit and no option asks for exactness, and 0 beside
@@ -67,8 +66,6 @@ class HeadOptions:
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
-        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
-            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
         fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
             through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
             up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
@@ -93,7 +90,6 @@ class HeadOptions:
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
-    max_extra_bytes: int | None = None
     fixed_shape: bool = False
     batch_invariant: bool = False
 
@@ -109,14 +105,11 @@ class HeadOptions:
         check_chunk("chunk_vocab", self.chunk_vocab)
         check_tolerance(self.grad_tolerance)
         check_flag("batch_invariant", self.batch_invariant)
-        check_budget(self.max_extra_bytes)
         if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
             raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
         check_precision(self.precision, self.compute_dtype)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
-        if self.max_extra_bytes is not None and self.names_chunk:
-            raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
         for name in ("batch_invariant", "lse", "topk", "fixed_shape", "precision"):
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
@@ -151,14 +144,13 @@ class HeadKeywords(TypedDict, total=False):
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
-    max_extra_bytes: int | None
     fixed_shape: bool
     batch_invariant: bool
 
 
 KNOWN = tuple(HeadKeywords.__annotations__)
 # Options that change how it is computed, and not what. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "max_extra_bytes", "fixed_shape", "batch_invariant")
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
 
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
@@ -172,19 +164,13 @@ def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(HeadOptions):
-    """The same, resolved: what every engine is given. A budget has become chunks."""
+    """The same, resolved: what every engine is given."""
 
     grad_tolerance: float
     compute_dtype: torch.dtype
-    kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
 
     def __post_init__(self) -> None:
         """What was asked for has been checked; what became of it need not be."""
-
-    @property
-    def chunks_are_free(self) -> bool:
-        """No chunk is named, so kernels that make no tile of logits may be used."""
-        return self.kernels_fit or not self.names_chunk
 
     @property
     def planes(self) -> int:
@@ -197,24 +183,16 @@ class EngineOptions(HeadOptions):
         return self.compute_dtype if self.precision is None else torch.bfloat16
 
 
-def resolved(
-    options: HeadOptions,
-    compute_dtype: torch.dtype,
-    *,
-    grad_tolerance: float | None = None,
-    chunks: tuple[int, int] | None = None,
-    kernels_fit: bool = False,
-) -> EngineOptions:
-    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given.
+def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
+    """`options` for an engine: in this dtype, and with this tolerance.
 
-    Without one, a tolerance of "auto" is what the options allow; whether it has an effect is seen later.
+    A tolerance of "auto" becomes 3e-4 where the options allow it. Whether it has an effect, the list of engines says.
     """
     if grad_tolerance is None:
         grad_tolerance = options.named_tolerance
         exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
         if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
             grad_tolerance = AUTO_TOLERANCE
-    chunk_tokens, chunk_vocab = chunks or (options.chunk_tokens, options.chunk_vocab)
     return EngineOptions(
         transform=options.transform,
         entropy=options.entropy,
@@ -225,11 +203,10 @@ def resolved(
         compute_dtype=compute_dtype,
         precision=options.precision,
         gather=options.gather,
-        chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab,
+        chunk_tokens=options.chunk_tokens,
+        chunk_vocab=options.chunk_vocab,
         fixed_shape=options.fixed_shape,
         batch_invariant=options.batch_invariant,
-        kernels_fit=kernels_fit,
     )
 
 
@@ -249,7 +226,6 @@ class OpOptions(NamedTuple):
     grad_tolerance: float
     fixed_shape: bool
     batch_invariant: bool
-    kernels_fit: bool
     targets_name: str  # the caller's
 
     def resolved(self) -> EngineOptions:
@@ -266,7 +242,7 @@ SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dt
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
     "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
-    "bool fixed_shape, bool batch_invariant, bool kernels_fit, str targets_name"
+    "bool fixed_shape, bool batch_invariant, str targets_name"
 )
 
 
@@ -288,6 +264,5 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.grad_tolerance,
         options.fixed_shape,
         options.batch_invariant,
-        options.kernels_fit,
         targets_name,
     )

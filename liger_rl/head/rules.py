@@ -3,7 +3,7 @@
 # What an option is that is left alone.
 ALONE = {
     "lse": False, "topk": None, "grad_tolerance": 0.0, "gather": None, "chunk_tokens": None, "chunk_vocab": None,
-    "max_extra_bytes": None, "fixed_shape": False, "batch_invariant": False, "precision": None,
+    "fixed_shape": False, "batch_invariant": False, "precision": None,
 }  # fmt: skip
 FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
@@ -12,16 +12,12 @@ CHUNK = "a chunk of one pass holds the whole vocabulary"
 SPLIT = "no other weight than that of one plain head is split"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
-    "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
 }
 # Beside what -> the options that must be left alone there -> why.
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
     "with lse": {"grad_tolerance": ""},
-    "with topk": {
-        "grad_tolerance": "",
-        "max_extra_bytes": "its memory is not planned; bound the tiles with chunk_tokens and chunk_vocab",
-    },
+    "with topk": {"grad_tolerance": ""},
     "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
     "with precision": {"grad_tolerance": "no list of ids is found for a split weight"},
     "with low_rank": {"batch_invariant": "the term's products have no fixed shape", "precision": SPLIT},
@@ -30,20 +26,19 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "grad_tolerance": WHOLE,
         "batch_invariant": "the order of a sum over ranks is the communication library's, and may change with the "
         "number of tokens",
-        "max_extra_bytes": "the memory of its collectives is not planned",
     },
     "with a support": {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
         "grad_tolerance": "",
         "batch_invariant": "its sums depend on how many ids there are",
-        "max_extra_bytes": "its memory follows the number of listed ids",
         "precision": SPLIT,
     },
-    "with several targets for each token": {"grad_tolerance": "", "max_extra_bytes": ""},
+    "with several targets for each token": {"grad_tolerance": ""},
     "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
     # Of one head, made in the forward.
     "in one pass": {
+        "topk": "a loss reads no list",
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
