@@ -53,33 +53,16 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy".
-        grad_tolerance: how much of the gradient the backward may leave out, as in `linear_logprobs`.
-        chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`; with passes="one"
-            chunk_tokens bounds the tokens whose gradients are made together, over the whole vocabulary.
-        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`; it also decides how
-            many passes "auto" takes, and how large a chunk of one pass is.
-        fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
-            id is outside the vocabulary is then masked in the loss, too, and does not raise.
-        batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
-        passes: "two" recomputes the logits in the backward; "one" makes the gradients in the forward, three products
-            in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
-            no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
-            all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
-            and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
-            weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
-            then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
-            that count. Where grad_tolerance="auto" has an effect, "auto" takes two passes too. The rule is that of
-            `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
-            grad_tolerance above 0, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel,
-            DTensors) or torch.compile, where the backward has to be a second pass, nor with fixed_shape or
-            batch_invariant: it picks rows, and has tiles of its own.
+        grad_tolerance, chunk_tokens, chunk_vocab, batch_invariant: as in `linear_logprobs`. In one pass, chunk_tokens
+            bounds the tokens whose gradients are made together, over the whole vocabulary.
+        fixed_shape: as in `linear_logprobs`, for CUDA graphs. An id outside the vocabulary masks its token.
+        passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
+            products instead of four and more memory, or raises ValueError that says what it needs. "auto" takes one
+            pass where it pays and a tolerance has no effect. `plan_linear_logprobs` states the rule and shows the plan.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
-            kl_estimator="exact" and beta > 0 the call needs a `reference`. One pass then takes `token_local` parts
-            and a chunk of up to 1 GiB on CUDA, and "auto" takes it where no float32 sum of a 16-bit weight's gradient
-            is needed. Not with batch_invariant or max_extra_bytes. The gradient is exact where an entropy has one, too,
-            and with a softcap, low_rank, a named chunk or a sharded head.
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
+            kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.

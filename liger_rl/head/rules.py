@@ -1,10 +1,5 @@
-"""What the options of a head do not go together with, and why: one table, and the error that is made of it."""
+"""Which options of a head exclude each other, and why: one table, and the errors that are made of it."""
 
-# What an option is that is left alone.
-ALONE = {
-    "lse": False, "topk": None, "grad_tolerance": 0.0, "gather": None, "chunk_tokens": None, "chunk_vocab": None,
-    "fixed_shape": False, "batch_invariant": False, "precision": None,
-}  # fmt: skip
 FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
 IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
@@ -13,7 +8,7 @@ SPLIT = "no other weight than that of one plain head is split"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
 }
-# Beside what -> the options that must be left alone there -> why.
+# Feature -> the options that must keep their defaults with it -> why. A tolerance must be 0.
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
     "with lse": {"grad_tolerance": ""},
@@ -62,23 +57,24 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
 
 
 def first_broken(options: object, beside: str) -> tuple[str, object, object, str] | None:
-    """The first option that is not left alone: its name, what it must be, what it is, and why; None for none."""
+    """The first option that is not left alone: its name, its default, its value, and why; None for none."""
     for name, why in NOT_TOGETHER[beside].items():
-        given = getattr(options, name)
-        if given not in (ALONE[name], "auto"):  # which gives way
-            return name, ALONE[name], given, why
+        default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
+        value = getattr(options, name)
+        if value not in (default, "auto"):  # "auto" gives way
+            return name, default, value, why
     return None
 
 
 def lacks(options: object, beside: str) -> str | None:
-    """The same as what would be needed."""
-    found = first_broken(options, beside)
-    return None if found is None else f"{found[0]} = {found[1]}, got {found[2]}: {found[3]}"
+    """The same as a requirement."""
+    broken = first_broken(options, beside)
+    return None if broken is None else f"{broken[0]} = {broken[1]}, got {broken[2]}: {broken[3]}"
 
 
 def check_left_alone(options: object, beside: str) -> None:
-    """Raise ValueError for an option that does not go together with what stands beside it."""
-    found = first_broken(options, beside)
-    if found is not None:
-        name, alone, given, why = found
-        raise ValueError(f"{name} must be {alone} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {given}")
+    """Raise ValueError for an option that does not go together with `beside`."""
+    broken = first_broken(options, beside)
+    if broken is not None:
+        name, default, value, why = broken
+        raise ValueError(f"{name} must be {default} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {value}")

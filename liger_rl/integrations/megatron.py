@@ -76,7 +76,7 @@ def fused_output(
         inference_context: must be None.
         scale_logits: the model's, which must multiply by a number.
         context: `output_processor_context`: temperature (a number or (b, s)), entropy, a support of b s rows, and
-            grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant
+            grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant
             as in `linear_logprobs`.
         others: what else the model passes; not used.
 

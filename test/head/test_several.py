@@ -429,8 +429,8 @@ def test_lse_alone_and_against_the_log_probability():
         ({"topk": 130}, ValueError, "topk must be at most 1024, and at most the 129 vocabulary entries.*got 130"),
         ({"topk": 1025, "weight": torch.zeros(2000, 16)}, ValueError, "topk must be at most 1024.*got 1025"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
-        ({"topk": 2.0}, TypeError, "topk must be an int, got float"),
-        ({"topk": True}, TypeError, "topk must be an int, got bool"),
+        ({"topk": 2.0}, TypeError, "topk must be an int or None, got float"),
+        ({"topk": True}, TypeError, "topk must be an int or None, got bool"),
         ({"lse": 1}, TypeError, "lse must be a bool, got int"),
     ],
 )  # fmt: skip

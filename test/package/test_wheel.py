@@ -14,7 +14,6 @@ import liger_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
-import runpy
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +25,6 @@ assert Path(liger_rl.__file__).is_relative_to(target), liger_rl.__file__
 assert metadata.version("liger_rl") == liger_rl.__version__
 exec(compile(readme.read_text(encoding="utf-8"), "README.md", "exec"))
 assert model.lm_head.weight.grad is not None
-runpy.run_module("liger_rl", run_name="__main__")
 """
 
 

@@ -178,5 +178,5 @@ def lacks(shape: HeadShape) -> str | None:
 def workspace(shape: HeadShape) -> int:
     """Two passes with each token's ids, and with keys of all logits of a tile."""
     keys = max(tile.tokens * tile.vocab for tile in two_pass.tiles_of(shape)) * (shape.options.topk is not None)
-    pairs = PAIRS * (shape.targets > 1)
+    pairs = PAIRS * (shape.targets > 0)
     return two_pass.workspace(shape) + 64 * shape.tokens * shape.ids + 16 * keys + 5 * pairs

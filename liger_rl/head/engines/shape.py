@@ -34,7 +34,7 @@ class HeadShape:
     in_place: bool  # the weight's gradient is added to a float32 tensor of the caller's
     options: EngineOptions
     auto_tolerance: bool  # the tolerance is "auto", which gives way to one pass
-    targets: int = 1  # for each token
+    targets: int = 0  # in the list of each token, if tokens have lists
     contiguous: tuple[bool, bool] = (True, True)  # the hidden states, and the weight
     aligned: bool = True  # the weight's rows start where the product of our own can read them
     passes: Passes = "two"
@@ -67,7 +67,7 @@ class HeadShape:
             in_place=call.weight_grad is not None,
             options=options,
             auto_tolerance=call.options.grad_tolerance == "auto",
-            targets=call.targets.shape[-1] if call.several else 1,
+            targets=call.targets.shape[-1] if call.several else 0,
             contiguous=(call.hidden.is_contiguous(), call.weight.is_contiguous()),
             aligned=aligned(call.weight),
             passes=passes,
@@ -82,7 +82,7 @@ class HeadShape:
     @property
     def ids(self) -> int:
         """Ids for each token: several targets, and the largest of the vocabulary."""
-        return (self.targets if self.targets > 1 else 0) + (self.options.topk or 0)
+        return self.targets + (self.options.topk or 0)
 
     @property
     def epilogue_lacks(self) -> str | None:
