@@ -158,8 +158,7 @@ LONG_BATCH = (*LONG, "ours-one-pass", "liger_triton", "cce")
 LONGEST = ("ours", DEFAULT, "trl_chunked")
 FROZEN_HEADS = ("ours", "ours-one-pass", "trl_chunked", "liger_triton", "cce")
 TOLERANCES = ("ours", "ours-3e-4", "ours-1e-3", "ours-3e-3", "ours-1e-2")
-# A batch in which every token counts has more of them than 400 MiB hold in one pass.
-OF_POLICY = tuple(name for name in VARIANTS if name != "ours-400-mib")
+OF_POLICY = tuple(VARIANTS)
 LLAMA, QWEN, GEMMA = "llama-3-8b", "qwen3-1.7b", "gemma-2-2b"
 HEADS: dict[str, dict[str, Any]] = {
     LLAMA: {"hidden_size": 4096, "vocab": 128256},
@@ -220,13 +219,13 @@ def cuda_preset(policy: str | None = None) -> list[Case]:
     ]
     return [
         replace(llama, variants=(*EVERYWHERE, "ours-in-place")),
-        replace(rl[0], variants=(*EVERYWHERE, "ours-400-mib", "ours-1e-3")),
+        replace(rl[0], variants=(*EVERYWHERE, "ours-1e-3")),
         *policy_cases(llama, policy),
         logps[0],
         replace(entropies[0], variants=SWEEP),
         flat,
         *(replace(llama, name=name, groups=(MODELS,), variants=SWEEP, **HEADS[name]) for name in (QWEN, GEMMA)),
-        *(replace(case, variants=(*SWEEP, "ours-400-mib", "ours-1e-3")) for case in rl[1:]),
+        *(replace(case, variants=(*SWEEP, "ours-1e-3")) for case in rl[1:]),
         *frozen,
         *(replace(case, variants=SWEEP) for case in (*logps[1:], *entropies[1:])),
         replace(llama, name="llama-3-8b-32k-tokens", tokens=4096, quantities=MEMORY_AND_TIME, variants=LONG_BATCH),

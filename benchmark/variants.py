@@ -28,13 +28,6 @@ VARIANTS = {
     "ours-one-pass-2048": Variant(
         "liger_rl, one pass, chunks of 2048", "ours", {"passes": "one", "chunk_tokens": 2048}
     ),
-    "ours-400-mib": Variant(
-        "liger_rl, at most 400 MiB",
-        "ours",
-        {"passes": "auto", "max_extra_bytes": 400 << 20},
-        "chooses between one pass and two by the tokens that count; the 400 MiB include 64 that cuBLAS may take, and "
-        "took before the step",
-    ),
     "ours-in-place": Variant(
         "liger_rl, dW in place",
         "ours",
@@ -55,7 +48,6 @@ DEFAULT = "ours-3e-4"  # what a call does that names no option
 # Not on a case that names no others: the default stands for all tolerances.
 SPECIAL = (
     "ours-one-pass-2048",
-    "ours-400-mib",
     "ours-in-place",
     "ours-1e-3",
     "ours-3e-3",

@@ -43,7 +43,7 @@ def build(out: Path) -> None:
 
 
 def _is_kept(path: Path) -> bool:
-    return path.name in INTEGRATIONS if path.parts[0] == "integrations" else path.name != "__main__.py"
+    return path.parts[0] != "integrations" or path.name in INTEGRATIONS
 
 
 def relative(source: str, depth: int, identifier: str) -> str:

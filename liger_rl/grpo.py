@@ -11,7 +11,9 @@ from liger_rl.distributed import VocabParallel
 from liger_rl.head.call import HeadCall, shared_errors
 from liger_rl.head.checks import Passes, check_passes
 from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.engines.choose import HeadShape, one_pass_obstacle, plan_one_pass
+from liger_rl.head.engines.choose import path_for
+from liger_rl.head.engines.one_pass import chunks_of
+from liger_rl.head.engines.shape import HeadShape
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import HeadOptions, Tolerance, resolved
 from liger_rl.head.rules import check_left_alone
@@ -20,7 +22,6 @@ from liger_rl.head.support import Support
 from liger_rl.head.tokens import counted_tokens
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.one_pass_loss import (
-    OnePassCall,
     count_tokens,
     loss_in_one_pass,
     loss_obstacle,
@@ -52,33 +53,16 @@ class FusedLinearGRPOLoss(nn.Module):
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy".
-        grad_tolerance: how much of the gradient the backward may leave out, as in `linear_logprobs`.
-        chunk_tokens, chunk_vocab: upper bounds of a tile's sides, as in `linear_logprobs`; with passes="one"
-            chunk_tokens bounds the tokens whose gradients are made together, over the whole vocabulary.
-        max_extra_bytes: memory of the head's beside inputs and gradients, as in `linear_logprobs`; it also decides how
-            many passes "auto" takes, and how large a chunk of one pass is.
-        fixed_shape: never wait for the device, as in `linear_logprobs`; for CUDA graphs. A token whose
-            id is outside the vocabulary is then masked in the loss, too, and does not raise.
-        batch_invariant: log-probabilities that do not depend on the tokens beside them, as in `linear_logprobs`.
-        passes: "two" recomputes the logits in the backward; "one" makes the gradients in the forward, three products
-            in place of four, from the exponentials of a chunk of tokens. "auto" takes one where a gradient is wanted,
-            no chunk is named, chunks of the memory budget hold enough tokens, and the loss allows it: a chunk must hold
-            all tokens that one token's gradient depends on, by the `token_local` and `sequence_local` of the objective
-            and the corrections. A chunk keeps up to 544 MiB on CUDA, or what max_extra_bytes leaves for it. A 16-bit
-            weight's gradient takes up to 4 V H bytes more, for larger chunks or for a float32 sum over many: "auto"
-            then takes two passes, but where one chunk holds every token or max_extra_bytes has room for the tokens
-            that count. Where grad_tolerance="auto" has an effect, "auto" takes two passes too. The rule is that of
-            `plan_linear_logprobs`, which shows what is taken. One pass does not go with a
-            grad_tolerance above 0, float16 products or gradients, low_rank terms, a sharded head (a vocab_parallel,
-            DTensors) or torch.compile, where the backward has to be a second pass, nor with fixed_shape or
-            batch_invariant: it picks rows, and has tiles of its own.
+        grad_tolerance, chunk_tokens, chunk_vocab, batch_invariant: as in `linear_logprobs`. In one pass, chunk_tokens
+            bounds the tokens whose gradients are made together, over the whole vocabulary.
+        fixed_shape: as in `linear_logprobs`, for CUDA graphs. An id outside the vocabulary masks its token.
+        passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
+            products instead of four and more memory, or raises ValueError that says what it needs. "auto" takes one
+            pass where it pays and a tolerance has no effect. `plan_linear_logprobs` states the rule and shows the plan.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
-            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`). With
-            kl_estimator="exact" and beta > 0 the call needs a `reference`. One pass then takes `token_local` parts
-            and a chunk of up to 1 GiB on CUDA, and "auto" takes it where no float32 sum of a 16-bit weight's gradient
-            is needed. Not with batch_invariant or max_extra_bytes. The gradient is exact where an entropy has one, too,
-            and with a softcap, low_rank, a named chunk or a sharded head.
+            `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
+            kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
 
     Raises:
         ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.
@@ -96,7 +80,6 @@ class FusedLinearGRPOLoss(nn.Module):
         grad_tolerance: Tolerance = "auto",
         chunk_tokens: int | None = None,
         chunk_vocab: int | None = None,
-        max_extra_bytes: int | None = None,
         fixed_shape: bool = False,
         batch_invariant: bool = False,
         passes: Passes = "auto",
@@ -122,7 +105,6 @@ class FusedLinearGRPOLoss(nn.Module):
             grad_tolerance=grad_tolerance,
             chunk_tokens=chunk_tokens,
             chunk_vocab=chunk_vocab,
-            max_extra_bytes=max_extra_bytes,
             fixed_shape=fixed_shape,
             batch_invariant=batch_invariant,
         )
@@ -207,7 +189,7 @@ class FusedLinearGRPOLoss(nn.Module):
             ids = selected_token_ids.long().contiguous()
             given = self.terms.check(batch, ids.shape, ids.device)
             call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
-            in_forward = self._in_forward(call, given, compute_dtype)
+            shape = self._in_forward(call, given, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
@@ -215,16 +197,13 @@ class FusedLinearGRPOLoss(nn.Module):
                 counted = counted & (ids < weight.shape[0])
             return self.terms.prepared(replace(given, mask=counted), torch.float32)
 
-        live = None
-        if in_forward is not None:
+        if shape is not None:
             counted = count_tokens(call, self.terms, given)
-            plan = in_forward.plan(counted)
-            if plan is not None:
-                return loss_in_one_pass(call, counted, prepare, in_forward.options, plan)
-            live = counted.live
+            chunks = chunks_of(replace(shape, tokens=counted.number, together=counted.together))
+            return loss_in_one_pass(call, counted, prepare, shape.options, chunks)
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        found = log_probs(call, dtype=compute_dtype, counted=live)
+        found = log_probs(call, dtype=compute_dtype)
         # Only now, so that the device has something to do while these small steps are launched.
         result = evaluate(prepare(), found.logps, found.entropy)
         if found.missing_target is not None and self.terms.metrics != "none":
@@ -233,37 +212,15 @@ class FusedLinearGRPOLoss(nn.Module):
             result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
         return result
 
-    def _in_forward(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> OnePassCall | None:
-        """One pass, where the gradients are made in the forward; None where a second pass makes them."""
-        asked, budget = self.options, self.options.max_extra_bytes
-        if self.passes == "two" or (self.passes == "auto" and not any(call.needs)):
+    def _in_forward(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
+        """The shape of a call whose gradients one pass makes in the forward; None where another engine runs."""
+        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, given.segments)
+        if self.passes == "two" or (self.passes == "auto" and (loss_lacks is not None or not any(call.needs))):
             return None
-        lacking = loss_obstacle(call, self.terms, given.segments)
-        if self.passes == "auto" and lacking is not None:
-            return None
-        shape = HeadShape.of(call, resolved(asked, compute_dtype), needs=call.needs[:2])
-        if self.passes == "auto" and shape.settled(asked).options.grad_tolerance:
-            return None
-        shape = shape.settled(asked, one_pass=True)
         together = tokens_together(call, self.terms.locality)
-        lacking = lacking or one_pass_obstacle(shape)
-        if self.passes == "auto" and lacking is not None:
-            return None
-        found = lacking or plan_one_pass(shape, self.passes, together=together, max_extra_bytes=budget)
-        taken = not isinstance(found, str)
-        if self.passes == "one" and not taken:
-            raise ValueError(f'passes="one" needs {found}')
-        if not any(call.needs):
-            return None
-        if not taken:
-            # Within a budget fewer tokens may have the room that all of them have not.
-            if budget is None or (call.mask is None and call.needed_mask is None):
-                return None
-            # Two passes must have room for all, or a run would end at its first full batch; a bias is the head's there.
-            of_two = replace(shape, needs=(call.needs[0], any(call.needs[1:])))
-            if budget < of_two.least_bytes():
-                return None
-        return OnePassCall(call, shape.options, shape, taken, budget)
+        options = resolved(self.options, compute_dtype, grad_tolerance=0.0 if call.exact else None)
+        shape = HeadShape.of(call, options, passes=self.passes, together=together, loss_lacks=loss_lacks)
+        return shape if path_for(shape)[0] == "one pass" else None
 
     @torch.no_grad()
     def reference_logps(

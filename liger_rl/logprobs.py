@@ -55,7 +55,7 @@ def linear_logprobs(
             compute_dtype; float32 with a precision, beside bfloat16 hidden states).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token. With K ids for each
             token (B, T, K) or (N, K), K at most 1024, repeats allowed: logps then has that shape, a negative id has 0
-            there, and a token of negative ids alone is masked. Not with a support, grad_tolerance, max_extra_bytes or
+            there, and a token of negative ids alone is masked. Not with a support, grad_tolerance or
             is_top1. See docs/targets.md.
         mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
             raise, but count as 1 with fixed_shape and under torch.compile, where nothing reads them.
@@ -63,8 +63,8 @@ def linear_logprobs(
         low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
             once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
         support: the ids that each token's sampler could have drawn. Everything is then over these ids alone, at a cost
-            that follows their number: the product with the whole vocabulary is not made. Not with a grad_tolerance,
-            batch_invariant or max_extra_bytes. See docs/support.md.
+            that follows their number: the product with the whole vocabulary is not made. Not with a grad_tolerance
+            or batch_invariant. See docs/support.md.
         weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
             of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
             rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
@@ -76,10 +76,10 @@ def linear_logprobs(
             group. Two collectives of (N,) statistics in the forward, a third of (N, K) logits with several targets and
             of (N, K) keys with topk, one of the gradient of hidden in the backward.
             Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
-            with fixed_shape. Not with grad_tolerance, batch_invariant or max_extra_bytes, nor under torch.compile. The
+            with fixed_shape. Not with grad_tolerance or batch_invariant, nor under torch.compile. The
             mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
         options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
-            precision, gather, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and batch_invariant.
+            precision, gather, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target, lse, topk_logps, topk_ids),

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from liger_rl.head.call import HeadCall
 from liger_rl.head.dtensors import is_dtensor
-from liger_rl.head.engines.choose import HeadShape, plan_one_pass
 from liger_rl.head.engines.interface import Head
 from liger_rl.head.engines.one_pass import WithGradients, one_pass
 from liger_rl.head.engines.totals import OnePassPlan
@@ -32,7 +31,7 @@ def tokens_together(call: HeadCall, locality: Locality) -> int:
 
 
 def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None) -> str | None:
-    """What one pass would need and does not have, beside what shapes say (`one_pass_obstacle`); None if nothing."""
+    """What one pass needs and this loss does not have; None if nothing. `engines.one_pass.lacks` looks at shapes."""
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
     if call.support is not None:
@@ -96,24 +95,6 @@ def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> Cou
     selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)
-
-
-class OnePassCall(NamedTuple):
-    """A call that one pass may be taken for."""
-
-    call: HeadCall
-    options: EngineOptions
-    shape: HeadShape
-    certain: bool  # else there is no room for all tokens, and their number decides
-    max_extra_bytes: int | None
-
-    def plan(self, counted: CountedTokens) -> OnePassPlan | None:
-        """Of the tokens that were counted; None where two passes are to be taken."""
-        found = plan_one_pass(
-            self.shape, "one" if self.certain else "auto", tokens=counted.number, together=counted.together,
-            max_extra_bytes=self.max_extra_bytes,
-        )  # fmt: skip
-        return found if isinstance(found, OnePassPlan) else None
 
 
 def loss_in_one_pass(

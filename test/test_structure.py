@@ -31,7 +31,6 @@ ALLOWED = {
         "distributed",
         "kernels.transform",
     ],
-    "__main__": ["__init__", "logprobs", "head", "kernels"],
     "integrations": [""],
     "grpo": [
         "one_pass_loss",

@@ -26,10 +26,9 @@ class Head(Base):
         passes: str = "two",
         in_place: bool = False,
         chunk_tokens: int | None = None,
-        max_extra_bytes: int | None = None,
     ) -> None:
         self.grad_tolerance, self.passes, self.in_place = grad_tolerance, passes, in_place
-        self.chunk_tokens, self.max_extra_bytes = chunk_tokens, max_extra_bytes
+        self.chunk_tokens = chunk_tokens
         self._total: Tensor | None = None
         self._share: float | None = None
 
@@ -64,7 +63,6 @@ class Head(Base):
             grad_tolerance=self.grad_tolerance,
             passes=self.passes,
             chunk_tokens=self.chunk_tokens,
-            max_extra_bytes=self.max_extra_bytes,
         )
         self._total = torch.zeros_like(inputs.weight, dtype=torch.float32) if self.in_place else None
         if self.grad_tolerance:

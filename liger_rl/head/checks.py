@@ -39,7 +39,7 @@ def check_chunk(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_extras(extras: Collection[str]) -> frozenset[str]:
+def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
     if isinstance(extras, str):
         raise TypeError(f"extras must be a collection of names, got the string {extras!r}")
     if not isinstance(extras, Collection):
@@ -71,6 +71,16 @@ def check_split(precision: str | None, hidden: torch.dtype, weight: torch.dtype)
             raise TypeError(f"{name} must be {expected} with precision={precision!r}, got {given}")
 
 
+def check_compute_dtype(name: str, value: torch.dtype | None) -> None:
+    if value is not None and value not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or None, got {value}")
+
+
+def check_gather(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
+
+
 def check_dense(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -96,7 +106,7 @@ def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: 
     check_device("temperature", given, targets, targets_name)
 
 
-def check_tolerance(grad_tolerance: float | str) -> None:
+def check_tolerance(_name: str, grad_tolerance: float | str) -> None:
     if grad_tolerance == "auto":
         return
     if isinstance(grad_tolerance, bool) or not isinstance(grad_tolerance, (int, float)):
@@ -115,11 +125,6 @@ def auto_tolerance(given: str | None) -> float:
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(f"LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1), got {given!r}")
     return tolerance
-
-
-def check_budget(max_extra_bytes: int | None) -> None:
-    if max_extra_bytes is not None and (isinstance(max_extra_bytes, bool) or not isinstance(max_extra_bytes, int)):
-        raise TypeError(f"max_extra_bytes must be an int or None, got {type(max_extra_bytes).__name__}")
 
 
 def check_floating(name: str, tensor: Tensor) -> None:

@@ -9,19 +9,18 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from liger_rl.head.checks import (
-    FLOAT_DTYPES,
     PLANES,
     auto_tolerance,
-    check_budget,
     check_chunk,
-    check_count,
+    check_compute_dtype,
     check_extras,
     check_flag,
+    check_gather,
     check_precision,
     check_tolerance,
     check_transform,
 )
-from liger_rl.head.rules import check_left_alone
+from liger_rl.head.rules import NOT_TOGETHER, check_left_alone
 from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
@@ -32,6 +31,23 @@ Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
 
 
+# Option -> check(name, value), which raises for a bad value. `rules` says which options exclude each other.
+CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "transform": lambda _name, value: check_transform(value),
+    "entropy": check_flag,
+    "lse": check_flag,
+    "topk": check_chunk,
+    "extras": check_extras,
+    "grad_tolerance": check_tolerance,
+    "compute_dtype": check_compute_dtype,
+    "gather": check_gather,
+    "chunk_tokens": check_chunk,
+    "chunk_vocab": check_chunk,
+    "fixed_shape": check_flag,
+    "batch_invariant": check_flag,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
     """How a head's log-probabilities are computed, and what comes with them.
@@ -39,44 +55,26 @@ class HeadOptions:
     Attributes:
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
-        lse: also return log sum_v exp z_v of each token, differentiable; not with a grad_tolerance or a support.
-        topk: K of at most 1024, also return each token's K largest log-probabilities and their ids, without a
-            gradient, in descending order, of equal ones the smaller id first. It takes tiles of logits in memory, and
-            goes with no grad_tolerance, max_extra_bytes, support or torch.compile.
-        extras: names of further statistics wanted from it, among "log_sum_sq_probs", "mean_logits" and "is_top1".
-        grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own, in the Euclidean norm, in
-            [0, 1); 0 is exact. "auto" is 3e-4 where products are 16-bit and no option asks for exactness, and 0 beside
-            every option that does not go with a tolerance.
-            The backward then sums over a list of ids for each token, whatever the loss. What a token leaves out of 256
-            neighbouring ids is shared among them, so that dL/dlogits still adds up to zero. 3e-4 is an eighth of what
-            rounding the gradient to bfloat16 does to it. Where lists would be long, above about 2 nats of entropy in
-            the mean, the exact backward runs. It also runs on CPU, on GPUs without products of our own (see
-            docs/design.md), in float32, with a precision, with rows of the weight that do not start at multiples of 16
-            bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank term. The `reason` of
-            `plan_linear_logprobs` says which.
-        compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
-            without a float32 copy of it. None takes autocast's, or the inputs' own.
-        precision: "bf16x2" or "bf16x3": with compute_dtype float32, products of bfloat16 hidden states with a float32
-            weight where the product of our own applies, at the speed of tensor cores. The weight's entries become two
-            or three bfloat16 numbers, w = w1 + w2 (+ w3), each the rounding of what the ones before it leave; logits
-            are float32 sums of their products, which leave out up to 2^-17 of an entry, or nothing. Gradients are
-            those of bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1. Not
-            with a named grad_tolerance, low_rank terms or a support. None, and every precision elsewhere, multiplies
-            in compute_dtype.
-        gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
-            `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
-            backward.
+        lse: also return log sum_v exp z_v of each token, differentiable.
+        topk: K of at most 1024: also return the K largest log-probabilities of each token and their ids, in descending
+            order, without a gradient. Tiles of logits are then in memory.
+        extras: further statistics, among "log_sum_sq_probs", "mean_logits" and "is_top1".
+        grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own Euclidean norm, in [0, 1).
+            The backward then sums over a list of ids for each token, or runs exactly where lists would be long. 0 is
+            exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
+            docs/choosing.md says where a tolerance has an effect.
+        compute_dtype: dtype of the products' factors, whatever autocast says. None: autocast's, or the inputs' own.
+        precision: "bf16x2" or "bf16x3", with compute_dtype float32: products of bfloat16 hidden states with a float32
+            weight that becomes two or three bfloat16 numbers. Logits leave out up to 2^-17 of a weight, or nothing.
+            Gradients are those of bfloat16 products. None, and devices without it, multiply in compute_dtype.
+        gather: `gather(weight)` or `gather(weight, bias)` returns a context in which these are whole (DeepSpeed
+            ZeRO-3). Entered once in the forward and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
-        max_extra_bytes: what both directions may take beside inputs, results and gradients, from which the chunks and
-            kernels follow as `plan_linear_logprobs` says and shows; None takes a default workspace.
-        fixed_shape: never wait for the device, so that a CUDA graph can capture forward and backward: every token goes
-            through every product, masked ones and those without a gradient as zeros. Values and gradients are the same
-            up to rounding, except that a live target outside [0, V) cannot raise: its token is masked.
-        batch_invariant: a token's log-probability, entropy and extras are a function of its own row, its target and the
-            head alone, bit for bit, however tokens are packed, masked and split over calls, on one device with one
-            version of torch. Products are made up to fixed shapes with zeros, to multiples of 512 tokens where the
-            product of our own applies and of 128 elsewhere, where it rests on the library treating all rows of a
-            product alike (see `liger_rl.head.engines.two_pass.invariant`). For gradients nothing is promised.
+        fixed_shape: never wait for the device, for CUDA graphs: every token goes through every product. A target
+            outside [0, V) masks its token instead of raising.
+        batch_invariant: a token's log-probability, entropy and extras depend on its own row, its target and the head
+            alone, bit for bit, on one device with one version of torch (`liger_rl.head.engines.two_pass.invariant`).
+            Gradients may differ.
 
     Raises:
         TypeError, ValueError: an option by itself, or two that do not go together.
@@ -93,31 +91,14 @@ class HeadOptions:
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
-    max_extra_bytes: int | None = None
     fixed_shape: bool = False
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        check_transform(self.transform)
-        check_flag("entropy", self.entropy)
-        check_flag("lse", self.lse)
-        if self.topk is not None:
-            check_count("topk", self.topk, least=1)
-        check_extras(self.extras)
-        check_flag("fixed_shape", self.fixed_shape)
-        check_chunk("chunk_tokens", self.chunk_tokens)
-        check_chunk("chunk_vocab", self.chunk_vocab)
-        check_tolerance(self.grad_tolerance)
-        check_flag("batch_invariant", self.batch_invariant)
-        check_budget(self.max_extra_bytes)
-        if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
-            raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
+        for name, check in CHECKS.items():
+            check(name, getattr(self, name))
         check_precision(self.precision, self.compute_dtype)
-        if self.gather is not None and not callable(self.gather):
-            raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
-        if self.max_extra_bytes is not None and self.names_chunk:
-            raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
-        for name in ("batch_invariant", "lse", "topk", "fixed_shape", "precision"):
+        for name in EXCLUDING:
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
 
@@ -151,14 +132,14 @@ class HeadKeywords(TypedDict, total=False):
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
-    max_extra_bytes: int | None
     fixed_shape: bool
     batch_invariant: bool
 
 
 KNOWN = tuple(HeadKeywords.__annotations__)
+EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
 # Options that change how it is computed, and not what. Frameworks pass them on.
-HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "max_extra_bytes", "fixed_shape", "batch_invariant")
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
 
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
@@ -172,19 +153,13 @@ def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(HeadOptions):
-    """The same, resolved: what every engine is given. A budget has become chunks."""
+    """The same, resolved: what every engine is given."""
 
     grad_tolerance: float
     compute_dtype: torch.dtype
-    kernels_fit: bool = False  # the chunks come from a memory budget that kernels without them fit, too
 
     def __post_init__(self) -> None:
         """What was asked for has been checked; what became of it need not be."""
-
-    @property
-    def chunks_are_free(self) -> bool:
-        """No chunk is named, so kernels that make no tile of logits may be used."""
-        return self.kernels_fit or not self.names_chunk
 
     @property
     def planes(self) -> int:
@@ -197,40 +172,18 @@ class EngineOptions(HeadOptions):
         return self.compute_dtype if self.precision is None else torch.bfloat16
 
 
-def resolved(
-    options: HeadOptions,
-    compute_dtype: torch.dtype,
-    *,
-    grad_tolerance: float | None = None,
-    chunks: tuple[int, int] | None = None,
-    kernels_fit: bool = False,
-) -> EngineOptions:
-    """`options` for an engine: in this dtype, with another tolerance or a budget's chunks where these are given.
+def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
+    """`options` for an engine: in this dtype, and with this tolerance.
 
-    Without one, a tolerance of "auto" is what the options allow; whether it has an effect is seen later.
+    A tolerance of "auto" becomes 3e-4 where the options allow it. Whether it has an effect, the list of engines says.
     """
     if grad_tolerance is None:
         grad_tolerance = options.named_tolerance
         exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
         if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
             grad_tolerance = AUTO_TOLERANCE
-    chunk_tokens, chunk_vocab = chunks or (options.chunk_tokens, options.chunk_vocab)
-    return EngineOptions(
-        transform=options.transform,
-        entropy=options.entropy,
-        lse=options.lse,
-        topk=options.topk,
-        extras=options.extras,
-        grad_tolerance=grad_tolerance,
-        compute_dtype=compute_dtype,
-        precision=options.precision,
-        gather=options.gather,
-        chunk_tokens=chunk_tokens,
-        chunk_vocab=chunk_vocab,
-        fixed_shape=options.fixed_shape,
-        batch_invariant=options.batch_invariant,
-        kernels_fit=kernels_fit,
-    )
+    resolutions = {"grad_tolerance": grad_tolerance, "compute_dtype": compute_dtype}
+    return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})
 
 
 class OpOptions(NamedTuple):
@@ -249,7 +202,6 @@ class OpOptions(NamedTuple):
     grad_tolerance: float
     fixed_shape: bool
     batch_invariant: bool
-    kernels_fit: bool
     targets_name: str  # the caller's
 
     def resolved(self) -> EngineOptions:
@@ -266,7 +218,7 @@ SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dt
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
     "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
-    "bool fixed_shape, bool batch_invariant, bool kernels_fit, str targets_name"
+    "bool fixed_shape, bool batch_invariant, str targets_name"
 )
 
 
@@ -288,6 +240,5 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.grad_tolerance,
         options.fixed_shape,
         options.batch_invariant,
-        options.kernels_fit,
         targets_name,
     )

@@ -1,10 +1,5 @@
-"""What the options of a head do not go together with, and why: one table, and the error that is made of it."""
+"""Which options of a head exclude each other, and why: one table, and the errors that are made of it."""
 
-# What an option is that is left alone.
-ALONE = {
-    "lse": False, "topk": None, "grad_tolerance": 0.0, "gather": None, "chunk_tokens": None, "chunk_vocab": None,
-    "max_extra_bytes": None, "fixed_shape": False, "batch_invariant": False, "precision": None,
-}  # fmt: skip
 FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
 IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
@@ -12,16 +7,12 @@ CHUNK = "a chunk of one pass holds the whole vocabulary"
 SPLIT = "no other weight than that of one plain head is split"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
-    "max_extra_bytes": "no plan knows the memory of two heads; bound the tiles with chunk_tokens and chunk_vocab",
 }
-# Beside what -> the options that must be left alone there -> why.
+# Feature -> the options that must keep their defaults with it -> why. A tolerance must be 0.
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
     "with lse": {"grad_tolerance": ""},
-    "with topk": {
-        "grad_tolerance": "",
-        "max_extra_bytes": "its memory is not planned; bound the tiles with chunk_tokens and chunk_vocab",
-    },
+    "with topk": {"grad_tolerance": ""},
     "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
     "with precision": {"grad_tolerance": "no list of ids is found for a split weight"},
     "with low_rank": {"batch_invariant": "the term's products have no fixed shape", "precision": SPLIT},
@@ -30,20 +21,19 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "grad_tolerance": WHOLE,
         "batch_invariant": "the order of a sum over ranks is the communication library's, and may change with the "
         "number of tokens",
-        "max_extra_bytes": "the memory of its collectives is not planned",
     },
     "with a support": {
         "lse": "its engine does not keep it",
         "topk": "its engine does not keep it",
         "grad_tolerance": "",
         "batch_invariant": "its sums depend on how many ids there are",
-        "max_extra_bytes": "its memory follows the number of listed ids",
         "precision": SPLIT,
     },
-    "with several targets for each token": {"grad_tolerance": "", "max_extra_bytes": ""},
+    "with several targets for each token": {"grad_tolerance": ""},
     "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
     # Of one head, made in the forward.
     "in one pass": {
+        "topk": "a loss reads no list",
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
@@ -67,23 +57,24 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
 
 
 def first_broken(options: object, beside: str) -> tuple[str, object, object, str] | None:
-    """The first option that is not left alone: its name, what it must be, what it is, and why; None for none."""
+    """The first option that is not left alone: its name, its default, its value, and why; None for none."""
     for name, why in NOT_TOGETHER[beside].items():
-        given = getattr(options, name)
-        if given not in (ALONE[name], "auto"):  # which gives way
-            return name, ALONE[name], given, why
+        default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
+        value = getattr(options, name)
+        if value not in (default, "auto"):  # "auto" gives way
+            return name, default, value, why
     return None
 
 
 def lacks(options: object, beside: str) -> str | None:
-    """The same as what would be needed."""
-    found = first_broken(options, beside)
-    return None if found is None else f"{found[0]} = {found[1]}, got {found[2]}: {found[3]}"
+    """The same as a requirement."""
+    broken = first_broken(options, beside)
+    return None if broken is None else f"{broken[0]} = {broken[1]}, got {broken[2]}: {broken[3]}"
 
 
 def check_left_alone(options: object, beside: str) -> None:
-    """Raise ValueError for an option that does not go together with what stands beside it."""
-    found = first_broken(options, beside)
-    if found is not None:
-        name, alone, given, why = found
-        raise ValueError(f"{name} must be {alone} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {given}")
+    """Raise ValueError for an option that does not go together with `beside`."""
+    broken = first_broken(options, beside)
+    if broken is not None:
+        name, default, value, why = broken
+        raise ValueError(f"{name} must be {default} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {value}")

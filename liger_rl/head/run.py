@@ -8,10 +8,10 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.call import HeadCall, LogProbs, check_topk, shared_errors
 from liger_rl.head.dtensors import localized
-from liger_rl.head.engines import several, sparse, two_pass
 from liger_rl.head.engines import support as support_engine
-from liger_rl.head.engines.choose import HeadShape, plan_two_passes
+from liger_rl.head.engines.choose import ENGINES, path_for
 from liger_rl.head.engines.interface import Head, whole_head
+from liger_rl.head.engines.shape import HeadShape
 from liger_rl.head.function import VALUES, Way, linear_values
 from liger_rl.head.graphs import outside_of_graphs
 from liger_rl.head.host_answer import HostAnswer
@@ -32,12 +32,11 @@ from liger_rl.head.tokens import (
 from liger_rl.kernels.support import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
-def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: LiveTokens | None = None) -> LogProbs:
+def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     """Log-probabilities of the needed tokens: the others get 0 as masked ones do, but their ids are looked at.
 
     Args:
         dtype: what `given.check_tensors` returned, where these tensors have been checked before.
-        counted: what `live_tokens` returned, where it has been asked before.
     """
     original = given.weight
     with shared_errors(given.vocab_parallel, original, *given.tensors):
@@ -61,28 +60,25 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None, counted: Liv
         check_topk(options.topk, vocab)
         # One that is negative if all of them are, and too large if any of them is.
         ids = targets.amax(-1) if call.several else targets
-        engine_options = _engine_options(call, dtype)
+        engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
-        selected = None
-        if counted is None and not options.fixed_shape and not torch.compiler.is_compiling():
+        selected, compiling = None, torch.compiler.is_compiling()
+        if not options.fixed_shape and not compiling:
             selected = _asked(call, ids, vocab)
+        # An operator of torch.compile picks its engine by itself, because N may be a symbol in a graph.
+        way = None if compiling else Way.of(ENGINES[path_for(HeadShape.of(call, engine_options))[0]])
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
-        if counted is not None:
-            live = counted.selection
-        elif selected is not None:
-            # As late as possible: from this sync on the device waits for the host to launch the product.
-            live = selected().selection
-        else:
-            live = _masked(call, ids, vocab)
+        # As late as possible: from this sync on the device waits for the host to launch the product.
+        live = _masked(call, ids, vocab) if selected is None else selected().selection
         head = _head(call, flat_targets, live, shard)
-        if torch.compiler.is_compiling():
+        if way is None:
             named = linear_op(head, engine_options, targets_name=call.targets_name)
             live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
         else:
-            values = outside_of_graphs(linear_values)(head, engine_options, _way(head, engine_options))
+            values = outside_of_graphs(linear_values)(head, engine_options, way)
             named = dict(zip(VALUES, values, strict=True))
     found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
     topk_ids = named.get("topk_ids")
@@ -159,22 +155,6 @@ def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
         return found
 
     return answer
-
-
-def _way(head: Head, options: EngineOptions) -> Way:
-    """By the engine of a call that lists no ids."""
-    if head.targets.dim() == 2 or options.topk is not None:
-        return Way.of(several)
-    return Way.of(sparse if head.may_leave_out(options) else two_pass)
-
-
-def _engine_options(call: HeadCall, dtype: torch.dtype) -> EngineOptions:
-    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
-    if call.options.max_extra_bytes is None:
-        return options
-    shape = HeadShape.of(call, options, needs=(call.needs[0], call.head_needs)).settled(call.options)
-    plan, tolerance = plan_two_passes(shape, call.options.max_extra_bytes), shape.options.grad_tolerance
-    return resolved(call.options, dtype, grad_tolerance=tolerance, chunks=plan.tiles, kernels_fit=plan.kernels_fit)
 
 
 def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:

@@ -68,7 +68,7 @@ def fused_output(
     `gradient_accumulation_fusion` the weight's gradient is added to `weight.main_grad` in place.
 
     `context`, Megatron's `output_processor_context`, may hold temperature (a number or (b, s)), entropy, a support of
-    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape and
+    b s rows, and grad_tolerance, compute_dtype, chunk_tokens, chunk_vocab, fixed_shape and
     batch_invariant as in `linear_logprobs`.
 
     Returns:

@@ -96,7 +96,7 @@ def swap_lm_head(model: Model, *, liger_layers: bool = False) -> Model:
             belongs to the token whose log-probability is per_token_logps[b, t]. So with labels it holds the ids from
             which labels[b, t] was drawn, at position t - 1, and the rows t = 0 are not used. See docs/support.md.
         num_items_in_batch: divisor of the loss, as the Trainer passes it.
-        grad_tolerance, chunk_tokens, chunk_vocab, max_extra_bytes, fixed_shape, batch_invariant, weight_grad:
+        grad_tolerance, chunk_tokens, chunk_vocab, fixed_shape, batch_invariant, weight_grad:
             as in `linear_logprobs`.
 
     Any other argument must be one that the model takes, or the call raises TypeError: a parameter of its forward or of

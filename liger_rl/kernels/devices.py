@@ -100,7 +100,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return gpu
 
 
-# No functools.cache, of which torch.compile would warn where it traces the plan of a budget.
+# No functools.cache, of which torch.compile would warn where it traces a plan.
 _KNOWN: dict[int | None, Gpu] = {}
 
 
@@ -179,6 +179,11 @@ def portable_lacks(gpu: Gpu) -> str | None:
 def _lacks_triton(gpu: Gpu) -> str:
     assert gpu.triton is not None
     return "Triton {}.{} or later on this GPU, got {}.{}".format(*BLACKWELL_TRITON, *gpu.triton)
+
+
+def device_lacks(device: torch.device) -> str | None:
+    """What the product of our own needs and this device does not have; None where nothing is missing."""
+    return gpu_lacks(gpu_of(device)) if device.type == "cuda" else "a GPU"
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:

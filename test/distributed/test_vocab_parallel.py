@@ -345,7 +345,6 @@ MISTAKES = {
     "beyond": ({"target": 10}, {}, r"ValueError: targets must be token ids in \[0, 10\)"),
     "grad_tolerance": ({"options": {"grad_tolerance": 1e-3}}, {}, "ValueError: grad_tolerance must"),
     "batch_invariant": ({"options": {"batch_invariant": True}}, {}, "ValueError: batch_invariant must"),
-    "max_extra_bytes": ({"options": {"max_extra_bytes": 1 << 30}}, {}, "ValueError: max_extra_bytes must"),
 }  # fmt: skip
 
 

@@ -236,13 +236,11 @@ def head_inputs(draw, device: str, *, low_rank: bool = True, banned: bool = True
 
 
 def tiles(draw, options: dict) -> dict:
-    """Options of memory and shape, at most one kind of them."""
-    kind = one(draw, "none", "chunks", "chunks", "bytes", "fixed", "invariant")
+    """Options of tiles and shape, at most one kind of them."""
+    kind = one(draw, "none", "chunks", "chunks", "fixed", "invariant")
     if kind == "chunks":
         options["chunk_tokens"] = one(draw, None, 1, 7, 16, 33, 1000)
         options["chunk_vocab"] = one(draw, None, 1, 5, 64, 255, 256, 257, 4000)
-    if kind == "bytes":  # by which a budget is above the least that is possible
-        options["spare_bytes"] = one(draw, 0, 1000, 2**20, 2**28)
     if kind == "fixed":
         options["fixed_shape"] = True
     if kind == "invariant":
@@ -253,7 +251,7 @@ def tiles(draw, options: dict) -> dict:
 def supports(draw, numbers: Numbers, case: HeadCase) -> dict | None:
     """Rows of ids, some of them repeated, most with the token's target; some empty, if that may be."""
     options, vocab, targets = case.options, case.weight.shape[0], case.targets.reshape(-1).long()
-    if one(draw, False, False, True) or {"batch_invariant", "spare_bytes"} & options.keys():
+    if one(draw, False, False, True) or "batch_invariant" in options:
         return None
     # The products of an empty row are rounded to the compute dtype; for the oracle all rows' are.
     one_dtype = case.hidden.dtype == case.weight.dtype == case.compute
@@ -296,8 +294,7 @@ def several_cases(draw, device: str) -> HeadCase:
     """K targets for each token, some of them repeated, some negative; the largest; lse."""
     case = head_cases.build(draw, device)
     case.support, options = None, case.options
-    for name in ("spare_bytes", "extras"):
-        options.pop(name, None)
+    options.pop("extras", None)
     vocab, count = case.weight.shape[0], one(draw, 1, 2, 7, 70)
     options |= {"lse": draw.choice((False, True)), "topk": min(vocab, one(draw, 1, 2, 30, MOST_IDS))}
     numbers = Numbers(draw.getrandbits(62), device)

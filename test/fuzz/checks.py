@@ -7,7 +7,7 @@ from torch import Tensor
 
 import oracle
 from cases import HeadCase, LogitsCase
-from liger_rl import LogitTransform, LowRank, Support, linear_logprobs, plan_linear_logprobs
+from liger_rl import LogitTransform, LowRank, Support, linear_logprobs
 
 
 def within(name: str, found: Tensor, expected: Tensor, budget: Tensor | float, case) -> None:
@@ -52,25 +52,6 @@ class Call:
             torch.autocast(self.hidden.device.type, case.autocast) if case.autocast is not None else nullcontext()
         )
 
-    def options(self) -> dict:
-        options = dict(self.case.options)
-        spare = options.pop("spare_bytes", None)
-        if spare is not None:
-            options["max_extra_bytes"] = self.least_bytes() + spare
-        return options
-
-    def least_bytes(self, **more) -> int:
-        case, chosen = self.case, {k: v for k, v in self.case.options.items() if k not in ("spare_bytes",)}
-        return plan_linear_logprobs(
-            case.targets.numel(), *case.weight.shape, dtype=case.hidden.dtype, weight_dtype=case.weight.dtype,
-            compute_dtype=case.compute, device=case.hidden.device,
-            # Bias and low-rank factors count as the weight does.
-            needs=(self.hidden.requires_grad, any("hidden" not in name for name in self.leaves)),
-            bias=case.bias is not None, rank=sum(t["a"].shape[0] for t in case.low_rank),
-            contiguous=(self.hidden.is_contiguous(), self.weight.is_contiguous()),
-            weight_grad=case.weight_grad is not None, transform=LogitTransform(**case.transform), **(chosen | more),
-        ).least_bytes  # fmt: skip
-
     def __call__(self, rows=slice(None), **more):
         case = self.case
         targets = case.targets if case.ids is None else case.ids
@@ -79,7 +60,7 @@ class Call:
                 self.hidden[rows], self.weight, targets[rows], mask=None if case.mask is None else case.mask[rows],
                 bias=self.bias, low_rank=self.low_rank, transform=LogitTransform(**case.transform),
                 compute_dtype=case.compute_dtype, weight_grad=self.weight_grad,
-                support=self.support, **(self.options() | more),
+                support=self.support, **(case.options | more),
             )  # fmt: skip
 
     def gradients(self, outputs: list[Tensor], upstream: list[Tensor], retain_graph: bool = True) -> dict[str, Tensor]:

@@ -132,11 +132,7 @@ def check_micro_batches(case: PolicyCase, expected: oracle.PolicyResult) -> None
 @given(case=fused_cases())
 def test_fused_loss(case: PolicyCase) -> None:
     head, call = case.head, Call(case.head)
-    options = {k: v for k, v in head.options.items() if k not in ("entropy", "spare_bytes")}
-    if "spare_bytes" in head.options:
-        options["max_extra_bytes"] = head.options["spare_bytes"] + call.least_bytes(entropy=case.wants_entropy)
-    if case.passes == "one":
-        options.pop("max_extra_bytes", None)
+    options = {k: v for k, v in head.options.items() if k != "entropy"}
     module = FusedLinearGRPOLoss(
         case.loss_type, reduction=reduction_of(case), passes=case.passes, **parts(case), **options, **head.transform,
         **case.objective_options, beta=case.beta, kl_estimator=case.estimator, importance_weighted=case.weighted,

@@ -332,7 +332,6 @@ BAD = [
         "grad_tolerance must be 0.0 with token_w",
     ),
     ({"batch_invariant": True}, TypeError, "takes no batch_invariant"),
-    ({"max_extra_bytes": 1 << 30}, TypeError, "takes no max_extra_bytes"),
     ({"vocab_parallel": object()}, TypeError, "vocab_parallel must be a VocabParallel"),
     ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
     ({"teacher_transform": 1.0}, TypeError, "transform must be"),

@@ -17,7 +17,6 @@ OPTIONS = {
     "tiles": {"chunk_tokens": 7, "chunk_vocab": 50},
     "fixed shape": {"fixed_shape": True},
     "batch invariant": {"batch_invariant": True},
-    "budget": {"max_extra_bytes": 1 << 27},
 }
 
 

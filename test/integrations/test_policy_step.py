@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
+from head_calls import Products  # noqa: E402
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Segments, ppo_loss_fn  # noqa: E402
 from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
@@ -101,8 +102,12 @@ def test_completion_logps_are_the_old_ones_of_the_same_policy():
 
 
 def test_the_losss_options_of_the_head_reach_it():
-    with pytest.raises(ValueError, match="max_extra_bytes must be at least"):
-        policy_step(gemma(), make_batch(), FusedLinearGRPOLoss("grpo", max_extra_bytes=1))
+    model, whole = gemma(), []
+    for options in ({}, {"chunk_vocab": 8}):
+        with Products() as products:
+            policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo", **options))
+        whole.append(VOCAB in [vocab for _, vocab in products.logits(model.config.hidden_size)])
+    assert whole == [True, False]
 
 
 def test_the_first_token_is_never_counted():

@@ -127,24 +127,6 @@ def test_views_that_start_between():
     assert not limits.aligned(flat[:480].view(8, 60))
 
 
-def test_a_call_plans_for_the_weight_it_has(monkeypatch):
-    """A weight in between takes float32 tiles, so a budget has to have room for those."""
-    from liger_rl.head import run
-
-    flat, said = torch.randn(100 * 64 + 8), []
-
-    def planned(shape, budget):
-        said.append(shape.aligned)
-        return plan_two_passes(shape, budget)
-
-    plan_two_passes = run.plan_two_passes
-    monkeypatch.setattr(run, "plan_two_passes", planned)
-    for start in (0, 1):
-        weight = flat[start : start + 100 * 64].view(100, 64)
-        linear_logprobs(torch.randn(9, 64), weight, torch.arange(9), max_extra_bytes=1 << 24)
-    assert said == [True, False]
-
-
 def test_cuda_without_triton(monkeypatch):
     """PyTorch's kernels, and one warning; a bare ModuleNotFoundError helps nobody."""
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
@@ -170,12 +152,12 @@ def test_steps_without_triton(passes, monkeypatch):
     hidden, weight = torch.randn(2048, 256).cuda().bfloat16(), (torch.randn(8000, 256) / 16).cuda().bfloat16()
     ids, advantages = torch.randint(0, 8000, (2048,)).cuda(), torch.randn(2048).cuda()
 
-    def step(**options):
+    def step():
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        loss = FusedLinearGRPOLoss("gpg", passes=passes, **options)(*leaves, ids, advantages).loss
+        loss = FusedLinearGRPOLoss("gpg", passes=passes)(*leaves, ids, advantages).loss
         loss.backward()
         extra = torch.cuda.max_memory_allocated() - before - sum(leaf.grad.nbytes for leaf in leaves)
         return [loss.detach(), *(leaf.grad for leaf in leaves)], extra
@@ -187,12 +169,11 @@ def test_steps_without_triton(passes, monkeypatch):
         if name.startswith("liger_rl.") and name.endswith(("triton", "compiled", "epilogue", "softmax")):
             monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
     plan = plan_linear_logprobs(**sizes, passes=passes, needs=(True, True))
-    for options in ({}, {"max_extra_bytes": plan.least_bytes if passes == "two" else plan.one_pass_bytes}):
-        step(**options)  # libraries take what they keep
-        found, extra = step(**options)
-        for mine, other in zip(found, expected, strict=True):
-            assert (mine.double() - other.double()).norm() <= 1e-2 * other.double().norm()
-        assert extra <= options.get("max_extra_bytes", plan.extra_bytes)
+    step()  # libraries take the memory that they keep
+    found, extra = step()
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.double() - other.double()).norm() <= 1e-2 * other.double().norm()
+    assert extra <= plan.extra_bytes
     logits, ids = torch.randn(64, 100, device="cuda"), torch.zeros(64, dtype=torch.long, device="cuda")
     logits_logprobs(logits, ids)
     grpo_loss_from_logits(logits, ids, torch.ones(64, device="cuda"))
@@ -223,7 +204,7 @@ def test_the_gpu_of_a_plan_is_known_while_torch_compile_traces(monkeypatch):
     monkeypatch.setattr(limits, "_KNOWN", {})
 
     def traced(values: torch.Tensor) -> torch.Tensor:
-        plan = plan_linear_logprobs(1024, 32000, 2048, device="cuda", max_extra_bytes=1 << 30)
+        plan = plan_linear_logprobs(1024, 32000, 2048, device="cuda")
         return values + plan.tiles.tokens
 
     with warnings.catch_warnings():

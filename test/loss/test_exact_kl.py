@@ -420,7 +420,6 @@ def test_without_beta_nothing_is_asked_for():
 BAD_OPTIONS = [
     ({"importance_weighted": True}, 'importance_weighted must be False with kl_estimator="exact"'),
     ({"batch_invariant": True}, 'batch_invariant must be False with kl_estimator="exact"'),
-    ({"max_extra_bytes": 1 << 30}, 'max_extra_bytes must be None with kl_estimator="exact"'),
     ({"kl_estimator": "k4"}, r"kl_estimator must be one of \['k1', 'k2', 'k3', 'exact'\]"),
 ]
 

@@ -193,18 +193,6 @@ def test_bfloat16_error(options, chunk_tokens, chunks, device):
         assert error(found.grads[name], expected.grads[name]) < 3e-3
 
 
-def test_bfloat16_error_of_four_roundings():
-    """Within a budget that has no room for a float32 sum: twice the error of one rounding, at most."""
-    data = batch(17, 61, BF16, vocab=517, hidden_size=64, idle=False)
-    data.columns["mask"][:] = True
-    sizes = {"needs": (True, True), "bias": True, "device": "cpu", "dtype": BF16, "passes": "one"}
-    module = one("dapo", max_extra_bytes=plan_linear_logprobs(1037, 517, 64, **sizes).one_pass_bytes)
-    found, expected = step(module, data), truth(data, "dapo")
-    assert taken(module, data).chunks == 4
-    for name in ("hidden", "weight"):
-        assert error(found.grads[name], expected.grads[name]) < 3.5e-3
-
-
 def test_autocast(device):
     data = batch(device=device)
     with torch.autocast(device.type, BF16):
@@ -467,7 +455,6 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
         (r"grad_tolerance = 0\.0, got 0\.001", "grpo", {"grad_tolerance": 1e-3}, {}),
         ("fixed_shape = False", "grpo", {"fixed_shape": True}, {}),
         ("batch_invariant = False", "grpo", {"batch_invariant": True}, {}),
-        (r"max_extra_bytes of at least \d+ .* got 250000", "grpo", {"max_extra_bytes": 250000}, {}),
         (r"a softcap of at least the temperature, 2\.0, got 1", "grpo", {"softcap": 1, "temperature": 2.0}, {}),
         ("a head without low_rank", "grpo", {}, ADAPTER),
         ("a token_local or sequence_local attribute .* own depends on", own, {"reduction": TokenMean()}, {}),
@@ -479,7 +466,7 @@ IN_PLACE = {"weight_grad": torch.zeros(129, 16)}
 )
 def test_what_one_pass_needs_is_named(message, loss_type, options, call):
     data = batch()
-    data.columns["mask"][:] = True  # or a budget might be enough for those that count
+    data.columns["mask"][:] = True
     with Products() as products, pytest.raises(ValueError, match=f'passes="one" needs {message}'):
         step(one(loss_type, **options), data, **call)
     assert products.flops == 0

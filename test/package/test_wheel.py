@@ -14,7 +14,6 @@ import liger_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
-import runpy
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +25,6 @@ assert Path(liger_rl.__file__).is_relative_to(target), liger_rl.__file__
 assert metadata.version("liger_rl") == liger_rl.__version__
 exec(compile(readme.read_text(encoding="utf-8"), "README.md", "exec"))
 assert model.lm_head.weight.grad is not None
-runpy.run_module("liger_rl", run_name="__main__")
 """
 
 
@@ -80,8 +78,7 @@ def test_wheel_is_the_package(distributions, tmp_path):
     # Without `site` no .pth file is read, which is what an editable installation of the sources here is.
     others = [path for path in sys.path if path.endswith("site-packages")]
     arguments = ("-S", "-c", USE, str(site), str(tmp_path / "snippet.py"))
-    report = run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
-    assert report.startswith(f"liger_rl {liger_rl.__version__}\nPython ")
+    run(sys.executable, *arguments, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *others]))
 
 
 def test_setup_py_builds_the_same_wheel(distributions, tmp_path):

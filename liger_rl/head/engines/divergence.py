@@ -267,9 +267,7 @@ def one_pass(
     chunks = even_spans(n, one_pass_tokens(pair, options))
     same_dtype = weight.dtype == options.student.compute_dtype
     sum_dtype = weight.dtype if len(chunks) <= 1 and same_dtype else torch.float32
-    totals = Totals(
-        pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype, extra_bytes=0), needs, in_place=False
-    )
+    totals = Totals(pair.student, OnePassPlan(chunk_tokens=n, sum_dtype=sum_dtype), needs, in_place=False)
     if totals.weight is not None:
         totals.weight[vocab:] = 0
     products = PairProducts.of(student, teacher, vocab, measure) if _keeps_pairs(pair, options) else None

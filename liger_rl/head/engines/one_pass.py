@@ -5,6 +5,7 @@ are complete the caller says what dL/dlogp and dL/dentropy are. The gradients ar
 into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,15 +15,28 @@ from torch import Tensor
 
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
-from liger_rl.head.engines.tiles import free_tile_vocab, spans
+from liger_rl.head.engines.shape import NO_GRADIENT, HeadShape
+from liger_rl.head.engines.tiles import free_tile_vocab, kind_of, spans
 from liger_rl.head.engines.totals import OnePassPlan, Totals
 from liger_rl.head.options import EngineOptions
+from liger_rl.head.rules import lacks as rule_lacks
 from liger_rl.head.tokens import TokenSelection
 from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import compiles, realigned
+from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
 from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 from liger_rl.once import differentiable_once
+
+# A chunk of one pass: its exponentials and the float32 gradient of its hidden states. On CUDA, with H = 4096 and
+# V = 128256, that is 2075 tokens, whose products run at full speed.
+CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
+# Each chunk reads and writes a sum of the weight's size. With fewer tokens, that costs more than one pass saves.
+MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}
+CHUNK_TOKENS_ALIGNMENT = 128
+# Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. The relative error of the gradient is
+# 2.4e-3 with one, 2.6e-3 with two, 2.9e-3 with three. It is larger where gradients of chunks partly cancel: 2.7e-3 to
+# 3.4e-3 for the tokens of three models, where a float32 sum has 2.1e-3 to 2.8e-3.
+MAX_ROUNDINGS = 2
 
 # (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -180,3 +194,125 @@ class WithGradients(torch.autograd.Function):
 
         hidden, weight, bias = map(scaled, gradients)
         return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None
+
+
+class Room(NamedTuple):
+    """Tokens that a chunk of one pass may hold."""
+
+    beside: int  # next to a float32 sum of the weight's gradient
+    instead: int  # with the memory of that sum
+    rounded: bool  # the gradient is rounded after each chunk, so that there is no sum
+
+    @property
+    def tokens(self) -> int:
+        return self.instead if self.rounded else self.beside
+
+
+def lacks(shape: HeadShape) -> str | None:
+    """What one pass would need to be possible, and for "auto" to pay."""
+    if shape.passes == "two":
+        return 'passes="auto" or "one"'
+    impossible = shape.loss_lacks or _options_lack(shape) or _room_lacks(shape)
+    if impossible is not None or not shape.wants_gradient:
+        return impossible or NO_GRADIENT
+    return None if shape.passes == "one" else _pay_lacks(shape)
+
+
+def _options_lack(shape: HeadShape) -> str | None:
+    """What an option or a dtype rules out."""
+    options, transform = shape.options, shape.options.transform
+    made = [options.compute_dtype]
+    made += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
+    lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
+    if lacking is not None:
+        return lacking
+    if transform.per_token:
+        return "one temperature for all tokens"
+    if transform.softcap is not None and transform.softcap < transform.temperature:
+        return (
+            f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
+            "that are too much alike do not give back their logits"
+        )
+    if torch.float16 in made:
+        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
+    return "a head without low_rank terms" if shape.rank else None
+
+
+def _room_lacks(shape: HeadShape) -> str | None:
+    room, together = _room(shape).tokens, _together(shape)
+    if room >= together:
+        return None
+    why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
+    return f"room in one chunk for {together} tokens {why}; it holds {room}, unless chunk_tokens says more"
+
+
+def _pay_lacks(shape: HeadShape) -> str | None:
+    room, enough = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
+    if shape.options.names_chunk:
+        return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
+    if room.tokens < enough:
+        return f"chunks of {enough} tokens to pay, and has room for {room.tokens}"
+    if shape.sum_bytes and room.beside < shape.tokens:
+        return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
+    return None
+
+
+def _together(shape: HeadShape) -> int:
+    return shape.tokens if shape.in_place else min(shape.together, shape.tokens)
+
+
+def _room(shape: HeadShape) -> Room:
+    options, sums = shape.options, shape.sum_bytes
+    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    kept += 4 * shape.hidden_size
+    chunk_bytes, named = CHUNK_BYTES[kind_of(shape.device)], options.chunk_tokens
+    beside, instead = (named or max(1, (chunk_bytes + freed) // kept) for freed in (0, sums))
+    # Each chunk but the last may stay `together - 1` tokens short of being full.
+    short = (MAX_ROUNDINGS - 1) * (_together(shape) - 1)
+    fullest = min(shape.tokens, math.ceil((shape.tokens + short) / MAX_ROUNDINGS))
+    return Room(beside, instead, sums > 0 and instead >= fullest)
+
+
+def chunks_of(shape: HeadShape) -> OnePassPlan:
+    """The chunks of as many tokens as the shape has; the call has room for them."""
+    tokens, room = shape.tokens, _room(shape)
+    chunks = math.ceil(tokens / room.tokens)
+    even = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    summed = shape.weight_dtype if room.rounded else torch.float32
+    return OnePassPlan(
+        chunk_tokens=max(1, min(room.tokens, even + _together(shape) - 1, tokens)),
+        sum_dtype=summed if shape.needs[1] else None,
+    )
+
+
+def epilogue_lacks(shape: HeadShape) -> str | None:
+    """What the epilogue would need of one pass, which makes no copy of the weight."""
+    if shape.epilogue_lacks is not None:
+        return shape.epilogue_lacks
+    if shape.casts_weight:
+        return "a weight in the products' dtype in one pass"
+    enough = shape.options.chunk_vocab is None and chunks_of(shape).chunk_tokens >= MIN_TOKENS
+    return None if enough else f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
+
+
+def workspace(shape: HeadShape) -> int:
+    """The fullest chunk's exponentials, hidden states and their gradient, with a tile's width of gradients."""
+    n, options, c, size = shape.tokens, shape.options, shape.options.compute_dtype.itemsize, shape.hidden_size
+    entries = tile_entries(options)
+    width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // entries) * entries)
+    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
+    per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
+    copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
+    apart = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))  # products that are not added where they belong
+    fixed = shape.base_bytes + width * size * (shape.column_bytes + apart)
+    if shape.bias:
+        fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
+    if epilogue_lacks(shape) is None:  # but few tokens of a last chunk have float32 tiles after all
+        fixed += shape.logit_bytes * MIN_TOKENS * width
+        per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
+    else:
+        per_token += (shape.logit_bytes + (0 if compiles(shape.device) else 12)) * width
+    room = _room(shape)
+    # Where fewer tokens count, chunks may be fewer and fuller, and do without a sum.
+    summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)
+    return fixed + max(summed, per_token * min(room.instead, n))

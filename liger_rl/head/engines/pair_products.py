@@ -129,7 +129,7 @@ class PairProducts:
     @staticmethod
     def applies_to(student: Head, options: EngineOptions) -> bool:
         """Whether the student's product has such an epilogue; `student` need not be gathered."""
-        if student.low_inputs is not None or not options.chunks_are_free:
+        if student.low_inputs is not None or options.names_chunk:
             return False
         tokens, hidden_size = student.live.count, student.hidden.shape[1]
         return devices.pairs_apply_to(tokens, hidden_size, options.compute_dtype, student.weight)

@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_rl.distributed import VocabShard
 from liger_rl.head.engines import two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs
+from liger_rl.head.engines.shape import HeadShape
 from liger_rl.head.engines.tiles import spans
 from liger_rl.head.options import IDENTITY, EngineOptions
 from liger_rl.kernels import for_device
@@ -166,3 +167,16 @@ def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
         same = here[:, :, None] == here[:, None, :]
         out[start:stop] = torch.where(same, part[:, None, :], 0.0).sum(2)
     return out
+
+
+def lacks(shape: HeadShape) -> str | None:
+    if shape.passes == "one":
+        return 'passes other than "one"'
+    return None if shape.ids else "several targets for each token, or topk"
+
+
+def workspace(shape: HeadShape) -> int:
+    """Two passes with each token's ids, and with keys of all logits of a tile."""
+    keys = max(tile.tokens * tile.vocab for tile in two_pass.tiles_of(shape)) * (shape.options.topk is not None)
+    pairs = PAIRS * (shape.targets > 0)
+    return two_pass.workspace(shape) + 64 * shape.tokens * shape.ids + 16 * keys + 5 * pairs

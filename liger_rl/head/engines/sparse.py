@@ -21,9 +21,18 @@ from functools import partial
 from liger_rl.head.engines import lists, two_pass
 from liger_rl.head.engines.interface import Gradients, Head, Needs, gathered
 from liger_rl.head.engines.lists import ListedHead
+from liger_rl.head.engines.shape import NO_GRADIENT, HeadShape
 from liger_rl.head.options import EngineOptions
 from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import TileStatistics, TokenGradients, TokenStatistics
+from liger_rl.kernels.statistics import (
+    BLOCK_TOKENS,
+    BLOCK_VOCAB,
+    SAMPLES,
+    TileStatistics,
+    TokenGradients,
+    TokenStatistics,
+)
+from liger_rl.kernels.support import PARTIAL_BYTES
 
 Saved = TileStatistics
 forward = partial(two_pass.forward, with_tiles=True)
@@ -65,3 +74,27 @@ def backward(
         del choice, tail, hidden, make, listed
         return two_pass.backward(head, options, statistics, None, tokens, needs, count=kept.wanted)
     return found.of_all_tokens(live, head)
+
+
+def lacks(shape: HeadShape) -> str | None:
+    if shape.passes == "one":
+        return 'passes other than "one"'
+    if shape.options.grad_tolerance == 0.0:
+        exact = "16-bit products, and no option that makes the gradient exact"
+        return exact if shape.auto_tolerance else "a grad_tolerance above 0"
+    if not shape.wants_gradient:
+        return NO_GRADIENT
+    return "weight_grad = None" if shape.in_place else shape.epilogue_of_two_lacks
+
+
+def workspace(shape: HeadShape) -> int:
+    """The statistics of all tiles; with two passes, or with kept parts and the longest lists that are summed."""
+    n, size, c, s = shape.tokens, shape.hidden_size, shape.options.compute_dtype.itemsize, shape.dtype.itemsize
+    tiles = -(-shape.vocab // BLOCK_VOCAB)
+    statistics = 4 * (2 + shape.options.entropy) * n * tiles
+    listed = n * lists.BYTES_PER_ID * lists.most_ids(shape.vocab) + 2 * PARTIAL_BYTES
+    parts = max(lists.PARTS_BYTES, 2 * BLOCK_TOKENS * BLOCK_VOCAB * tiles)
+    rows = n * (size * (s + c + 4) + tiles * (8 + 2 * c))
+    shared = tiles * size * (c + 8) + 4 * (SAMPLES + 1) * shape.vocab
+    copy = shape.vocab * size * c * shape.casts_weight
+    return statistics + max(two_pass.workspace(shape), shape.base_bytes + rows + copy + shared + max(parts, listed))

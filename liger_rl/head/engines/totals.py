@@ -17,8 +17,6 @@ class OnePassPlan:
     chunk_tokens: int
     sum_dtype: torch.dtype | None
     """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
-    extra_bytes: int
-    """Peak of the memory beside inputs, results and gradients, at most."""
 
 
 class Totals:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_rl.head.engines.interface import Gradients, Head, Needs, with_gradient
+from liger_rl.head.engines.shape import BYTES_PER_TOKEN, HeadShape
 from liger_rl.head.engines.tiles import Tiles, plan_tiles, spans
 from liger_rl.head.low_rank import LowRankRows
 from liger_rl.head.options import EngineOptions
-from liger_rl.kernels import epilogue_for, for_device, gemm
-from liger_rl.kernels.devices import MIN_TOKENS, compiles
+from liger_rl.kernels import epilogue_for, for_device, gemm, selection
+from liger_rl.kernels.devices import MIN_TOKENS, STATISTICS_BYTES, compiles
 from liger_rl.kernels.saved_exponentials import Kept
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
@@ -92,7 +93,7 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
     It reads the whole weight, which is joined with a low-rank term only tile by tile.
     """
-    free = options.chunks_are_free and options.topk is None and rows.low_inputs is None and rows.temperatures is None
+    free = not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
     return epilogue_for(rows.hidden, rows.weight, options.planes) if free else None
 
 
@@ -144,7 +145,7 @@ def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     if fold_epilogue(whole, options) is None:
         whole = _made_up(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
-        free = replace(options, kernels_fit=False, chunk_tokens=None, chunk_vocab=None)
+        free = replace(options, chunk_tokens=None, chunk_vocab=None)
         bytes_per_logit = 4 if compiles(device) else 12
         tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, free, bytes_per_logit=bytes_per_logit)
         options = replace(free, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
@@ -197,7 +198,7 @@ def gradients(
             factor = low_rank.beside_rows(hidden)
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    free = options.chunks_are_free and rows.temperatures is None
+    free = not options.names_chunk and rows.temperatures is None
     epilogue = epilogue_for(factor, weight, options.planes) if free else None
     if epilogue is None and options.planes > 1:
         factor = hidden = hidden.to(options.compute_dtype)
@@ -317,3 +318,49 @@ class _WeightTotal:
     def store(self) -> None:
         if self.out is not None and self.total is not None and self.total is not self.out:
             self.out.copy_(self.total)
+
+
+def lacks(shape: HeadShape) -> str | None:
+    """Two passes take every call."""
+    return None
+
+
+def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
+    """The forward's and the backward's."""
+    logit, gradient, options = 12, 12, shape.options
+    if compiles(shape.device):
+        logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.epilogue_of_two_lacks is None else 4)
+    first = INVARIANT_TOKENS if options.batch_invariant else shape.tokens
+    sizes = shape.vocab, shape.hidden_size, shape.device, options
+    return (
+        plan_tiles(first, *sizes, bytes_per_logit=logit),
+        plan_tiles(shape.tokens, *sizes, bytes_per_logit=gradient),
+    )
+
+
+def workspace(shape: HeadShape) -> int:
+    """Selected hidden states with their gradient, and the larger tile of the two directions."""
+    options, c = shape.options, shape.options.compute_dtype.itemsize
+    zeros = MIN_TOKENS * options.batch_invariant  # rows that make up a fixed shape
+    n = shape.tokens + zeros
+    epilogue, gradient = shape.epilogue_of_two_lacks is None, c * shape.wants_gradient
+    tiles = tiles_of(shape) if shape.wants_gradient else tiles_of(shape)[:1]
+    columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors, split and aligned
+    one_product = shape.cuda and shape.tokens <= tiles[-1].tokens and not shape.casts_weight
+    summed = 4 * (shape.wants_gradient and (shape.sum_bytes > 0 or shape.rank > 0) and not one_product)
+
+    def tile_bytes(tile: Tiles) -> int:
+        logits = tile.tokens * (shape.logit_bytes + gradient)
+        if epilogue:  # few tokens that count have float32 tiles after all
+            logits = max(tile.tokens * gradient, MIN_TOKENS * (shape.logit_bytes + gradient))
+        bias = 4 * (4 + tile.tokens // gemm.SUMMED_ROWS) * shape.bias
+        return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias)
+
+    tile = max(map(tile_bytes, tiles))
+    if epilogue:
+        tile = max(tile, STATISTICS_BYTES) + shape.vocab * shape.hidden_size * c * shape.casts_weight
+    copied = shape.dtype != options.compute_dtype or shape.rank > 0 or options.batch_invariant
+    rows = n * (shape.dtype.itemsize + c * copied + 4 * shape.needs[0])
+    rows += shape.widened_bytes * min(n, tiles[-1].tokens)
+    rows += 0 if compiles(shape.device) else min(n, selection.ROWS) * shape.dtype.itemsize
+    return shape.base_bytes + BYTES_PER_TOKEN * zeros + columns * rows + tile
