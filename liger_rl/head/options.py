@@ -10,14 +10,12 @@ import torch
 
 from liger_rl.head.checks import (
     FLOAT_DTYPES,
-    PLANES,
     auto_tolerance,
     check_budget,
     check_chunk,
     check_count,
     check_extras,
     check_flag,
-    check_precision,
     check_tolerance,
     check_transform,
 )
@@ -26,7 +24,7 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
-AGREED = ("entropy", "lse", "topk", "precision", "fixed_shape")  # between ranks that share a vocabulary
+AGREED = ("entropy", "lse", "topk", "fixed_shape")  # between ranks that share a vocabulary
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
@@ -51,18 +49,11 @@ class HeadOptions:
             neighbouring ids is shared among them, so that dL/dlogits still adds up to zero. 3e-4 is an eighth of what
             rounding the gradient to bfloat16 does to it. Where lists would be long, above about 2 nats of entropy in
             the mean, the exact backward runs. It also runs on CPU, on GPUs without products of our own (see
-            docs/design.md), in float32, with a precision, with rows of the weight that do not start at multiples of 16
+            docs/design.md), in float32, with rows of the weight that do not start at multiples of 16
             bytes, with under 512 live tokens, where a chunk is named, or beside a low-rank term. The `reason` of
             `plan_linear_logprobs` says which.
         compute_dtype: dtype of the products' factors, whatever autocast says: float32 runs a bfloat16 head in float32
             without a float32 copy of it. None takes autocast's, or the inputs' own.
-        precision: "bf16x2" or "bf16x3": with compute_dtype float32, products of bfloat16 hidden states with a float32
-            weight where the product of our own applies, at the speed of tensor cores. The weight's entries become two
-            or three bfloat16 numbers, w = w1 + w2 (+ w3), each the rounding of what the ones before it leave; logits
-            are float32 sums of their products, which leave out up to 2^-17 of an entry, or nothing. Gradients are
-            those of bfloat16 products: dL/dlogits is rounded to bfloat16, and dL/dhidden is its product with w1. Not
-            with a named grad_tolerance, low_rank terms or a support. None, and every precision elsewhere, multiplies
-            in compute_dtype.
         gather: for a weight that is whole only now and then (DeepSpeed ZeRO-3): `gather(weight)`, or
             `gather(weight, bias)`, returns a context in which they are. Entered once in the forward, and once in the
             backward.
@@ -89,7 +80,6 @@ class HeadOptions:
     extras: Collection[str] = ()
     grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
-    precision: str | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -112,12 +102,11 @@ class HeadOptions:
         check_budget(self.max_extra_bytes)
         if self.compute_dtype is not None and self.compute_dtype not in FLOAT_DTYPES:
             raise TypeError(f"compute_dtype must be float32, bfloat16, float16 or None, got {self.compute_dtype}")
-        check_precision(self.precision, self.compute_dtype)
         if self.gather is not None and not callable(self.gather):
             raise TypeError(f"gather must be callable or None, got {type(self.gather).__name__}")
         if self.max_extra_bytes is not None and self.names_chunk:
             raise ValueError("max_extra_bytes chooses the chunks; give it or chunk_tokens and chunk_vocab, not both")
-        for name in ("batch_invariant", "lse", "topk", "fixed_shape", "precision"):
+        for name in ("batch_invariant", "lse", "topk", "fixed_shape"):
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
 
@@ -147,7 +136,6 @@ class HeadKeywords(TypedDict, total=False):
     extras: Collection[str]
     grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
-    precision: str | None
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
@@ -186,16 +174,6 @@ class EngineOptions(HeadOptions):
         """No chunk is named, so kernels that make no tile of logits may be used."""
         return self.kernels_fit or not self.names_chunk
 
-    @property
-    def planes(self) -> int:
-        """Bfloat16 matrices that take the place of a float32 weight."""
-        return PLANES[self.precision]
-
-    @property
-    def rows_dtype(self) -> torch.dtype:
-        """Of the hidden states, where the product of our own applies."""
-        return self.compute_dtype if self.precision is None else torch.bfloat16
-
 
 def resolved(
     options: HeadOptions,
@@ -223,7 +201,6 @@ def resolved(
         extras=options.extras,
         grad_tolerance=grad_tolerance,
         compute_dtype=compute_dtype,
-        precision=options.precision,
         gather=options.gather,
         chunk_tokens=chunk_tokens,
         chunk_vocab=chunk_vocab,
@@ -243,7 +220,6 @@ class OpOptions(NamedTuple):
     lse: bool
     extras: str  # names with commas between
     compute_dtype: torch.dtype
-    precision: str | None
     chunk_tokens: int | None
     chunk_vocab: int | None
     grad_tolerance: float
@@ -265,7 +241,7 @@ SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dt
 # As a schema, in the order of OpOptions.
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
+    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
     "bool fixed_shape, bool batch_invariant, bool kernels_fit, str targets_name"
 )
 
@@ -282,7 +258,6 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.lse,
         ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
-        options.precision,
         options.chunk_tokens,
         options.chunk_vocab,
         options.grad_tolerance,

@@ -243,7 +243,6 @@ def test_a_sum_without_room_is_rounded_after_each_of_four_chunks_at_most():
 EXACT, AUTO = "the exact gradient", {"passes": "auto"}
 AUTO_TOLERANCE, LEFT_OUT = {"grad_tolerance": "auto"}, "grad_tolerance 0.0003 lets ids be left out"
 CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
-SPLIT = {"weight_dtype": F32, "compute_dtype": F32, "precision": "bf16x3"}
 QWEN = {"vocab": 151936, "hidden_size": 2048}
 GEMMA = {"vocab": 256000, "hidden_size": 2304, "transform": LogitTransform(softcap=30.0)}
 GIB = 1 << 30
@@ -308,10 +307,6 @@ NEEDS_BUDGET = "one pass needs max_extra_bytes of at least"
         (CAST | AUTO_TOLERANCE | {"max_extra_bytes": GIB}, "two passes", False, EXACT),
         (CAST | AUTO_TOLERANCE | {"max_extra_bytes": 2 * GIB}, "sparse", True, LEFT_OUT),
         (CAST | {"passes": "one"}, "one pass", False, "needs a weight in the products' dtype in one pass"),
-        (SPLIT, "two passes", True, EXACT),
-        (SPLIT | AUTO_TOLERANCE | AUTO, "two passes", True, "one pass needs precision = None, got bf16x3"),
-        (SPLIT | {"tokens": 511}, "two passes", False, "512 tokens or more, got 511"),
-        (SPLIT | {"max_extra_bytes": 300 * MIB}, "two passes", True, EXACT),
         (AUTO_TOLERANCE, "sparse", True, LEFT_OUT),
         (AUTO_TOLERANCE | AUTO | {"tokens": 2048}, "sparse", True, LEFT_OUT),
         (AUTO_TOLERANCE | AUTO | {"tokens": 2048, "max_extra_bytes": GIB}, "sparse", True, LEFT_OUT),

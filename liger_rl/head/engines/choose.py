@@ -23,7 +23,6 @@ from liger_rl.head.rules import lacks
 from liger_rl.kernels import gemm, selection
 from liger_rl.kernels.devices import (
     MIN_TOKENS,
-    SPLIT_VOCAB,
     STATISTICS_BYTES,
     aligned,
     call_lacks,
@@ -102,14 +101,14 @@ class HeadShape:
     def epilogue_lacks(self) -> str | None:
         """What the product with its work in the epilogue would need; None where it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtypes = self.options.rows_dtype, self.options.compute_dtype if self.casts_weight else self.weight_dtype
+        dtype = self.options.compute_dtype  # also of the weight, or of its copy
         return (
             ("a GPU" if not self.cuda else None)
             or gpu_lacks(gpu_of(self.device))
             or ("a head without low_rank terms" if self.rank else None)
             or ("no topk" if self.options.topk is not None else None)
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
-            or call_lacks(tokens, self.hidden_size, *dtypes, self.options.planes)
+            or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
 
@@ -156,7 +155,7 @@ class HeadShape:
 
     @property
     def copies_weight(self) -> bool:
-        return self.weight_dtype != self.options.rows_dtype or not self.contiguous[1]
+        return self.weight_dtype != self.options.compute_dtype or not self.contiguous[1]
 
     @property
     def widened_bytes(self) -> int:
@@ -173,7 +172,7 @@ class HeadShape:
     def tile_statistics(self) -> int:
         """Bytes that the epilogue leaves of a token."""
         kinds = 2 + self.options.entropy + len(self.options.extras)
-        return 4 * kinds * -(-self.vocab // (BLOCK_VOCAB if self.options.planes == 1 else SPLIT_VOCAB))
+        return 4 * kinds * -(-self.vocab // BLOCK_VOCAB)
 
     def two_pass_peak(self, forward: Tiles, backward: Tiles, *, epilogue: bool) -> int:
         """Base and selected hidden states, with the larger of the two directions.
@@ -183,8 +182,7 @@ class HeadShape:
         """
         n, c, s = self.tokens, self.options.compute_dtype.itemsize, self.dtype.itemsize
         columns = self.hidden_size + (3 * self.rank + 8 if self.rank else 0)  # low-rank factors, split and aligned
-        widened = min(n, MIN_TOKENS) if epilogue and self.options.planes > 1 else n  # as tiles, see below
-        kept = self.base_bytes + self.hidden_size * (n * s + widened * c * (self.dtype != self.options.compute_dtype))
+        kept = self.base_bytes + self.hidden_size * n * (s + c * (self.dtype != self.options.compute_dtype))
         kept += n * (columns * c + 16 * self.rank) if self.rank else 0
 
         def tile_bytes(tiles: Tiles, gradient: int) -> int:
@@ -366,7 +364,7 @@ def plan_linear_logprobs(
     they get it, and the gradient is rounded after each of them; or up to four, where a budget has no room for the sum.
 
     The other engines run in the product's epilogue where it applies and fits the budget: an NVIDIA GPU of compute
-    capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit products or a precision, aligned rows, 512 tokens or
+    capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit products, aligned rows, 512 tokens or
     more, no chunk named. A weight of another dtype than the products' is copied once in each direction of two passes,
     2VH bytes, if a budget has room for it; one pass makes no copy, and takes no epilogue. Else there are float32 tiles,
     as wide as the budget or the default workspace allows, and on a GPU `reason` says what the epilogue needs.
@@ -409,7 +407,6 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     asked = options_of("plan_linear_logprobs", options)
-    checks.check_split(asked.precision, dtype, weight_dtype or dtype)
     shape = HeadShape(
         tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
         device=_device(device), needs=(needs[0], needs[1]), bias=bias, rank=rank, in_place=weight_grad,
