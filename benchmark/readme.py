@@ -7,7 +7,6 @@ from benchmark import (
     distillation_loss,
     divergence,
     divergence_policy,
-    float32_head,
     replay_mismatch,
     row_losses,
     step,
@@ -19,7 +18,7 @@ from benchmark import (
 from benchmark.environment import RESULTS, ROOT, read_results
 from benchmark.table import markdown, summary
 
-NAMES = ("results", "choosing", "support", "distillation", "targets")
+NAMES = ("results", "support", "distillation", "targets")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 # The tables of other benchmarks, by how the names of their results begin.
 OTHERS = {
@@ -28,7 +27,6 @@ OTHERS = {
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     distillation_loss.PREFIX: distillation_loss.markdown,
-    float32_head.PREFIX: float32_head.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
     tolerance_runs.PREFIX: tolerance_runs.markdown,

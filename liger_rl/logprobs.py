@@ -52,7 +52,7 @@ def linear_logprobs(
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
         weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
-            compute_dtype; float32 with a precision, beside bfloat16 hidden states).
+            compute_dtype).
         targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token. With K ids for each
             token (B, T, K) or (N, K), K at most 1024, repeats allowed: logps then has that shape, a negative id has 0
             there, and a token of negative ids alone is masked. Not with a support, grad_tolerance or
@@ -79,7 +79,7 @@ def linear_logprobs(
             with fixed_shape. Not with grad_tolerance or batch_invariant, nor under torch.compile. The
             mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
         options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
-            precision, gather, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant.
+            gather, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant.
 
     Returns:
         LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target, lse, topk_logps, topk_ids),

@@ -169,13 +169,6 @@ def in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, kept=kept)
 
 
-def split_weight(transform: LogitTransform, entropy: bool) -> None:
-    hidden, weight, targets = ones(N, H, dtype=torch.bfloat16), ones(V, H), torch.zeros(N, dtype=torch.long)
-    bias, extras, planes = ones(V) if entropy else None, EXTRAS if entropy else (), 3
-    epilogue.gemm_fold(hidden, weight, bias, targets, transform, entropy=entropy, extras=extras, planes=planes)
-    epilogue.gemm_grad(hidden, weight, bias, targets, 0, transform, token_gradients(entropy), planes=planes)
-
-
 def scattered_rows(_transform: LogitTransform, entropy: bool) -> None:
     dtype = torch.bfloat16 if entropy else torch.float32
     compiled.scatter_rows(ones(N, H), torch.arange(N), ones(N, H, dtype=dtype))
@@ -379,7 +372,6 @@ class Compiler:
         parts = (*EVERYWHERE, *WITH_EPILOGUE, *((pairs_in_the_epilogue,) if devices.runs_pairs(target.gpu) else ()))
         for part, case in itertools.product(parts, cases):
             part(*case)
-        split_weight(*OFF_AND_ON[1])
         if devices.family_of_gpu(target.gpu).tma:
             self.compile_portable()
         tile_by_tile(LogitTransform(temperature=ones(N), softcap=30.0), entropy=True)

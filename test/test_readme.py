@@ -51,7 +51,6 @@ def test_tables_of_numbers_are_those_of_the_results():
             "train-real-runs-nvidia-h200",
             "step-nvidia-h200",
         },
-        "choosing.md": {"float32_head-nvidia-h200"},
         "support.md": {"support-nvidia-h200", "replay-mismatch-nvidia-h200"},
         "distillation.md": {"divergence-nvidia-h200", "divergence-policy-nvidia-h200", "distillation_loss-nvidia-h200"},
         "targets.md": {"targets-nvidia-h200"},

@@ -15,7 +15,6 @@ from liger_rl.head.checks import (
     check_dense,
     check_device,
     check_head,
-    check_split,
     check_temperature,
     check_tokens,
 )
@@ -143,7 +142,6 @@ class HeadCall:
         """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
         hidden, weight = self.hidden, self.weight
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
-        check_split(self.options.precision, hidden.dtype, weight.dtype)
         check_low_rank(self.low_rank, hidden, weight)
         first = self._first_targets()
         check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)

@@ -15,7 +15,6 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Passes = Literal["auto", "one", "two"]
 PASSES: tuple[str, ...] = get_args(Passes)
-PLANES = {None: 1, "bf16x2": 2, "bf16x3": 3}  # bfloat16 matrices in place of a float32 weight, by `precision`
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -53,22 +52,6 @@ def check_extras(_name: str, extras: Collection[str]) -> frozenset[str]:
 def check_passes(passes: str) -> None:
     if not isinstance(passes, str) or passes not in PASSES:
         raise ValueError(f"passes must be one of {list(PASSES)}, got {passes!r}")
-
-
-def check_precision(precision: str | None, compute_dtype: torch.dtype | None) -> None:
-    if precision is None:
-        return
-    if not isinstance(precision, str) or precision not in PLANES:
-        raise ValueError(f"precision must be one of {list(PLANES)}, got {precision!r}")
-    if compute_dtype != torch.float32:
-        raise ValueError(f"compute_dtype must be torch.float32 with precision={precision!r}, got {compute_dtype}")
-
-
-def check_split(precision: str | None, hidden: torch.dtype, weight: torch.dtype) -> None:
-    """Raise for dtypes of the inputs that a precision does not split."""
-    for name, expected, given in (("hidden", torch.bfloat16, hidden), ("weight", torch.float32, weight)):
-        if precision is not None and given != expected:
-            raise TypeError(f"{name} must be {expected} with precision={precision!r}, got {given}")
 
 
 def check_compute_dtype(name: str, value: torch.dtype | None) -> None:

@@ -9,14 +9,12 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from liger_rl.head.checks import (
-    PLANES,
     auto_tolerance,
     check_chunk,
     check_compute_dtype,
     check_extras,
     check_flag,
     check_gather,
-    check_precision,
     check_tolerance,
     check_transform,
 )
@@ -25,7 +23,7 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
-AGREED = ("entropy", "lse", "topk", "precision", "fixed_shape")  # between ranks that share a vocabulary
+AGREED = ("entropy", "lse", "topk", "fixed_shape")  # between ranks that share a vocabulary
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
@@ -64,9 +62,6 @@ class HeadOptions:
             exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
             docs/choosing.md says where a tolerance has an effect.
         compute_dtype: dtype of the products' factors, whatever autocast says. None: autocast's, or the inputs' own.
-        precision: "bf16x2" or "bf16x3", with compute_dtype float32: products of bfloat16 hidden states with a float32
-            weight that becomes two or three bfloat16 numbers. Logits leave out up to 2^-17 of a weight, or nothing.
-            Gradients are those of bfloat16 products. None, and devices without it, multiply in compute_dtype.
         gather: `gather(weight)` or `gather(weight, bias)` returns a context in which these are whole (DeepSpeed
             ZeRO-3). Entered once in the forward and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
@@ -87,7 +82,6 @@ class HeadOptions:
     extras: Collection[str] = ()
     grad_tolerance: Tolerance = "auto"
     compute_dtype: torch.dtype | None = None
-    precision: str | None = None
     gather: Gather | None = None
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
@@ -97,7 +91,6 @@ class HeadOptions:
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
             check(name, getattr(self, name))
-        check_precision(self.precision, self.compute_dtype)
         for name in EXCLUDING:
             if getattr(self, name):
                 check_left_alone(self, f"with {name}")
@@ -128,7 +121,6 @@ class HeadKeywords(TypedDict, total=False):
     extras: Collection[str]
     grad_tolerance: Tolerance
     compute_dtype: torch.dtype | None
-    precision: str | None
     gather: Gather | None
     chunk_tokens: int | None
     chunk_vocab: int | None
@@ -161,16 +153,6 @@ class EngineOptions(HeadOptions):
     def __post_init__(self) -> None:
         """What was asked for has been checked; what became of it need not be."""
 
-    @property
-    def planes(self) -> int:
-        """Bfloat16 matrices that take the place of a float32 weight."""
-        return PLANES[self.precision]
-
-    @property
-    def rows_dtype(self) -> torch.dtype:
-        """Of the hidden states, where the product of our own applies."""
-        return self.compute_dtype if self.precision is None else torch.bfloat16
-
 
 def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
     """`options` for an engine: in this dtype, and with this tolerance.
@@ -196,7 +178,6 @@ class OpOptions(NamedTuple):
     lse: bool
     extras: str  # names with commas between
     compute_dtype: torch.dtype
-    precision: str | None
     chunk_tokens: int | None
     chunk_vocab: int | None
     grad_tolerance: float
@@ -217,7 +198,7 @@ SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dt
 # As a schema, in the order of OpOptions.
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
-    "ScalarType compute_dtype, str? precision, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
+    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
     "bool fixed_shape, bool batch_invariant, str targets_name"
 )
 
@@ -234,7 +215,6 @@ def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
         options.lse,
         ",".join([name for name in EXTRAS if name in options.extras]),
         options.compute_dtype,
-        options.precision,
         options.chunk_tokens,
         options.chunk_vocab,
         options.grad_tolerance,

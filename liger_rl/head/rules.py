@@ -4,7 +4,6 @@ FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
 IN_FORWARD = "one pass makes the gradient before it is known which parts of it are negligible"
 CHUNK = "a chunk of one pass holds the whole vocabulary"
-SPLIT = "no other weight than that of one plain head is split"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
 }
@@ -14,8 +13,7 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with lse": {"grad_tolerance": ""},
     "with topk": {"grad_tolerance": ""},
     "with fixed_shape": {"grad_tolerance": "the host has to know how long the lists of ids are"},
-    "with precision": {"grad_tolerance": "no list of ids is found for a split weight"},
-    "with low_rank": {"batch_invariant": "the term's products have no fixed shape", "precision": SPLIT},
+    "with low_rank": {"batch_invariant": "the term's products have no fixed shape"},
     "with weight_grad": {"grad_tolerance": "sums over lists of ids make a (V, H) gradient of their own"},
     "with vocab_parallel": {
         "grad_tolerance": WHOLE,
@@ -27,7 +25,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "topk": "its engine does not keep it",
         "grad_tolerance": "",
         "batch_invariant": "its sums depend on how many ids there are",
-        "precision": SPLIT,
     },
     "with several targets for each token": {"grad_tolerance": ""},
     "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
@@ -37,7 +34,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
-        "precision": "exponentials of a split weight are not kept",
     },
     # Of two heads, made in the forward.
     "with token_weights": {
@@ -50,7 +46,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "extras": "they are not folded with two heads; ask linear_logprobs for them",
         "lse": "it is not returned of two heads; ask linear_logprobs for it",
         "topk": "no list is kept of two heads; ask linear_logprobs for it",
-        "precision": SPLIT,
     },
     'with kl_estimator="exact"': TWO_HEADS,
 }

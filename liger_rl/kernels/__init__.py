@@ -21,15 +21,14 @@ def for_device(device: torch.device) -> ModuleType:
     return import_module(f"{__name__}.{'compiled' if devices.compiles(device) else 'plain'}")
 
 
-def epilogue_for(hidden: Tensor, weight: Tensor, planes: int = 1) -> ModuleType | None:
+def epilogue_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
     """The module whose `gemm_fold` and `gemm_grad` take hidden (N, H) @ weight (V, H).T; None where it does not apply.
 
     They fold a product, or make a gradient of it, in its own epilogue. They apply on NVIDIA GPUs of compute capability
     8.0 and higher and AMD's gfx942 and gfx950, to bfloat16 or float16 matrices of one dtype whose rows start at
-    multiples of 16 bytes, from 512 tokens on. With several `planes`, which both functions then take, the weight is
-    float32, and becomes so many 16-bit matrices.
+    multiples of 16 bytes, from 512 tokens on.
     """
-    return import_module(f"{__name__}.epilogue") if devices.applies(hidden, weight, planes) else None
+    return import_module(f"{__name__}.epilogue") if devices.applies(hidden, weight) else None
 
 
 def for_pairs() -> ModuleType:

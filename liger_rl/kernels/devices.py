@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
+from liger_rl.kernels.statistics import BLOCK_TOKENS
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
 SHARED_BYTES = 227 << 10  # that a program of theirs takes
@@ -47,7 +47,6 @@ class Family(NamedTuple):
     storing_stages: int  # where there is a tile in shared memory beside them
     parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
     shared_bytes: int  # that a program takes, at most
-    tile_vocab: int = BLOCK_VOCAB  # vocabulary entries of a tile of logits
     fold_warps: int = WARPS  # of a program of the fold
 
     @property
@@ -64,17 +63,6 @@ PORTABLE = (
     Family(tma=False, step=32, stages=4, storing_stages=3, parts=2, shared_bytes=99 << 10),
 )
 PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, shared_bytes=AMD_SHARED_BYTES)
-# Entries of a tile whose float32 weight becomes bfloat16 matrices in registers, which 256 leave no room for. One H200,
-# N = 8192, H = 4096, V = 128256, the fold with two and three matrices: 43.5 and 60.9 ms with 128 entries and steps of
-# 64; 52.5 and 72.8 with steps of 32; 49.2 and 71.7 in two halves of 256, one after the other.
-SPLIT_VOCAB = 128
-
-
-def split_family(family: Family) -> Family:
-    """The same for products with a float32 weight that becomes several bfloat16 matrices."""
-    # Steps of 64 spill registers before Hopper.
-    step = family.step if family.shared_bytes >= SHARED_BYTES else 32
-    return family._replace(step=step, stages=family.storing_stages, parts=1, tile_vocab=SPLIT_VOCAB, fold_warps=WARPS)
 
 
 class Gpu(NamedTuple):
@@ -230,14 +218,9 @@ def family_of_gpu(gpu: Gpu) -> Family:
     return family._replace(parts=2) if family == PORTABLE[0] else family
 
 
-def call_lacks(
-    tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype, planes: int = 1
-) -> str | None:
-    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing.
-
-    With several `planes` a float32 weight becomes so many matrices of the 16-bit `dtype`.
-    """
-    if dtype not in DTYPES or weight_dtype != (dtype if planes == 1 else torch.float32):
+def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
+    if dtype not in DTYPES or weight_dtype != dtype:
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
         return f"a hidden size that is a multiple of {ALIGNMENT_BYTES // dtype.itemsize}, got {hidden_size}"
@@ -246,17 +229,17 @@ def call_lacks(
     return None
 
 
-def applies(hidden: Tensor, weight: Tensor, planes: int = 1) -> bool:
-    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T; `planes` as in `call_lacks`."""
+def applies(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
     tokens, hidden_size = hidden.shape
-    return applies_to(tokens, hidden_size, hidden.dtype, weight, planes) and aligned(hidden)
+    return applies_to(tokens, hidden_size, hidden.dtype, weight) and aligned(hidden)
 
 
-def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor, planes: int = 1) -> bool:
+def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
     """The same of aligned rows that are not there yet."""
     if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
         return False
-    return call_lacks(tokens, hidden_size, dtype, weight.dtype, planes) is None and aligned(weight)
+    return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None and aligned(weight)
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:

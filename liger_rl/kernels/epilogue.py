@@ -8,7 +8,6 @@ to the dtype of the products that it goes into.
 
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -17,13 +16,10 @@ from torch import Tensor
 
 from liger_rl.kernels.devices import (
     ALIGNMENT_BYTES,
-    SPLIT_VOCAB,
     STATISTICS_BYTES,
     WARPS,
-    Family,
     family_of,
     on,
-    split_family,
 )
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.merge_triton import merge
@@ -60,13 +56,11 @@ MOST_LEVELLED = 1024.0
 @triton.jit
 def tile_logits(
     hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr, PLANES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """-> one tile of hidden @ weight.T + bias in float32; PLANES as in `product`."""
+    """-> one tile of hidden @ weight.T + bias in float32."""
     first = vocab_tile * TILE_VOCAB
-    logits = product(
-        hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES
-    )
+    logits = product(hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
     if bias is not None:
         column = first + tl.arange(0, TILE_VOCAB)
         logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
@@ -91,7 +85,6 @@ def _gemm_fold_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
-    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -100,7 +93,7 @@ def _gemm_fold_kernel(
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
         token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         live = token < tokens
@@ -128,7 +121,6 @@ def _gemm_grad_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,
-    PLANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
@@ -139,7 +131,7 @@ def _gemm_grad_kernel(
         live = token < tokens
         logits = tile_logits(
             hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN, PLANES,
+            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
         )  # fmt: skip
         tile_first = first + vocab_tile * TILE_VOCAB
         for part in tl.static_range(PARTS):
@@ -161,26 +153,21 @@ def gemm_fold(
     with_tiles: bool = False,  # also the statistics of each tile of TILE_VOCAB entries
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
-    planes: int = 1,  # more for a float32 weight that becomes so many 16-bit matrices; nothing is bounded or kept then
 ) -> tuple[TokenStatistics, TileStatistics | None]:
     """Statistics of hidden @ weight.T, of tokens and, where they are asked for, of tiles; where `devices.applies`."""
     assert over_parts is None or not with_tiles
-    assert planes == 1 or not (with_tiles or kept)
     n, vocab = hidden.shape[0], weight.shape[0]
-    tile_vocab = TILE_VOCAB if planes == 1 else SPLIT_VOCAB
-    bytes_per_token = 4 * (2 + entropy + len(extras)) * -(-vocab // tile_vocab)
+    bytes_per_token = 4 * (2 + entropy + len(extras)) * triton.cdiv(vocab, TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
     # A target is written by the tile that has it, which in a part of the vocabulary may be none.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
-
-    asked: dict[str, Any] = {"entropy": entropy, "extras": extras, "planes": planes}
 
     def finished(state: Fold) -> TokenStatistics:
         return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
 
     if with_tiles or n <= step:
         # Without slices, and without memory that it does not write itself: the device waits for the product.
-        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, **asked)
+        tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
         state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
         merge(tiles, state)
         return finished(state), TileStatistics(tiles.peak, tiles.sum_exp, tiles.moment) if with_tiles else None
@@ -188,7 +175,9 @@ def gemm_fold(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         part, kept_part = state.take(rows), None if kept is None else kept.rows(rows)
-        tiles = _fold_tiles(hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, **asked)
+        tiles = _fold_tiles(
+            hidden[rows], weight, bias, targets[rows], transform, part.target, kept_part, entropy=entropy, extras=extras
+        )
         merge(tiles, part)
         del tiles  # or they would stay alive while the next ones are allocated
     return finished(state), None
@@ -205,19 +194,18 @@ def _fold_tiles(
     *,
     entropy: bool,
     extras: Collection[str],
-    planes: int,
 ) -> Fold:
     """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    family = products_of(hidden.device, planes)
-    tiles = Fold.unwritten((-(-vocab // family.tile_vocab), n), target, entropy=entropy, extras=extras)
+    family = family_of(hidden.device)
+    tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
     values = None if kept is None else kept.values
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     programs = device_programs(hidden.device)
     with on(hidden.device):
         _gemm_fold_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, family.tile_vocab, family.step, tma=family.tma),
+            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
             None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
@@ -227,12 +215,11 @@ def _fold_tiles(
             hidden.shape[1],
             LogitSteps.of(transform),
             LEVELLED=levelled,
-            WHOLE=vocab % family.tile_vocab == 0,
+            WHOLE=vocab % TILE_VOCAB == 0,
             PARTS=family.parts,
             TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=family.tile_vocab,
+            TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=family.step,
-            PLANES=planes,
             PROGRAMS=programs,
             num_stages=family.stages if kept is None else family.storing_stages,
             num_warps=family.fold_warps,
@@ -251,23 +238,21 @@ def gemm_grad(
     first: int,  # id of the tile's first row
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
-    *,
-    planes: int = 1,  # as in `gemm_fold`
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
     per_alignment = ALIGNMENT_BYTES // hidden.element_size()
     width = -(-vocab // per_alignment) * per_alignment
     out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
-    programs, family = device_programs(hidden.device), products_of(hidden.device, planes)
+    programs, family = device_programs(hidden.device), family_of(hidden.device)
     # With either, the whole tile needs more registers than there are; without, halves are no faster.
-    halved = planes == 1 and (transform.softcap is not None or tokens.grad_entropy is not None)
+    halved = transform.softcap is not None or tokens.grad_entropy is not None
     parts = max(family.parts, 2 if halved else 1)
     with on(hidden.device):
         _gemm_grad_kernel[(programs,)](
             matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, family.tile_vocab, family.step, tma=family.tma),
-            matrix(out, TILE_TOKENS, family.tile_vocab, tma=family.tma, parts=parts),
+            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+            matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
             None if bias is None else bias.contiguous(),
             targets.contiguous(),
             tokens.contiguous(),
@@ -278,18 +263,13 @@ def gemm_grad(
             LogitSteps.of(transform),
             PARTS=parts,
             TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=family.tile_vocab,
+            TILE_VOCAB=TILE_VOCAB,
             TILE_HIDDEN=family.step,
-            PLANES=planes,
             PROGRAMS=programs,
             num_stages=family.storing_stages,
             num_warps=WARPS,
         )
     return out
-
-
-def products_of(device: torch.device, planes: int) -> Family:
-    return family_of(device) if planes == 1 else split_family(family_of(device))
 
 
 @cache

@@ -101,19 +101,11 @@ def store(matrix, row, column, values):
 
 @triton.jit
 def product(
-    a, b, row, entry, size,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr, PLANES: tl.constexpr,
+    a, b, row, entry, size, ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """-> a @ b.T in float32 of ROWS rows of a from `row` on and ENTRIES rows of b from `entry` on, `size` columns.
-
-    With several PLANES b is float32, and becomes so many matrices of a's dtype, see `_times_planes`.
-    """
+    """-> a @ b.T in float32 of ROWS rows of a from `row` on and ENTRIES rows of b from `entry` on, `size` columns."""
     total = tl.zeros((ROWS, ENTRIES), tl.float32)
-    if PLANES > 1:
-        for step in range(tl.cdiv(size, STEP)):
-            left = load(a, row, step * STEP, ROWS, STEP)
-            total += _times_planes(left, load(b, entry, step * STEP, ENTRIES, STEP), PLANES)
-    elif isinstance(a, tl.core.tensor_descriptor_base):
+    if isinstance(a, tl.core.tensor_descriptor_base):
         for step in range(tl.cdiv(size, STEP)):
             left = a.load([row, step * STEP])
             total = tl.dot(left, b.load([entry, step * STEP]).T, total)
@@ -123,20 +115,3 @@ def product(
             left = _from_rows(a_starts, a, step * STEP, STEP)
             total = tl.dot(left, _from_rows(b_starts, b, step * STEP, STEP).T, total)
     return total
-
-
-@triton.jit
-def _times_planes(left, entries, PLANES: tl.constexpr):
-    """-> left @ entries.T of 16-bit rows and float32 entries, which become so many matrices in 16 bits.
-
-    Each is the rounding of what the ones before it leave. The smallest comes first, and nothing before: tensor cores
-    cut off what they add to a float32 sum, so a sum of all columns would be off by more than what planes leave.
-    """
-    high = entries.to(left.dtype)
-    rest = entries - high.to(tl.float32)
-    middle = rest.to(left.dtype)
-    total = tl.zeros((left.shape[0], entries.shape[0]), tl.float32)
-    if PLANES == 3:
-        total = tl.dot(left, (rest - middle.to(tl.float32)).to(left.dtype).T, total)
-    total = tl.dot(left, middle.T, total)
-    return tl.dot(left, high.T, total)

@@ -190,7 +190,7 @@ def _fold_target(
 ):  # fmt: skip
     """The target's logit, and the largest before it."""
     # Products before Hopper's have 32 of 256 columns on all threads.
-    target_z = at_column(level, target, 5 if PARTS == 1 and level.shape[1] == 256 else 3)
+    target_z = at_column(level, target, 5 if PARTS == 1 else 3)
     if LEVELLED:
         target_z = _under_cap(target_z, full)
     tl.store(tiles.target + token, target_z, mask=live & (target >= 0) & (target < level.shape[1]))

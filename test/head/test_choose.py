@@ -161,7 +161,6 @@ def test_tiles_are_the_calls_own():
 
 AUTO, AUTO_TOLERANCE, ONE = {"passes": "auto"}, {"grad_tolerance": "auto"}, {"passes": "one"}
 CAST = {"weight_dtype": F32, "compute_dtype": BF16}  # a float32 head under autocast
-SPLIT = {"weight_dtype": F32, "compute_dtype": F32, "precision": "bf16x3"}
 NO_TOLERANCE, EXACT = (
     "sparse: needs a grad_tolerance above 0",
     "sparse: needs 16-bit products, and no option that makes",
@@ -204,9 +203,6 @@ SUM = "one pass: needs memory of the weight's size for the sum of its gradient"
         (CAST, "two passes", True, "products read a copy of the weight in bfloat16"),
         (CAST | AUTO_TOLERANCE, "sparse", True, "products read a copy of the weight in bfloat16"),
         (CAST | ONE, "one pass", False, "needs a weight in the products' dtype in one pass"),
-        (SPLIT, "two passes", True, NO_TOLERANCE),
-        (SPLIT | AUTO_TOLERANCE | AUTO, "two passes", True, "one pass: needs precision = None, got bf16x3"),
-        (SPLIT | {"tokens": 511}, "two passes", False, "512 tokens or more, got 511"),
         (AUTO_TOLERANCE, "sparse", True, ""),
         (AUTO_TOLERANCE | AUTO | {"tokens": 2048}, "sparse", True, ""),
         (AUTO_TOLERANCE | AUTO | {"tokens": 511}, "one pass", False, "sparse: needs 512 tokens or more, got 511"),

@@ -56,9 +56,6 @@ def test_what_a_gpu_lacks(gpu, lacking, monkeypatch):
     assert found is None or f"needs {found}" in str(plan)
 
 
-SPLIT = {"weight_dtype": torch.float32, "compute_dtype": torch.float32, "precision": "bf16x2"}
-
-
 class OnCuda:
     """What the gate looks at, of a matrix on a GPU that is not there."""
 
@@ -96,9 +93,6 @@ def test_calls_ask_what_the_plan_asks(gpu, taken, monkeypatch):
             {"weight_dtype": torch.float32, "compute_dtype": torch.bfloat16, "passes": "one"},
             "a weight in the products' dtype in one pass",
         ),
-        (SPLIT, None),
-        (SPLIT | {"hidden_size": 4100}, "a hidden size that is a multiple of 8, got 4100"),
-        (SPLIT | {"aligned": False}, "rows of the weight that start at multiples of 16 bytes"),
         ({"tokens": 511}, "512 tokens or more, got 511"),
         ({"hidden_size": 4100}, "a hidden size that is a multiple of 8, got 4100"),
         ({"aligned": False}, "rows of the weight that start at multiples of 16 bytes"),

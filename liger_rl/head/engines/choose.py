@@ -134,7 +134,7 @@ def plan_linear_logprobs(
     get that memory, and the gradient is rounded after each of them.
 
     A product with an epilogue needs an NVIDIA GPU of compute capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit
-    products or a precision, aligned rows, 512 tokens or more, and no named chunk. A weight in another dtype than the
+    products, aligned rows, 512 tokens or more, and no named chunk. A weight in another dtype than the
     products' is copied (2VH bytes) once in each direction of two passes. Other calls make float32 tiles of logits.
 
     A tolerance saves nothing where lists of ids get long. The exact backward then runs. A plan cannot tell, because it
@@ -172,7 +172,6 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     head_options = options_of("plan_linear_logprobs", options)
-    checks.check_split(head_options.precision, dtype, weight_dtype or dtype)
     for given, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
         if given:
             check_left_alone(head_options, name)

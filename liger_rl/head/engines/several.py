@@ -36,7 +36,7 @@ PAIRS = 1 << 23  # pairs of a token's ids that are compared at a time, for 5 byt
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
     """Statistics of every token that counts; a target that is negative has log-probability 0."""
-    rows = head.gathered(options.rows_dtype)
+    rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
     return _statistics(*two_pass.invariant(rows, options)).first(n), None
 

@@ -88,13 +88,13 @@ class HeadShape:
     def epilogue_lacks(self) -> str | None:
         """What the product with its work in the epilogue would need; None where it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtypes = self.options.rows_dtype, self.options.compute_dtype if self.casts_weight else self.weight_dtype
+        dtype = self.options.compute_dtype  # also of the weight, or of its copy
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
             or ("no topk" if self.options.topk is not None else None)
             or ("one temperature for all tokens" if self.options.transform.per_token else None)
-            or call_lacks(tokens, self.hidden_size, *dtypes, self.options.planes)
+            or call_lacks(tokens, self.hidden_size, dtype, dtype)
             or (None if self.aligned or self.casts_weight else "rows of the weight that start at multiples of 16 bytes")
         )
 
@@ -127,7 +127,7 @@ class HeadShape:
     @property
     def column_bytes(self) -> int:
         """What a product makes of each element of a weight's tile: copies, and a gradient that is added elsewhere."""
-        copies = self.weight_dtype != self.options.rows_dtype or not self.contiguous[1]
+        copies = self.casts_weight or not self.contiguous[1]
         added = 4 * (self.cuda and not gemm.ADDS_TO_FLOAT32)
         return self.options.compute_dtype.itemsize * (copies + (self.rank > 0)) + self.widened_bytes + added
 

@@ -44,7 +44,7 @@ def forward(
     made in the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without
     them a backward is exact.
     """
-    rows = head.gathered(options.rows_dtype)
+    rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
     rows, options = invariant(rows, options) if kept is None else (rows, options)
     shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
@@ -54,7 +54,7 @@ def forward(
         over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
         statistics, tiles = epilogue.gemm_fold(
             rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
-            extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks, planes=options.planes,
+            extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
         )  # fmt: skip
     return statistics if rows.hidden.shape[0] == n else statistics.first(n), tiles
 
@@ -72,7 +72,7 @@ def backward(
     live, tokens = with_gradient(head.live, tokens, count)
     # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
     return gradients(
-        with_factor(head.gathered(options.rows_dtype, live), options), options, tokens, needs
+        with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs
     ).of_all_tokens(live, head)
 
 
@@ -82,8 +82,7 @@ def with_factor(rows: Head, options: EngineOptions) -> Head:
     To round a float32 weight in that product's registers takes longer: 24.8 ms of a fold where a copy's takes 11.3.
     """
     # The copy is laid out as the rows are, which stand for it.
-    needs_it = options.planes == 1 and rows.weight.dtype != rows.hidden.dtype
-    if not needs_it or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
+    if rows.weight.dtype == rows.hidden.dtype or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
         return rows
     return rows.with_weight_in(rows.hidden.dtype)
 
@@ -94,12 +93,12 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
     It reads the whole weight, which is joined with a low-rank term only tile by tile.
     """
     free = not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight, options.planes) if free else None
+    return epilogue_for(rows.hidden, rows.weight) if free else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
     """As `forward` of gathered rows, from tiles of logits in memory, which are shown to `seen`; over all ranks."""
-    hidden, weight, bias, targets = rows.hidden.to(options.compute_dtype), rows.weight, rows.bias, rows.targets
+    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
@@ -199,9 +198,7 @@ def gradients(
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
     free = not options.names_chunk and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight, options.planes) if free else None
-    if epilogue is None and options.planes > 1:
-        factor = hidden = hidden.to(options.compute_dtype)
+    epilogue = epilogue_for(factor, weight) if free else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -223,8 +220,6 @@ def gradients(
         vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
     for first, last in vocab_spans:
         weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
-        if options.planes > 1:
-            factor_tile = weight[first:last]
         parts = len(token_spans)
         weight_total = _WeightTotal(
             grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
@@ -245,9 +240,7 @@ def gradients(
                 assert tokens is not None
                 ids, some = targets[part], tokens.take(part)
                 if epilogue is not None:
-                    tile = epilogue.gemm_grad(
-                        factor[part], factor_tile, bias_tile, ids, first, options.transform, some, planes=options.planes
-                    )
+                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
                 else:
                     logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
