@@ -41,7 +41,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "precision": SPLIT,
     },
     "with several targets for each token": {"grad_tolerance": "", "max_extra_bytes": ""},
-    "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
     # Of one head, made in the forward.
     "in one pass": {
         "grad_tolerance": "ids are left out of a second pass",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_rl.head.divergence import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.head.graphs import check_not_compiling
+from liger_rl.head.graphs import break_graph
 from liger_rl.head.options import HeadOptions
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
@@ -89,7 +89,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         Raises:
             TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
         """
-        check_not_compiling("LigerFusedLinearJSDLoss")
+        break_graph("LigerFusedLinearJSDLoss")
         hard_weight, soft_weight = self._weights()
         _check(student_input, student_weight, teacher_weight, true_labels)
         ids = true_labels.long()  # a narrow dtype would wrap the size of the vocabulary

@@ -19,10 +19,13 @@ from liger_rl import (
     PRESETS,
     FusedLinearGRPOLoss,
     LogitTransform,
+    LogProbs,
     LowRank,
+    Support,
+    grpo_loss_from_logits,
+    linear_divergence,
     linear_logprobs,
     logits_logprobs,
-    plan_linear_logprobs,
     topk_divergence,
 )
 
@@ -37,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch invariant": {"batch_invariant": True, "entropy": True},
     "tolerance": {"grad_tolerance": 0.2, "entropy": True},
     "compute dtype": {"compute_dtype": torch.bfloat16},
-    "budget": {"max_extra_bytes": 0},  # the least that is possible
 }
 
 
@@ -62,12 +64,10 @@ class Graphs:
         return [str(node.target) for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
 
 
-def tensors(device="cpu", shape=SHAPE, dtype=torch.float32) -> dict[str, Tensor]:
-    x = problem(shape, HIDDEN, VOCAB, dtype, device, bias=True, rank=2)
+def tensors(device="cpu", shape=SHAPE) -> dict[str, Tensor]:
+    x = problem(shape, HIDDEN, VOCAB, torch.float32, device, bias=True, rank=2)
     x.targets.view(-1)[1] = -100
-    logits, mask = torch.randn(*shape, VOCAB), torch.rand(shape) < 0.6
-    logits = logits.to(device, dtype).requires_grad_()
-    return {**x.leaves().floats(), "logits": logits, "targets": x.targets, "mask": mask.to(device)}
+    return {**x.leaves().floats(), "targets": x.targets, "mask": (torch.rand(shape) < 0.6).to(device)}
 
 
 def compiled(function: Callable, backend: Any = "aot_eager", **options: Any) -> Callable:
@@ -100,12 +100,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_linear_logprobs(options, device):
-    x, options = tensors(device), dict(options)
-    if "max_extra_bytes" in options:
-        sizes = math.prod(SHAPE), VOCAB, HIDDEN
-        options["max_extra_bytes"] = plan_linear_logprobs(
-            *sizes, dtype=torch.float32, device=device, bias=True
-        ).least_bytes
+    x = tensors(device)
 
     def head(hidden, weight, bias):
         return linear_logprobs(hidden, weight, x["targets"], mask=x["mask"], bias=bias, **options)
@@ -178,17 +173,6 @@ def test_a_backward_without_bounds_is_exact(why, device):
     assert_same(grads(0.2), grads(0.0))
 
 
-@pytest.mark.parametrize("options", [{}, {"entropy": True}, {"entropy": True, "fixed_shape": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_logprobs(options, dtype, device):
-    x = tensors(device, dtype=dtype)
-
-    def head(logits):
-        return logits_logprobs(logits, x["targets"], mask=x["mask"], **options)
-
-    assert_same(solve(compiled(head), x["logits"]), solve(head, x["logits"]))
-
-
 def test_inductor(device):
     """With a real compiler around the operator; it fuses what is around it, so rounding may differ."""
     x = tensors(device)
@@ -219,7 +203,7 @@ def test_losses(name):
     graphs = Graphs()
     leaves = x["hidden"], x["weight"]
     assert_same(solve(compiled(partial(step, auto), graphs), *leaves), solve(partial(step, two), *leaves))
-    assert graphs.names().count("liger_rl.linear_values") == 1
+    assert graphs.names().count("liger_rl.linear_logprobs") == 1
     assert not {"matmul", "mm", "addmm", "linear"} & {name.split(".")[-1] for name in graphs.names()}
 
 
@@ -291,66 +275,79 @@ def test_autocast(device):
     assert_same(solve(compiled(head), *leaves), solve(head, *leaves))
 
 
-# Torch 2.8 names the exception, and not its message.
-REFUSAL = r"under torch\.compile|raised exception ExceptionVariable\(<class 'ValueError'>\)"
+def head_call(x: dict[str, Tensor], **options: Any) -> LogProbs:
+    return linear_logprobs(x["hidden"], x["weight"], x["targets"], **options)
 
 
-def test_what_a_graph_cannot_hold():
-    """It runs outside of the graph, or where there may be no outside it is refused."""
+BROKEN_OUT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "a support": lambda x: head_call(
+        x, support=Support.from_padded(x["targets"].clamp(min=0)[..., None]), entropy=True
+    ),
+    "a weight_grad": lambda x: head_call(x, weight_grad=torch.zeros_like(x["weight"])),
+    "topk": lambda x: head_call(x, topk=3),
+    "gather": lambda x: head_call(x, gather=lambda *_: nullcontext()),
+    "a temperature for each token": lambda x: head_call(
+        x, transform=LogitTransform(temperature=torch.full(SHAPE, 0.7))
+    ),
+    "logits_logprobs": lambda x: logits_logprobs(
+        x["hidden"] @ x["weight"].T, x["targets"], mask=x["mask"], entropy=True
+    ),
+    "grpo_loss_from_logits": lambda x: grpo_loss_from_logits(
+        x["hidden"] @ x["weight"].T,
+        x["targets"],
+        torch.ones(SHAPE[0]),
+        x["mask"],
+        old_per_token_logps=torch.zeros(SHAPE),
+    ),
+    "linear_divergence": lambda x: linear_divergence(
+        x["hidden"], x["weight"], x["hidden"].detach() * 2, x["weight"].detach(), kind="jsd"
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", BROKEN_OUT)
+def test_what_a_graph_does_not_hold(feature):
+    """The graph breaks there, with the results of eager mode. fullgraph=True raises, and names the feature."""
     x = tensors()
 
-    def gathered(hidden):
-        return linear_logprobs(hidden, x["weight"], x["targets"], gather=lambda *_: nullcontext()).logps
+    def function(hidden):
+        # Something on both sides for a graph to hold.
+        found = BROKEN_OUT[feature]({**x, "hidden": hidden * 2})
+        return [value * 1 for value in found if value is not None]
 
-    def added(hidden):
-        total = torch.zeros_like(x["weight"])
-        return linear_logprobs(hidden, x["weight"], x["targets"], weight_grad=total).logps
-
-    def largest(hidden):
-        return linear_logprobs(hidden, x["weight"], x["targets"], topk=3).topk_ids
-
-    def in_place(logits):
-        return logits_logprobs(logits, x["targets"], grad_buffer=torch.zeros_like(logits)).logps
-
-    for function, leaf in (
-        (gathered, x["hidden"]), (added, x["hidden"]), (largest, x["hidden"]), (in_place, x["logits"]),
-    ):  # fmt: skip
-        assert torch.equal(torch.compile(function, backend="eager")(leaf), function(leaf))
-        torch._dynamo.reset()
-        with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match=REFUSAL):
-            torch.compile(function, backend="eager", fullgraph=True)(leaf)
+    graphs = Graphs()
+    broken = torch.compile(function, backend=graphs)
+    assert_same(solve(broken, x["hidden"]), solve(function, x["hidden"]))
+    assert any("mul" in name for name in graphs.names())
+    assert not [name for name in graphs.names() if "liger_rl" in name]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=rf"{feature} does not run under torch\.compile"):
+        compiled(function)(x["hidden"])
 
 
-def tagged(function: Callable, leaves: list[Tensor]) -> dict[str, Any]:
-    """Operators of ours in the graphs of forward and backward, by name."""
-    operators: dict[str, Any] = {}
+def calls_of_operators(*, fixed: bool) -> list[tuple[Any, tuple, dict]]:
+    """Our operators in the graphs of forward and backward, and what they are called with."""
+    x, calls = tensors(), []
 
-    def recorded(graph: torch.fx.GraphModule, inputs) -> Callable:
-        for node in graph.graph.nodes:
-            if getattr(node.target, "namespace", None) == "liger_rl":
-                operators[node.target._schema.name] = node.target
-        return make_boxed_func(graph.forward)
+    class Calls(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if getattr(target, "namespace", None) == "liger_rl":
+                calls.append((target, *tree_map_only(Tensor, Tensor.detach, (args, kwargs))))
+            return super().call_function(target, args, kwargs)
 
-    compiled(function, aot_autograd(fw_compiler=recorded))(*leaves).backward()
-    return operators
+    def head(hidden, weight, bias, a, b):
+        given = {"mask": x["mask"], "fixed_shape": fixed}
+        options = {"bias": bias, "entropy": True, "extras": ("is_top1",), "grad_tolerance": 0.0 if fixed else 0.1}
+        plain = linear_logprobs(hidden, weight, x["targets"], **options, **given)
+        adapted = linear_logprobs(hidden, weight, x["targets"], low_rank=[LowRank(a=a, b=b)], **given)
+        return (plain.logps + plain.entropy).sum() + adapted.logps.sum()
 
+    def run(graph, inputs):
+        return make_boxed_func(Calls(graph).run)
 
-def every_operator(x: dict[str, Tensor], *, fixed: bool) -> tuple[Callable, list[Tensor]]:
-    given = {"mask": x["mask"], "fixed_shape": fixed}
-
-    def head(hidden, weight, bias, a, b, logits):
-        plain = linear_logprobs(
-            hidden, weight, x["targets"], bias=bias, entropy=True, extras=("is_top1",),
-            grad_tolerance=0.0 if fixed else 0.1, **given,
-        )  # fmt: skip
-        terms = [LowRank(a=a, b=b)]
-        return (
-            (plain.logps + plain.entropy).sum()
-            + linear_logprobs(hidden, weight, x["targets"], low_rank=terms, **given).logps.sum()
-            + logits_logprobs(logits, x["targets"], entropy=True, **given).logps.sum()
-        )
-
-    return head, [x[name] for name in ("hidden", "weight", "bias", "a", "b", "logits")]
+    leaves = [x[name] for name in ("hidden", "weight", "bias", "a", "b")]
+    compiled(head, aot_autograd(fw_compiler=run))(*leaves).backward()
+    return calls
 
 
 CHECKED = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -358,47 +355,21 @@ CHECKED = ("test_schema", "test_autograd_registration", "test_faketensor", "test
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
 def test_operators_keep_torchs_rules(fixed):
-    seen = []
-
-    class Calls(torch.fx.Interpreter):
-        def call_function(self, target, args, kwargs):
-            if getattr(target, "namespace", None) == "liger_rl":
-                seen.append((target, args, kwargs))
-            return super().call_function(target, args, kwargs)
-
-    function, leaves = every_operator(tensors(), fixed=fixed)
-
-    def run(graph, inputs):
-        return make_boxed_func(Calls(graph).run)
-
-    compiled(function, aot_autograd(fw_compiler=run))(*leaves).backward()
-    names = [target._schema.name.removeprefix("liger_rl::").replace("_fixed_shape", "") for target, *_ in seen]
-    assert names[:4] == ["linear_logprobs", "low_rank_inputs_forward", "linear_logprobs", "logits_logprobs"]
-    assert len(names) == 8  # each has an operator for its gradients
-    for target, args, kwargs in seen:
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # they have no derivative of their own
+    """The operators that wait for the device say so by their tag. The others do not: CUDA graphs are to hold them."""
+    calls = calls_of_operators(fixed=fixed)
+    name = "liger_rl::linear_logprobs" + "_fixed_shape" * fixed
+    assert [target._schema.name for target, *_ in calls] == [name] * 2 + [f"{name}_backward"] * 2
+    for target, args, kwargs in calls:
         torch.library.opcheck(target, args, kwargs, test_utils=CHECKED)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
-@pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-def test_operators_that_wait_for_the_device_say_so(fixed):
-    """And no other, which CUDA graphs are to hold."""
-    operators = tagged(*every_operator(tensors(), fixed=fixed))
-    suffix = "_fixed_shape" if fixed else ""
-    waiting = {f"liger_rl::{name}" for name in ("linear_logprobs", "linear_logprobs_backward", "logits_logprobs")}
-    marked = {name for name, operator in operators.items() if torch.Tag.cudagraph_unsafe in operator.tags}
-    assert marked == (set() if fixed else waiting)
-    names = {f"linear_logprobs{suffix}", f"linear_logprobs{suffix}_backward", f"logits_logprobs{suffix}"}
-    names |= {"logits_logprobs_backward", "low_rank_inputs_forward", "low_rank_inputs_backward"}
-    assert set(operators) == {f"liger_rl::{name}" for name in names}
+        if hasattr(torch.Tag, "cudagraph_unsafe"):  # torch 2.8 has no such tag
+            assert (torch.Tag.cudagraph_unsafe in target.tags) != fixed
 
 
 @NEEDS_GPU
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.8 has no such tag")
 @pytest.mark.parametrize("tokens", [700, 64], ids=["epilogue", "tiles"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "fixed shape"])
-@pytest.mark.parametrize("kind", ["linear", "low rank", "logits"])
+@pytest.mark.parametrize("kind", ["linear", "low rank"])
 def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
     """What waits for the device stays outside of them, and the rest is captured with the numbers of eager mode."""
     x = problem((tokens,), 64, 512, torch.bfloat16, "cuda", rank=4).leaves()
@@ -407,11 +378,8 @@ def test_cuda_graphs_of_the_compiler(kind, fixed, tokens):
 
     def step(hidden, weight, a, b):
         given = {"mask": mask, "entropy": True, "fixed_shape": fixed}
-        if kind == "logits":
-            found = logits_logprobs((hidden * 2) @ weight.T, x.targets, **given)
-        else:
-            terms = [LowRank(a=a, b=b)] if kind == "low rank" else []
-            found = linear_logprobs(hidden * 2, weight, x.targets, low_rank=terms, **given)
+        terms = [LowRank(a=a, b=b)] if kind == "low rank" else []
+        found = linear_logprobs(hidden * 2, weight, x.targets, low_rank=terms, **given)
         return (found.logps * 3).sum() + found.entropy.square().sum()
 
     def solved(function) -> list[Tensor]:
