@@ -15,7 +15,7 @@ from liger_rl.head.divergence import (
     divergence_options,
     measure_of,
 )
-from liger_rl.head.graphs import check_not_compiling
+from liger_rl.head.graphs import never_in_a_graph
 from liger_rl.head.low_rank import LowRank
 from liger_rl.head.options import IDENTITY
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Divergence", "linear_divergence"]
 
 
+@never_in_a_graph
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -105,12 +106,12 @@ def linear_divergence(
         TypeError: an argument of a type or dtype that is not listed above, an unknown option, or one that
             `linear_logprobs` has and two heads do not.
         ValueError: shapes, devices or values that do not fit; a tensor of the teacher's that requires a gradient, which
-            would get none, while gradients are enabled; a call under torch.compile(fullgraph=True). With a sharded head
-            at the first call with its weights, on every rank.
+            would get none, while gradients are enabled. With a sharded head at the first call with its weights, on
+            every rank.
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
+        torch._dynamo.exc.Unsupported: a call under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
-    check_not_compiling("linear_divergence")
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)
     return divergence_of(

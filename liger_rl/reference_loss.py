@@ -20,7 +20,7 @@ from liger_rl.head.divergence import (
 )
 from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
 from liger_rl.head.engines.divergence import Pair
-from liger_rl.head.graphs import check_not_compiling
+from liger_rl.head.graphs import break_graph
 from liger_rl.head.options import HeadOptions
 from liger_rl.head.rules import lacks
 from liger_rl.head.tokens import counted_tokens
@@ -90,7 +90,7 @@ def loss_with_reference(
     options: HeadOptions,
     passes: str,
 ) -> PolicyLoss:
-    check_not_compiling('A loss with kl_estimator="exact"')
+    break_graph('A loss with kl_estimator="exact"')
     tensors = own["hidden"], own["targets"], own["mask"], *low_rank_tensors(own["low_rank"])
     with shared_errors(own["vocab_parallel"], own["weight"], *tensors):
         for name, value in (beside | {"ref_per_token_logps": batch.ref_per_token_logps}).items():

@@ -108,7 +108,7 @@ class HeadCall:
         return self.several or any(part is not None for part in beside)
 
     def check_together(self) -> None:
-        """Raise for what does not go together with a sharded head, low-rank terms or torch.compile."""
+        """Raise for what does not go together with a sharded head or low-rank terms."""
         options = self.options
         if self.low_rank:
             check_left_alone(options, "with low_rank")
@@ -118,14 +118,22 @@ class HeadCall:
             self._check_support(self.support)
         if self.several:
             self._check_several()
-        if torch.compiler.is_compiling():
-            check_left_alone(options, "under torch.compile")
-            if options.transform.per_token:
-                raise ValueError("temperature must be a number under torch.compile, whose graphs hold no tensor of it")
-            if self.weight_grad is not None:
-                raise ValueError(
-                    "weight_grad must be None under torch.compile, whose graphs write to no tensor from outside"
-                )
+
+    @property
+    def outside_of_graphs(self) -> str | None:
+        """The feature of the call that a graph of torch.compile does not hold; None if a graph holds the call."""
+        options = self.options
+        for feature, used in (
+            ("a support", self.support is not None),
+            ("a weight_grad", self.weight_grad is not None),
+            ("topk", options.topk is not None),
+            ("gather", options.gather is not None),
+            ("a temperature for each token", options.transform.per_token),
+            ("a sharded head", self.vocab_parallel is not None or any(map(is_dtensor, self.tensors))),
+        ):
+            if used:
+                return f"linear_logprobs with {feature}"
+        return None
 
     def _check_several(self) -> None:
         check_left_alone(self.options, "with several targets for each token")
@@ -242,14 +250,8 @@ def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others:
 
     Raises:
         TypeError: what is not a sharded head.
-        ValueError: a sharded head under torch.compile.
     """
     if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
-    if torch.compiler.is_compiling() and (vocab_parallel is not None or any(map(is_dtensor, (weight, *others)))):
-        raise ValueError(
-            "vocab_parallel must be None under torch.compile, and no tensor a DTensor: its graphs do not hold the "
-            "collectives of a sharded head"
-        )
     place = vocab_parallel or place_of(weight, *others)
     return nullcontext() if place is None else place.shared_errors(weight)

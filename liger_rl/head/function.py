@@ -1,9 +1,7 @@
-"""The one way of a head's engines into autograd, in eager mode and in a graph of torch.compile."""
+"""From a head to its values: it runs an engine, inside the one autograd Function where a gradient is wanted."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,32 +12,21 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import EXTRAS, TokenGradients, TokenStatistics
 from liger_rl.once import differentiable_once
 
-# What a call may give, in the order of `linear_values`.
+# The values of a call, in the order of `linear_values`.
 VALUES = ("logps", "entropy", "lse", *EXTRAS, "topk_logps", "topk_ids")
 DIFFERENTIABLE = 3
 Values = Sequence[Tensor | None]
 
 
-class Way(NamedTuple):
-    """How an engine is run: itself, or by operators that stand for it in a graph."""
+def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Values:
+    """VALUES of the live tokens, None where not asked for. The first three are differentiable if a gradient is wanted.
 
-    fold: Callable[..., tuple[TokenStatistics, tuple[Tensor | None, ...] | None]]  # as an engine's forward
-    gradients: Callable[..., Gradients]  # as `token_gradients` of the engine
-
-    @classmethod
-    def of(cls, engine: ModuleType) -> "Way":
-        return cls(engine.forward, partial(token_gradients, engine))
-
-
-def linear_values(head: Head, options: EngineOptions, way: Way) -> Values:
-    """VALUES of the live tokens, None where not asked for, the first three differentiable where that is wanted.
-
-    If `head.live` keeps places, they cover all N tokens; entries of tokens that do not count are undefined.
+    If `head.live` keeps places, they cover all N tokens. Entries of tokens that do not count are undefined.
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
-        statistics, saved = way.fold(head, options)
+        statistics, saved = engine.forward(head, options)
     if head.wants_gradient:
-        return LinearLogProbs.apply(*head.differentiable, head, options, (statistics, saved, way.gradients))
+        return LinearLogProbs.apply(*head.differentiable, head, options, engine, statistics, saved)
     return _values(statistics, head, options)
 
 
@@ -50,31 +37,31 @@ def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> 
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """What an engine's forward has found, and the gradients of logps, entropy and lse for all that is differentiable.
+    """(hidden, weight, bias, low-rank factors) -> VALUES of an engine's forward, whose backward makes the gradients.
 
     The caller has made a sharded head whole around the forward, because it reads the head's shape. The backward enters
-    `options.gather` by itself, once.
+    `options.gather` itself, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, found):
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, engine, statistics, saved):
         ctx.set_materialize_grads(False)
-        statistics, saved, gradients = found
         # The extras have no gradient, and a gradient does not need them.
         tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
         ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
-        ctx.rest, ctx.options, ctx.gradients = head[len(tensors) :], options, gradients
+        ctx.rest, ctx.options, ctx.engine = head[len(tensors) :], options, engine
         values = _values(statistics, head, options)
-        others = values[DIFFERENTIABLE:]
-        ctx.mark_non_differentiable(*(part for part in others if part is not None))
-        return *(None if part is None else part.clone() for part in values[:DIFFERENTIABLE]), *others
+        extras = values[DIFFERENTIABLE:]
+        ctx.mark_non_differentiable(*(value for value in extras if value is not None))
+        return *(None if value is None else value.clone() for value in values[:DIFFERENTIABLE]), *extras
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, *grads):
         head, statistics = Head(*saved[:6], *ctx.rest), TokenStatistics(*saved[6:9])
         grads, needs = grads[:DIFFERENTIABLE], ctx.needs_input_grad[:5]
-        return *ctx.gradients(head, ctx.options, statistics, saved[9:] or None, grads, needs), None, None, None
+        gradients = token_gradients(ctx.engine, head, ctx.options, statistics, saved[9:] or None, grads, needs)
+        return *gradients, None, None, None, None, None
 
 
 def token_gradients(
@@ -82,7 +69,7 @@ def token_gradients(
     head: Head,
     options: EngineOptions,
     statistics: TokenStatistics,  # (n,) each, as the engine's forward gave them
-    saved: tuple[Tensor | None, ...] | None,
+    saved: Sequence[Tensor | None] | None,  # the fields of `engine.Saved`
     grads: Sequence[Tensor | None],  # of logps, entropy and lse
     needs: Needs,
 ) -> Gradients:

@@ -2,45 +2,44 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_HIDDEN: dict[Callable, Callable] = {}
 
 
-def check_not_compiling(feature: str) -> None:
-    """Raise ValueError while torch.compile traces the call.
+def break_graph(feature: str) -> None:
+    """Break the graph around the call that torch.compile traces; with fullgraph=True Dynamo raises this message.
 
-    Dynamo then breaks the graph around the call, which runs in eager mode with the same results. With fullgraph=True it
-    raises this error.
+    Nothing happens in eager mode. What follows in the caller must be right in eager mode, too: it runs there next.
     """
     if torch.compiler.is_compiling():
-        raise ValueError(
-            f"{feature} does not run in a graph under torch.compile: leave out fullgraph=True, and the graph breaks "
-            "there, or make the call outside of the compiled function"
+        torch._dynamo.graph_break(
+            f"{feature} does not run under torch.compile with fullgraph=True, because no graph holds it: leave "
+            "fullgraph out, and the graph breaks around the call"
         )
 
 
 def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`function`, hidden from Dynamo. Dynamo would compile its frames one by one, and fails on some with torch 2.11."""
     # Dynamo takes seconds to load. Where it is not loaded, nothing is compiled.
-    return _disabled(function) if "torch._dynamo" in sys.modules else function
-
-
-@cache
-def _disabled(function: Callable) -> Callable:
-    return torch.compiler.disable(function)
+    if "torch._dynamo" not in sys.modules:
+        return function
+    if function not in _HIDDEN:
+        _HIDDEN[function] = torch.compiler.disable(function)
+    return _HIDDEN[function]
 
 
 def never_in_a_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A public function that no graph holds: `check_not_compiling`, then `outside_of_graphs`."""
+    """A public function that no graph holds: `break_graph`, then `outside_of_graphs`."""
 
     @wraps(function)
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        check_not_compiling(function.__name__)
+        break_graph(function.__name__)
         return outside_of_graphs(function)(*args, **kwargs)
 
     return wrapper

@@ -1,6 +1,6 @@
 """A low-rank term of the head's logits, LoRA's, without the sum of the two weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,18 +35,16 @@ class LowRank:
     scaling: float = 1.0
     hidden: Tensor | None = None
 
-    def inputs(self, hidden: Tensor, live: TokenSelection, *, function: Callable[..., Tensor] | None = None) -> Tensor:
-        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that do not count.
-
-        `function` computes the product, `low_rank_inputs` or its like in a graph.
-        """
+    def inputs(self, hidden: Tensor, live: TokenSelection) -> Tensor:
+        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that do not count."""
         given = hidden if self.hidden is None else self.hidden
         kind = given.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         else:
             dtype = torch.promote_types(given.dtype, self.a.dtype)
-        return (function or low_rank_inputs)(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
+        product = _product_in_graph if torch.compiler.is_compiling() else _Inputs.apply
+        return product(given.reshape(-1, given.shape[-1]), self.a, live, dtype) * self.scaling
 
 
 def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) -> None:
@@ -79,73 +77,59 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
 
 
 class _Inputs(torch.autograd.Function):
-    """(hidden (N, H), a (r, H)) -> (N, r) float32; the rows are gathered and converted again in the backward, a few at
-    a time, so that no copy of the hidden states is kept."""
+    """(hidden (N, H), a (r, H)) -> hidden @ a.T (N, r) float32, 0 for the tokens that do not count.
+
+    Rows are gathered and converted a few at a time, and again in the backward: no copy of the hidden states is kept.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, a, live, dtype, way):
-        ctx.live, ctx.dtype, (forward, ctx.gradients) = live, dtype, way
+    def forward(ctx, hidden, a, live, dtype):
+        ctx.live, ctx.dtype = live, dtype
         ctx.save_for_backward(hidden, a)
-        return forward(hidden, a, live, dtype)
+        out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
+        with gemm.without_autocast(hidden.device):
+            factor = a.to(dtype)
+            for rows in _parts(live):
+                out[rows] = gemm.matmul(_taken(hidden, rows, live).to(dtype), factor.T)
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved, grad):
-        hidden, a = saved
-        return *ctx.gradients(grad, hidden, a, ctx.live, ctx.dtype, ctx.needs_input_grad[:2]), None, None, None
+        (hidden, a), live, dtype = saved, ctx.live, ctx.dtype
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        total = torch.zeros_like(a, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        with gemm.without_autocast(hidden.device):
+            factor = a.to(dtype)
+            for rows in _parts(live):
+                part = _taken(grad, rows, live).to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
+                if total is not None:
+                    gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
+        return grad_hidden, None if total is None else total.to(a.dtype), None, None
 
 
-def inputs_forward(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """(N, H), (r, H) -> hidden @ a.T (N, r) float32, 0 for the tokens that do not count."""
-    out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
-    with gemm.without_autocast(hidden.device):
-        factor = a.to(dtype)
-        for rows in _parts(live):
-            out[rows] = gemm.matmul(_taken(hidden, rows, live).to(dtype), factor.T)
-    return out
+def _product_in_graph(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
+    """The product of `_Inputs` in plain PyTorch, which a graph holds and differentiates; `live` has a mask.
 
-
-def inputs_backward(
-    grad: Tensor, hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `inputs_forward` for hidden and a."""
-    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
-    total = torch.zeros_like(a, dtype=torch.float32) if needs[1] else None
-    with gemm.without_autocast(hidden.device):
-        factor = a.to(dtype)
-        for rows in _parts(live):
-            part = _taken(grad, rows, live).to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
-            if total is not None:
-                gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
-    return grad_hidden, None if total is None else total.to(a.dtype)
-
-
-def low_rank_inputs(
-    hidden: Tensor,
-    a: Tensor,
-    live: TokenSelection,
-    dtype: torch.dtype,
-    way: tuple[Callable[..., Tensor], Callable[..., tuple[Tensor | None, Tensor | None]]] = (
-        inputs_forward,
-        inputs_backward,
-    ),
-) -> Tensor:
-    """`inputs_forward`, differentiable; `way` are the two functions, or operators in their place."""
-    return _Inputs.apply(hidden, a, live, dtype, way)
+    Its factors become float32, because the product of 16-bit factors would be rounded: a copy of the hidden states.
+    """
+    assert live.mask is not None
+    rows = torch.where(live.mask[:, None], hidden, 0).to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return rows.float() @ a.to(dtype).float().T
 
 
 def low_rank_factors(
     low_rank: Sequence[LowRank],
     hidden: Tensor,  # (..., H) of the call
     live: TokenSelection,
-    function: Callable[..., Tensor] | None = None,  # as of `LowRank.inputs`
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> (N, r) and (V, r), whose product is what all terms add up to; None without any."""
     if not low_rank:
         return None, None
-    inputs, weights = [term.inputs(hidden, live, function=function) for term in low_rank], [t.b for t in low_rank]
+    inputs, weights = [term.inputs(hidden, live) for term in low_rank], [t.b for t in low_rank]
     if len(low_rank) == 1:
         return inputs[0], weights[0]
     # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.

@@ -27,7 +27,6 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "batch_invariant": "its sums depend on how many ids there are",
     },
     "with several targets for each token": {"grad_tolerance": ""},
-    "under torch.compile": {"topk": "its operator has none", "gather": "its graphs hold no callables"},
     # Of one head, made in the forward.
     "in one pass": {
         "topk": "a loss reads no list",

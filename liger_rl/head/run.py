@@ -12,14 +12,13 @@ from liger_rl.head.engines import support as support_engine
 from liger_rl.head.engines.choose import ENGINES, path_for
 from liger_rl.head.engines.interface import Head, whole_head
 from liger_rl.head.engines.shape import HeadShape
-from liger_rl.head.function import VALUES, Way, linear_values
-from liger_rl.head.graphs import outside_of_graphs
+from liger_rl.head.function import VALUES, linear_values
+from liger_rl.head.graphs import break_graph, outside_of_graphs
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.low_rank import low_rank_factors
-from liger_rl.head.operator import linear_op, low_rank_inputs_op
+from liger_rl.head.operator import logprobs_in_graph
 from liger_rl.head.options import EngineOptions, resolved
 from liger_rl.head.support import Support, kept
-from liger_rl.head.support_operator import support_op
 from liger_rl.head.support_slots import ListedIds
 from liger_rl.head.tokens import (
     LiveTokens,
@@ -32,12 +31,36 @@ from liger_rl.head.tokens import (
 from liger_rl.kernels.support import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
-def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
+def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
     """Log-probabilities of the needed tokens: the others get 0 as masked ones do, but their ids are looked at.
 
     Args:
-        dtype: what `given.check_tensors` returned, where these tensors have been checked before.
+        dtype: what `call.check_tensors` returned, where these tensors have been checked before.
     """
+    if torch.compiler.is_compiling():
+        feature = call.outside_of_graphs
+        if feature is None:
+            return _in_graph(call)
+        break_graph(feature)
+    return outside_of_graphs(_in_eager_mode)(call, dtype)
+
+
+def _in_graph(call: HeadCall) -> LogProbs:
+    """By the operator."""
+    call.check_together()
+    dtype = call.check_tensors()
+    targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    ids = targets.amax(-1) if call.several else targets
+    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
+    live = _masked(call, ids, call.weight.shape[0])
+    head = _head(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
+    values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
+    # The operator puts 0 at tokens that do not count, except with fixed_shape.
+    live = live if call.options.fixed_shape else TokenSelection(live.total)
+    return _log_probs(values, live, ids.shape)
+
+
+def _in_eager_mode(given: HeadCall, dtype: torch.dtype | None) -> LogProbs:
     original = given.weight
     with shared_errors(given.vocab_parallel, original, *given.tensors):
         call = localized(given)
@@ -63,28 +86,27 @@ def log_probs(given: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
         engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
-        selected, compiling = None, torch.compiler.is_compiling()
-        if not options.fixed_shape and not compiling:
+        selected = None
+        if not options.fixed_shape:
             selected = _asked(call, ids, vocab)
-        # An operator of torch.compile picks its engine by itself, because N may be a symbol in a graph.
-        way = None if compiling else Way.of(ENGINES[path_for(HeadShape.of(call, engine_options))[0]])
+        engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
         # As late as possible: from this sync on the device waits for the host to launch the product.
         live = _masked(call, ids, vocab) if selected is None else selected().selection
         head = _head(call, flat_targets, live, shard)
-        if way is None:
-            named = linear_op(head, engine_options, targets_name=call.targets_name)
-            live = live if options.fixed_shape else TokenSelection(live.total)  # the operator puts 0 elsewhere
-        else:
-            values = outside_of_graphs(linear_values)(head, engine_options, way)
-            named = dict(zip(VALUES, values, strict=True))
-    found = {name: None if part is None else live.spread(part, ids.shape) for name, part in named.items()}
-    topk_ids = named.get("topk_ids")
+        values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
+    return _log_probs(values, live, ids.shape)
+
+
+def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:
+    """Values of the live tokens, by name -> of all tokens, 0 at the others."""
+    columns = {name: None if value is None else live.spread(value, shape) for name, value in values.items()}
+    topk_ids = values.get("topk_ids")
     if topk_ids is not None:
-        found["topk_ids"] = live.spread(topk_ids + 1, ids.shape) - 1  # -1 elsewhere
-    return LogProbs(**found)  # type: ignore[arg-type]
+        columns["topk_ids"] = live.spread(topk_ids + 1, shape) - 1  # -1 elsewhere
+    return LogProbs(**columns)  # type: ignore[arg-type]
 
 
 def _over_support(
@@ -95,10 +117,6 @@ def _over_support(
     flat, n = ids.flatten(), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     shape = call.targets.shape
-    if torch.compiler.is_compiling():
-        head = _head(call, flat, _masked(call, ids, vocab), shard)
-        found = support_op(head, options, support, targets_name=call.targets_name)
-        return LogProbs(*[None if part is None else part.view(shape) for part in found])  # type: ignore[arg-type]
 
     def listed_ids() -> ListedIds:
         flat_mask, wanted = (None if part is None else part.flatten() for part in (call.mask, call.needed_mask))
@@ -117,7 +135,7 @@ def _over_support(
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
-    results = outside_of_graphs(linear_values)(head, options, Way.of(support_engine))
+    results = linear_values(head, options, support_engine)
     # A copy, because the support may keep its slots and the caller may write to what it gets.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
     if flat.shape != shape:
@@ -171,10 +189,8 @@ def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
 
 def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
     """Of flat tensors."""
-    hidden, function = call.hidden.flatten(0, -2), None
-    if torch.compiler.is_compiling():
-        function = low_rank_inputs_op
-    inputs, weight = low_rank_factors(call.low_rank, call.hidden, live, function)
+    hidden = call.hidden.flatten(0, -2)
+    inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)
     given = call.options.transform.temperature
     temperatures = given.reshape(-1).float() if isinstance(given, Tensor) else None
     return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from liger_rl.grpo import FusedLinearGRPOLoss
 from liger_rl.head.checks import check_chunk
 from liger_rl.head.divergence import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.head.graphs import check_not_compiling
+from liger_rl.head.graphs import break_graph
 from liger_rl.head.host_answer import HostAnswer
 from liger_rl.head.options import HeadOptions
 from liger_rl.integrations.patching import Framework, Patch
@@ -375,7 +375,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         Raises:
             TypeError, ValueError: as `linear_divergence`, except that the teacher may require gradients, as in Liger.
         """
-        check_not_compiling("LigerFusedLinearJSDLoss")
+        break_graph("LigerFusedLinearJSDLoss")
         hard_weight, soft_weight = self._weights()
         _check_heads(student_input, student_weight, teacher_weight, true_labels)
         ids = true_labels.long()  # a narrow dtype would wrap the size of the vocabulary

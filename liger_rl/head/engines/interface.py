@@ -56,11 +56,6 @@ class Head(NamedTuple):
     def wants_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.differentiable)
 
-    def may_leave_out(self, options: EngineOptions) -> bool:
-        """Whether parts of a gradient may be left out: bounds are not free, and only a backward needs them."""
-        tolerant = options.grad_tolerance != 0.0 and self.wants_gradient
-        return tolerant and not options.names_chunk and self.low_inputs is None
-
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
         """A head of the tokens that count, or of `live`, alone, with hidden states in `dtype`."""
         live = live or self.live
