@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import checkouts
+from liger_rl.integrations.patching import Framework
 
 # The ways in which verl 0.9.1 looks its functions up, in files of the same names.
 VERL_FILES = {
@@ -316,6 +317,45 @@ def test_without_the_package(short, monkeypatch):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ImportError, match=f"{package} is not installed: .*; nothing was patched"):
         patch_function(short)(*arguments)
+
+
+def stand_in(monkeypatch, framework):
+    """Modules with functions and methods as the rows name them."""
+    for patch in framework.patches:
+        for i in range(patch.module.count(".") + 1):
+            module = ModuleType(patch.module.rsplit(".", i)[0])
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
+        parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
+        for name in {patch.name, patch.checked}:
+            owner, _, attribute = name.rpartition(".")
+            home = sys.modules[patch.module]
+            if owner:
+                home = vars(home).setdefault(owner, type(owner, (), {}))
+            exec(f"def function({parameters}): pass", values := {})
+            setattr(home, attribute, values["function"])
+
+
+@pytest.mark.parametrize("short", ["nemo_rl", "openrlhf", "prime_rl", "skyrl", "torchtitan", "verl"])
+def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch):
+    """In modules made from the table; each framework's own tests run with its own modules."""
+    module = importlib.import_module(f"liger_rl.integrations.{short}")
+    (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
+    for name in [name for name in sys.modules if name.split(".")[0] == framework.name.replace("-", "_")]:
+        monkeypatch.delitem(sys.modules, name)
+    stand_in(monkeypatch, framework)
+    version = ".".join(map(str, (framework.below[0], framework.below[1] - 1)))
+    sys.modules[framework.name.replace("-", "_")].__version__ = version
+    checkouts.say_version(monkeypatch, framework.name, version)
+    groups = {patch.group for patch in framework.patches}
+    before = [patch.find() for patch in framework.patches]
+    with framework.within(*groups):
+        assert [patch.original for patch in framework.patches] == before
+        for patch in framework.patches:
+            owner, _, attribute = patch.name.rpartition(".")
+            home = sys.modules[patch.module]
+            assert vars(vars(home)[owner] if owner else home)[attribute] is patch.replacement
+    assert [patch.find() for patch in framework.patches] == before
 
 
 def test_another_version_changes_nothing(system):
