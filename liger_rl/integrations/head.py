@@ -1,10 +1,10 @@
 """The lm_head of a HuggingFace model: checked, tried out, and asked for something other than logits.
 
-A head that listens answers the request of the thread that calls it. The request belongs to that thread's call, and
-nothing that threads share changes with it: a plain forward beside it gets its logits.
+A head that listens answers the request of the thread that calls it. A request changes nothing that threads share, so
+another thread's plain forward gets its logits at the same time.
 
-What the model does to its head's output (a softcap, a scale) is found out by trying: the head is made to answer with a
-few known logits, and what the model returns for them has to be one of the transforms that its config names.
+To learn the model's softcap and scale, `probed_transform` lets the head answer with a few known logits. The model's
+output for them must be one of the transforms that its config names.
 """
 
 import sys
@@ -31,8 +31,8 @@ SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_NAMES = ("final_logit_softcapping",)
 PROBE_LOGITS = (-60.0, -7.0, -0.5, 0.25, 3.0, 50.0)
 
-# Where hooks and forwards come from that shard a layer. FSDP's gather its weight around the call and stay; those of a
-# tensor-parallel plan bring the hidden states into the layer, and the logits, which are not there, out of it.
+# Modules whose hooks and forwards shard a layer. FSDP's gather its weight around the call, and stay. A tensor-parallel
+# plan's move hidden states in, which stay, and logits out, which do not exist in a fused call.
 TENSOR_PARALLEL_OUTPUT = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 SHARDING = ("torch.distributed.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
@@ -86,63 +86,63 @@ def hook_count(head: Head, *, but: tuple[str, ...] = ()) -> int:
     """Forward hooks, except ours and those of the modules `but`, that are left out when the head is taken apart."""
     return sum(
         not _comes_from(hook, (*but, __name__))
-        for part in head.bypassed()
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        for module in head.bypassed()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
 
 
 def check_own_forwards(head: Head, name: str, *, but: tuple[str, ...] = ()) -> None:
     """ValueError where a forward set on an instance is left out when the head, of model `name`, is taken apart, and
     does not come from the modules `but`."""
-    for part in head.bypassed():
-        if not runs_own_forward(part) and not _comes_from(part.__dict__["forward"], but):
+    for module in head.bypassed():
+        if not runs_own_forward(module) and not _comes_from(module.__dict__["forward"], but):
             raise ValueError(
-                f"the forward of a {type(part).__name__} in the head of {name} was replaced on the instance, which "
+                f"the forward of a {type(module).__name__} in the head of {name} was replaced on the instance, which "
                 "the fused head would leave out; undo that, or keep the head in memory (accelerate's offload does it)"
             )
 
 
 def rebind_forward(module: nn.Module, before: Any, after: Any) -> bool:
-    """Let the forward that the instance keeps be that of class `after` where it is that of `before`.
+    """Replace class `before`'s forward, where the instance keeps it, by class `after`'s.
 
     Returns:
-        Whether a call of the module now reaches the forward of `after`: False where the instance has a forward of its
-        own that does not lead to its class's, and then nothing is changed.
+        Whether a call of the module now reaches `after`'s forward. False: the instance has a forward that does not call
+        its class's, and nothing is changed.
     """
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
-    own = [name for name in KEPT_FORWARDS if getattr(attributes.get(name), "__func__", None) is before.forward]
-    leads_there = "forward" in own or ("_old_forward" in own and "_hf_hook" in attributes)
-    if leads_there:
-        for name in own:
+    names = [name for name in KEPT_FORWARDS if getattr(attributes.get(name), "__func__", None) is before.forward]
+    reaches_class = "forward" in names or ("_old_forward" in names and "_hf_hook" in attributes)
+    if reaches_class:
+        for name in names:
             setattr(module, name, MethodType(after.forward, module))
-    return leads_there
+    return reaches_class
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Whether a call of the module computes what its class's forward does, its inputs at most brought to its weights.
+    """Whether a call of the module runs its class's forward, at most with its inputs moved to its weights' device.
 
-    Not so with another function set on the instance, or with a hook that does more (offload, a user's own).
+    False: the instance has another function, or a hook that does more (offload, a user's).
     """
     attributes = module.__dict__
     if "forward" not in attributes:
         return True
-    own: Any = type(module).forward
-    if getattr(attributes["forward"], "__func__", None) is own:
+    class_forward: Any = type(module).forward
+    if getattr(attributes["forward"], "__func__", None) is class_forward:
         return True  # left behind by a hook that was removed
     hook: Any = attributes.get("_hf_hook")
     only_moves = all(type(h).__name__ == "AlignDevicesHook" and not h.offload for h in getattr(hook, "hooks", (hook,)))
-    return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is own
+    return only_moves and getattr(attributes.get("_old_forward"), "__func__", None) is class_forward
 
 
 class Request:
-    """What one thread's forward asks of a head in place of the logits.
+    """One thread's request to a head for something other than logits.
 
     Attributes:
-        head: the module that is asked; every other head gives its logits.
-        hidden: what the model gave its head; None before it did.
-        output: what `answer` made of it.
+        head: the module that answers; every other head gives its logits.
+        hidden: the head's input; None before the model called it.
+        output: answer(hidden).
     """
 
     def __init__(self, head: nn.Module, answer: Callable[[Tensor], Tensor], outer: "Request | None") -> None:
@@ -219,12 +219,12 @@ def _give_answer(head: nn.Module, _args: Any, _logits: Any) -> Tensor | None:
 class _ForLogits:
     """A forward or a forward hook of `head` that is left out where the head gives something other than logits."""
 
-    def __init__(self, head: nn.Module, own: Callable) -> None:
-        self.head, self.own = head, own
-        self.__module__ = own.__module__
+    def __init__(self, head: nn.Module, original: Callable) -> None:
+        self.head, self.original = head, original
+        self.__module__ = original.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own(*args, **kwargs) if _request_to(self.head) is None else None
+        return self.original(*args, **kwargs) if _request_to(self.head) is None else None
 
 
 def listen(head: nn.Module) -> None:
@@ -262,10 +262,10 @@ def stop_listening(model: nn.Module) -> None:
         del module._forward_hooks[LISTENER]
         for key, hook in list(module._forward_hooks.items()):
             if isinstance(hook, _ForLogits):
-                module._forward_hooks[key] = hook.own
+                module._forward_hooks[key] = hook.original
         forward = module.__dict__.get("forward")
         if isinstance(forward, _ForLogits):
-            module.forward = forward.own
+            module.forward = forward.original
 
 
 @torch.no_grad()

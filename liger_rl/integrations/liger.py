@@ -317,8 +317,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         hard = mean of -log p_student(label) at temperature 1
 
     Both means are over the tokens whose label is not ignore_index. At beta 0 and 1 the JSD is KL(teacher || student)
-    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists differences from Liger: a teacher with
-    more vocabulary entries than the student raises, for example.
+    and KL(student || teacher), see `linear_divergence`. docs/liger.md lists the differences from Liger's, for example a
+    teacher with more vocabulary entries than the student raises here.
 
     Args:
         weight_hard_loss, weight_soft_loss: finite. A hard loss at another temperature than 1 takes products of its own.

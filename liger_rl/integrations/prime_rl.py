@@ -47,7 +47,7 @@ def fused_output(
     if sampling_mask is not None:
         rows = sampling_mask.reshape(tokens, sampling_mask.shape[-1])
         support = Support.from_padded(rows.masked_fill((rows != labels[:, None]).all(-1, keepdim=True), -1))
-    found = linear_logprobs(
+    result = linear_logprobs(
         hidden_states.reshape(tokens, hidden_states.shape[-1]),
         head.weight,
         labels,
@@ -55,9 +55,9 @@ def fused_output(
         entropy=True,
         support=support,
     )
-    assert found.entropy is not None
+    assert result.entropy is not None
     shape = hidden_states.shape[:-1]
-    return {"logprobs": found.logps.view(shape), "entropy": found.entropy.view(shape)}
+    return {"logprobs": result.logps.view(shape), "entropy": result.entropy.view(shape)}
 
 
 def _as_number(temperature: Tensor) -> float | Tensor:

@@ -216,54 +216,52 @@ def _at_temperature(name: str) -> Callable[..., Tensor]:
     return function
 
 
-def _row(backend: str, module: str, name: str, replacement: Any, parameters: str) -> Patch:
-    return Patch(f"{module}:{name}", replacement, parameters, group=backend)
-
-
 PLAIN, PACKED = "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences"
-BACKENDS = ("megatron", "fsdp")
+# Backend -> its module, and there name -> (replacement, parameters).
+BACKENDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
+    "megatron": (
+        MEGATRON_MODULE,
+        {
+            "_fused_lm_head_logprob_apply": (
+                fused_lm_head_logprob_apply,
+                "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
+            ),
+            "_fused_vocab_parallel_entropy_from_hidden": (
+                fused_vocab_parallel_entropy_from_hidden,
+                "hidden lm_head_weight tp_group chunk_size temperature",
+            ),
+            PLAIN: (
+                _at_temperature(PLAIN),
+                "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group "
+                "chunk_size temperature fused_backend",
+            ),
+            PACKED: (
+                _at_temperature(PACKED),
+                "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index "
+                "group inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
+            ),
+        },
+    ),
+    "fsdp": (
+        FSDP_MODULE,
+        {
+            "logprobs_from_logits": (logprobs_from_logits, "logits labels inplace_backward"),
+            "HFModelWrapper.forward": (
+                forward,
+                "self sequences num_actions attention_mask temperature return_output compute_entropy "
+                "entropy_requires_grad pixel_values image_grid_thw mm_token_type_ids",
+            ),
+        },
+    ),
+}
 SKYRL = Framework(
     "skyrl",
     (0, 3),
     (0, 4),
-    _row(
-        "megatron",
-        MEGATRON_MODULE,
-        "_fused_lm_head_logprob_apply",
-        fused_lm_head_logprob_apply,
-        "backend hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
-    ),
-    _row(
-        "megatron",
-        MEGATRON_MODULE,
-        "_fused_vocab_parallel_entropy_from_hidden",
-        fused_vocab_parallel_entropy_from_hidden,
-        "hidden lm_head_weight tp_group chunk_size temperature",
-    ),
-    _row(
-        "megatron",
-        MEGATRON_MODULE,
-        PLAIN,
-        _at_temperature(PLAIN),
-        "hidden lm_head_weight target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
-        "temperature fused_backend",
-    ),
-    _row(
-        "megatron",
-        MEGATRON_MODULE,
-        PACKED,
-        _at_temperature(PACKED),
-        "hidden lm_head_weight target cu_seqlens_padded unpacked_seqlen vocab_start_index vocab_end_index group "
-        "inference_only cp_group chunk_size attention_mask sub_seq_lengths temperature fused_backend",
-    ),
-    _row("fsdp", FSDP_MODULE, "logprobs_from_logits", logprobs_from_logits, "logits labels inplace_backward"),
-    _row(
-        "fsdp",
-        FSDP_MODULE,
-        "HFModelWrapper.forward",
-        forward,
-        "self sequences num_actions attention_mask temperature return_output compute_entropy entropy_requires_grad "
-        "pixel_values image_grid_thw mm_token_type_ids",
+    *(
+        Patch(f"{module}:{name}", replacement, parameters, group=backend)
+        for backend, (module, rows) in BACKENDS.items()
+        for name, (replacement, parameters) in rows.items()
     ),
 )
 

@@ -77,7 +77,7 @@ class FusedLogProbs:
         # Outside autocast TRL computes in the dtype of the hidden states, which its float32-head mode makes float32.
         under_autocast = torch.is_autocast_enabled(hidden.device.type)
         head = trl_adapters.adapted_head()
-        found = linear_logprobs(
+        result = linear_logprobs(
             hidden,
             weight,
             targets,
@@ -90,7 +90,7 @@ class FusedLogProbs:
             gather=trl_adapters.gathered_head,
             **vars(self.options),
         )
-        return found[: len(OUTPUTS)]
+        return result[: len(OUTPUTS)]
 
 
 _op = FusedLogProbs(CoreOptions())

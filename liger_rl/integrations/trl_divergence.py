@@ -75,9 +75,9 @@ class FusedDivergence:
         teacher = _Side(
             teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_final_logit_softcapping
         )
-        found = divergence_of(self.call(student, teacher, beta, temperature))
-        assert found.entropy is not None
-        return found.divergence, found.entropy.detach()
+        result = divergence_of(self.call(student, teacher, beta, temperature))
+        assert result.entropy is not None
+        return result.divergence, result.entropy.detach()
 
     def call(
         self, student: _Side, teacher: _Side, beta: float, temperature: float, mask: Tensor | None = None
@@ -86,7 +86,7 @@ class FusedDivergence:
         if not torch.is_autocast_enabled(student.hidden.device.type) and student.hidden.dtype == teacher.hidden.dtype:
             compute_dtype = student.hidden.dtype  # as in TRL, whatever the weights are
         head = trl_adapters.adapted_head()
-        parts = student.weight, student.bias, teacher.weight, teacher.bias
+        parameters = student.weight, student.bias, teacher.weight, teacher.bias
         return DivergenceCall(
             hidden=student.hidden,
             weight=student.weight,
@@ -104,7 +104,7 @@ class FusedDivergence:
                 entropy=True,
                 compute_dtype=compute_dtype,
                 # The mark is DeepSpeed's, on every parameter under ZeRO-3.
-                gather=trl_adapters.gathered_head if any(hasattr(part, "ds_id") for part in parts) else None,
+                gather=trl_adapters.gathered_head if any(hasattr(p, "ds_id") for p in parameters) else None,
                 chunk_tokens=self.chunk_tokens,
                 chunk_vocab=self.chunk_vocab,
             ),
@@ -151,10 +151,10 @@ def _chunked_divergence_loss(
     divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     divisor = torch.as_tensor(divisor, device=student_hidden_states.device).float()
     call = op.call(_unsharded(student), _unsharded(teacher), beta, temperature, counted)
-    found, made = in_one_pass_if_free(call, 1.0 / divisor)
-    assert found.entropy is not None
-    loss = found.divergence.sum() / divisor
-    return loss if made is None else loss + made, found.entropy.detach().sum(), count
+    result, one_pass_loss = in_one_pass_if_free(call, 1.0 / divisor)
+    assert result.entropy is not None
+    loss = result.divergence.sum() / divisor
+    return loss if one_pass_loss is None else loss + one_pass_loss, result.entropy.detach().sum(), count
 
 
 def _unsharded(side: _Side) -> _Side:

@@ -149,12 +149,6 @@ def test_what_is_not_served(actors, monkeypatch):
     with pytest.raises(ValueError, match="ZeRO-3"):
         actor(ids, actions, attention_mask=attention)
     unpatch_openrlhf()
-    original = type(actor).forward
-    for version in ("0.10.4", "0.12.0", None):
-        checkouts.say_version(monkeypatch, "openrlhf", version)
-        with pytest.raises(ImportError, match=r"openrlhf >= 0\.11, < 0\.12 is supported.*nothing was patched"):
-            patch_openrlhf()
-    assert type(actor).forward is original
     checkouts.say_version(monkeypatch, "openrlhf", "0.11.2")
     monkeypatch.setattr(type(actor), "forward", lambda self, sequences: None)
     with pytest.raises(RuntimeError, match=r"Actor\.forward must take"):

@@ -1,6 +1,7 @@
 """What holds for every patch of another package: TRL, liger-kernel and a package with verl's modules."""
 
 import importlib
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+
+import checkouts
+from liger_rl.integrations.patching import Framework
 
 # The ways in which verl 0.9.1 looks its functions up, in files of the same names.
 VERL_FILES = {
@@ -60,7 +64,6 @@ class System:
     home: str  # the module that defines what is replaced
     name: str
     replaced: set[str]  # names in that module
-    requirement: str  # as the refusal of another version has it
     fake_version: Callable[[str | None], None]
 
     def call(self, verb: str) -> Any:
@@ -96,8 +99,7 @@ def trl(monkeypatch):
     names = {"_ChunkedLogProbFunction"}
     if importlib.util.find_spec("peft") is not None:
         names.add("add_fused_lm_head")
-    requirement = r"trl >= 1\.15, < 1\.17 is supported, found .*; nothing was patched"
-    return System("trl", "trl.trainer.utils", "_ChunkedLogProbFunction", names, requirement, fake_version)
+    return System("trl", "trl.trainer.utils", "_ChunkedLogProbFunction", names, fake_version)
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def liger(monkeypatch):
         monkeypatch.setattr(metadata, "version", installed)
 
     name, home = "LigerFusedLinearGRPOLoss", "liger_kernel.chunked_loss.grpo_loss"
-    return System("liger_kernel", home, name, {name}, r"liger-kernel >= 0\.8, < 0\.9", fake_version)
+    return System("liger_kernel", home, name, {name}, fake_version)
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def verl(tmp_path, monkeypatch):
     def fake_version(version):
         monkeypatch.setattr(importlib.import_module("verl"), "__version__", version)
 
-    system = System("verl", home, name, {name}, r"verl >= 0\.5, < 0\.11", fake_version)
+    system = System("verl", home, name, {name}, fake_version)
     yield system
     system.unpatch()
     for name in loaded():
@@ -266,20 +268,101 @@ def test_one_function_that_is_not_verls_leaves_both(verl, file, parameter, tmp_p
     assert torch_backend.forward is forward
 
 
-OTHER_VERSIONS = {
-    "trl": ["0.29.1", "1.9.0", "1.10.0", "1.14.1", "1.17.0", "1.17.0.dev0", "unknown", None],
-    "liger": ["0.7.9", "0.9.0", "1.0", "unknown", None],
-    "verl": ["0.4.1", "0.11.0", "1.0", "", None],
+# Module of the integration -> the versions that it supports, as its refusal says them, and its patch's arguments.
+SUPPORTED = {
+    "liger": ("liger-kernel >= 0.8, < 0.9", ()),
+    "nemo_rl": ("nemo-rl >= 0.6, < 0.8", ()),
+    "openrlhf": ("openrlhf >= 0.11, < 0.12", ()),
+    "prime_rl": ("prime-rl >= 0.8, < 0.10", ()),
+    "skyrl": ("skyrl >= 0.3, < 0.4", ("fsdp",)),
+    "torchtitan": ("torchtitan >= 0.3, < 0.4", ()),
+    "trl": ("trl >= 1.15, < 1.17", ()),
+    "verl": ("verl >= 0.5, < 0.11", ()),
 }
 
 
-@pytest.mark.parametrize(("name", "version"), [(name, v) for name, found in OTHER_VERSIONS.items() for v in found])
-def test_another_version_changes_nothing(name, version, request):
-    system = request.getfixturevalue(name)
+def patch_function(short: str) -> Callable:
+    return getattr(importlib.import_module(f"liger_rl.integrations.{short}"), f"patch_{short}")
+
+
+@pytest.mark.parametrize("short", SUPPORTED)
+def test_other_versions_are_refused(short, monkeypatch):
+    """By the module's or the metadata's word, before any other module of the package is imported."""
+    supported, arguments = SUPPORTED[short]
+    package = supported.split()[0]
+    lowest, below = re.findall(r"\d+\.(\d+)", supported)
+    major = re.search(r"\d+", supported)[0]
+    module = ModuleType(package.replace("-", "_"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for version in (
+        f"{major}.{int(lowest) - 1}.9",
+        f"{major}.{below}.0",
+        f"{major}.{below}.0.dev0",
+        "unknown",
+        "",
+        None,
+    ):
+        module.__version__ = version
+        checkouts.say_version(monkeypatch, package, version)
+        with pytest.raises(ImportError) as raised:
+            patch_function(short)(*arguments)
+        assert str(raised.value).startswith(f"{supported} is supported, found {version}; nothing was patched")
+
+
+@pytest.mark.parametrize("short", SUPPORTED)
+def test_without_the_package(short, monkeypatch):
+    """As if it were not found, loaded before or not."""
+    supported, arguments = SUPPORTED[short]
+    package = supported.split()[0]
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+    with pytest.raises(ImportError, match=f"{package} is not installed: .*; nothing was patched"):
+        patch_function(short)(*arguments)
+
+
+def stand_in(monkeypatch, framework):
+    """Modules with functions and methods as the rows name them."""
+    for patch in framework.patches:
+        for i in range(patch.module.count(".") + 1):
+            module = ModuleType(patch.module.rsplit(".", i)[0])
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, sys.modules.get(module.__name__, module))
+        parameters = ", ".join(name.rstrip("?") for name in (patch.parameters or "").split())
+        for name in {patch.name, patch.checked}:
+            owner, _, attribute = name.rpartition(".")
+            home = sys.modules[patch.module]
+            if owner:
+                home = vars(home).setdefault(owner, type(owner, (), {}))
+            exec(f"def function({parameters}): pass", values := {})
+            setattr(home, attribute, values["function"])
+
+
+@pytest.mark.parametrize("short", ["nemo_rl", "openrlhf", "prime_rl", "skyrl", "torchtitan", "verl"])
+def test_every_row_is_put_in_place_and_taken_back(short, monkeypatch):
+    """In modules made from the table; each framework's own tests run with its own modules."""
+    module = importlib.import_module(f"liger_rl.integrations.{short}")
+    (framework,) = (value for value in vars(module).values() if isinstance(value, Framework))
+    for name in [name for name in sys.modules if name.split(".")[0] == framework.name.replace("-", "_")]:
+        monkeypatch.delitem(sys.modules, name)
+    stand_in(monkeypatch, framework)
+    version = ".".join(map(str, (framework.below[0], framework.below[1] - 1)))
+    sys.modules[framework.name.replace("-", "_")].__version__ = version
+    checkouts.say_version(monkeypatch, framework.name, version)
+    groups = {patch.group for patch in framework.patches}
+    before = [patch.find() for patch in framework.patches]
+    with framework.within(*groups):
+        assert [patch.original for patch in framework.patches] == before
+        for patch in framework.patches:
+            owner, _, attribute = patch.name.rpartition(".")
+            home = sys.modules[patch.module]
+            assert vars(vars(home)[owner] if owner else home)[attribute] is patch.replacement
+    assert [patch.find() for patch in framework.patches] == before
+
+
+def test_another_version_changes_nothing(system):
     before = dict(system.globals)
-    system.fake_version(version)
+    system.fake_version("0.4.1")
     for call in (system.patch, lambda: system.patched().__enter__()):
-        with pytest.raises(ImportError, match=system.requirement):
+        with pytest.raises(ImportError, match="nothing was patched"):
             call()
     assert system.globals == before
 
@@ -289,16 +372,6 @@ def test_other_supported_versions(verl, version):
     verl.fake_version(version)
     with verl.patched():
         assert verl.now.__module__ == "liger_rl.integrations.verl"
-
-
-@pytest.mark.parametrize("name", ["trl", "verl"])
-def test_without_the_package(name, request, monkeypatch):
-    """As if it were not found, loaded before or not."""
-    system = request.getfixturevalue(name)
-    with monkeypatch.context() as hidden:
-        hidden.setitem(sys.modules, system.package, None)
-        with pytest.raises(ImportError, match=system.package):
-            system.patch()
 
 
 BEFORE_IMPORT = """

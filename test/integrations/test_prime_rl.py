@@ -198,14 +198,6 @@ def test_under_fsdp(heads, monkeypatch, tmp_path):
         torch.testing.assert_close(other, plain)
 
 
-@pytest.mark.parametrize("version", ["0.7.0", "0.10.0", "unknown", None])
-def test_other_versions(version, heads, monkeypatch):
-    fake_prime_rl(monkeypatch, heads[0], version=version)
-    with pytest.raises(ImportError, match=r"prime-rl >= 0\.8, < 0\.10 is supported, found .*; nothing was patched"):
-        patch_prime_rl()
-    assert not is_ours(heads[0](HIDDEN, VOCAB, bias=False))
-
-
 def test_a_head_that_takes_something_else(heads, monkeypatch):
     """The other one stays, too."""
     fake_prime_rl(monkeypatch, heads[0], gemma=heads[2])
