@@ -1,4 +1,4 @@
-"""A policy loss with the exact KL to a reference policy: both heads' distributions, from one pass over their tiles."""
+"""A policy loss with the exact KL to a reference policy, from one pass over both heads' tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,15 +37,15 @@ class ReferenceHead:
     """A reference policy's last hidden states and lm_head, for `FusedLinearGRPOLoss` with kl_estimator="exact".
 
     Attributes:
-        hidden: (B, T, H') or (N, H'), for the same tokens as the policy's; H' need not be H, and its dtype may be
-            another. No tensor here may require a gradient, which it would not get.
-        weight: (V', H'), in hidden's dtype or under autocast any. The policy's own, detached, where adapters off make
-            the reference.
-        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids; the weight
-            should be the same object from call to call, because ranks compare notes at the first call with one.
-        transform: temperature, softcap and scale of its logits; None is the loss's own.
-        vocab: entries of the vocabulary that count, of both heads, where their weights are padded. Then V' need not be
-            V, and padding has no probability.
+        hidden: (B, T, H') or (N, H'), for the policy's tokens. H' and the dtype may differ from the policy's. No tensor
+            here may require a gradient, because it would get none.
+        weight: (V', H'), in hidden's dtype, or in any dtype under autocast. If the reference is the policy without its
+            adapters, this is the policy's detached weight.
+        bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids. The weight
+            should be the same object in each call, because ranks compare their arguments at the first call with it.
+        transform: temperature, softcap and scale of its logits; None is the loss's transform.
+        vocab: number of vocabulary entries of both heads, if their weights are padded. V' may then differ from V, and
+            padding has no probability.
     """
 
     hidden: Tensor
@@ -55,7 +55,7 @@ class ReferenceHead:
     vocab: int | None = None
 
 
-# What does not go with an exact KL, and why.
+# Arguments that an exact KL does not take, and why.
 NOT_EXACT = {
     "support": "the KL is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
@@ -64,16 +64,16 @@ NOT_EXACT = {
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
-    """What one pass would need and does not have; None if nothing."""
-    options, made = call.options, [dtype]
-    made += [part.dtype for part in (call.hidden, call.weight) if part.requires_grad]
+    """A need of one pass that the call does not meet; None if it meets all."""
+    options = call.options
+    dtypes = [dtype, *(tensor.dtype for tensor in (call.hidden, call.weight) if tensor.requires_grad)]
     if terms.locality != "token":
         return "an objective and corrections whose gradient of a token depends on that token alone"
     lacking = lacks(options, "with token_weights")
     if lacking is not None:
         return lacking
-    if torch.float16 in made:
-        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
+    if torch.float16 in dtypes:
+        return "bfloat16 or float32 products and gradients: float16 gradients vanish before the loss is scaled"
     if call.low_rank:
         return "a head without low_rank terms"
     if call.vocab_parallel is not None or any(map(is_dtensor, call.tensors)):
@@ -83,61 +83,63 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
 
 def loss_with_reference(
     reference: ReferenceHead | None,
-    own: dict[str, Any],  # fields of a `DivergenceCall`: the policy's head and its tokens
-    beside: dict[str, Any],  # arguments that must be None
+    policy: dict[str, Any],  # fields of a `DivergenceCall`: the policy's head and its tokens
+    refused: dict[str, Any],  # arguments that must be None
     batch: PolicyBatch,
     terms: PolicyTerms,
     options: HeadOptions,
     passes: str,
 ) -> PolicyLoss:
     break_graph('A loss with kl_estimator="exact"')
-    tensors = own["hidden"], own["targets"], own["mask"], *low_rank_tensors(own["low_rank"])
-    with shared_errors(own["vocab_parallel"], own["weight"], *tensors):
-        for name, value in (beside | {"ref_per_token_logps": batch.ref_per_token_logps}).items():
+    tensors = policy["hidden"], policy["targets"], policy["mask"], *low_rank_tensors(policy["low_rank"])
+    with shared_errors(policy["vocab_parallel"], policy["weight"], *tensors):
+        for name, value in (refused | {"ref_per_token_logps": batch.ref_per_token_logps}).items():
             if value is not None:
                 raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
-        if options.fixed_shape and own["vocab_parallel"] is not None:
+        if options.fixed_shape and policy["vocab_parallel"] is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
-        # With a bonus the gradient is exact, and needs no sums of tiles.
-        given = _call(reference, own, options, auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0)
-        given.check_before_gather()
-        lacks = one_pass_lacks(given, terms, given.check()[0])
-        if passes == "one" and lacks is not None:
-            raise ValueError(f'passes="one" needs {lacks}')
-        columns = terms.check(batch, own["targets"].shape, own["targets"].device)
+        # With a bonus the gradient is exact, so it needs no sums of tiles.
+        local_call = _call(reference, policy, options, auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0)
+        local_call.check_before_gather()
+        lacking = one_pass_lacks(local_call, terms, local_call.check()[0])
+        if passes == "one" and lacking is not None:
+            raise ValueError(f'passes="one" needs {lacking}')
+        columns = terms.check(batch, policy["targets"].shape, policy["targets"].device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        ids = own["targets"].long()  # a narrow dtype would wrap the vocabulary's size
-        counted = counted_tokens(ids, given.mask)
+        ids = policy["targets"].long()  # a narrow dtype would wrap the vocabulary's size
+        counted = counted_tokens(ids, local_call.mask)
         if options.fixed_shape:
-            counted = counted & (ids < (given.vocab or given.weight.shape[0]))
+            counted = counted & (ids < (local_call.vocab or local_call.weight.shape[0]))
         return terms.prepared(replace(columns, mask=counted, ref_per_token_logps=ref_per_token_logps), torch.float32)
 
-    chunks, made, one = None, None, lacks is None and passes != "two"
-    with paired(given) as (call, pair, pair_options):
-        if one and (passes == "one" or one_pass_is_free(call, pair, pair_options)):
+    chunks, gradients = None, None
+    with paired(local_call) as (call, pair, pair_options):
+        one_pass = lacking is None and passes != "two"
+        if one_pass and (passes == "one" or one_pass_is_free(call, pair, pair_options)):
             chunks = _Chunks(prepare, pair, call)
-            found, made = in_one_pass(call, pair, pair_options, chunks)
+            divergence, gradients = in_one_pass(call, pair, pair_options, chunks)
         else:
-            found = in_two_passes(call, pair, pair_options)
-    assert found.logps is not None
-    assert found.teacher_logps is not None
-    # Once in either case: ranks with parts of the same sequences may take different ones, and add their lengths up.
-    prepared = prepare(found.teacher_logps) if chunks is None else chunks.with_reference(found.teacher_logps)
-    loss, metrics = evaluate(prepared, found.logps, found.entropy, found.divergence)
-    return PolicyLoss(with_gradients(call, loss, made), metrics)
+            divergence = in_two_passes(call, pair, pair_options)
+    assert divergence.logps is not None
+    assert divergence.teacher_logps is not None
+    # `prepare` runs once in either case: it adds up sequences' lengths over ranks, which may take different passes.
+    ref_logps = divergence.teacher_logps
+    prepared = prepare(ref_logps) if chunks is None else chunks.with_reference(ref_logps)
+    loss, metrics = evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
+    return PolicyLoss(with_gradients(call, loss, gradients), metrics)
 
 
 def _call(
-    reference: ReferenceHead | None, own: dict[str, Any], options: HeadOptions, *, auto_tolerance: bool
+    reference: ReferenceHead | None, policy: dict[str, Any], options: HeadOptions, *, auto_tolerance: bool
 ) -> DivergenceCall:
     if not isinstance(reference, ReferenceHead):
         raise ValueError(
-            'reference must be a ReferenceHead with kl_estimator="exact", whose KL is of the whole distributions; '
+            'reference must be a ReferenceHead with kl_estimator="exact", whose KL is over the whole vocabulary; '
             f"got {type(reference).__name__}"
         )
     return DivergenceCall(
-        **own,
+        **policy,
         teacher_hidden=reference.hidden,
         teacher_weight=reference.weight,
         teacher_bias=reference.bias,
@@ -152,27 +154,27 @@ def _call(
 
 
 class _Chunks:
-    """d loss / d (KL, log-probability, entropy) of a chunk's tokens: a loss that is the sum of its tokens' parts."""
+    """d loss / d (KL, log-probability, entropy) of a chunk's tokens, for a loss that is a sum over tokens."""
 
     def __init__(self, prepare: Callable[[Tensor], PreparedLoss], pair: Pair, call: DivergenceCall) -> None:
         self.live = pair.student.live
         self.shape = call.hidden.shape[:-1]
-        # Of no reference's log-probabilities: each chunk brings its own.
+        # The zeros are a placeholder: each chunk has the reference's log-probabilities of its tokens.
         self.prepared = prepare(torch.zeros(self.shape, device=call.hidden.device))
 
     def with_reference(self, ref_per_token_logps: Tensor) -> PreparedLoss:
-        """Of all tokens, with these log-probabilities, 0 where a token does not count."""
+        """The loss of all tokens, with the reference's log-probabilities, 0 at tokens that do not count."""
         return self.prepared._replace(batch=replace(self.prepared.batch, ref_per_token_logps=ref_per_token_logps))
 
     def __call__(
-        self, chunk: slice, exact_kl: Tensor, known: PairStatistics
+        self, chunk: slice, exact_kl: Tensor, statistics: PairStatistics
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         positions = chunk if self.live.index is None else self.live.index[chunk]
-        part = self.prepared.take(positions)
-        part = part._replace(batch=replace(part.batch, ref_per_token_logps=known.teacher_logps))
-        assert known.logps is not None
-        assert part.weights is not None
+        tokens = self.prepared.take(positions)
+        tokens = tokens._replace(batch=replace(tokens.batch, ref_per_token_logps=statistics.teacher_logps))
+        assert statistics.logps is not None
+        assert tokens.weights is not None
         slopes = gradients_by_autograd(
-            lambda logps, entropy: part.evaluate(logps, entropy, exact_kl).loss, known.logps, known.entropy
+            lambda logps, entropy: tokens.evaluate(logps, entropy, exact_kl).loss, statistics.logps, statistics.entropy
         )
-        return part.terms.kl.beta * part.weights, *slopes
+        return tokens.terms.kl.beta * tokens.weights, *slopes

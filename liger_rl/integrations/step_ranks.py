@@ -1,4 +1,4 @@
-"""Ranks that run one model on batches of their own, and have to run it equally often."""
+"""Ranks that run one model on different batches, and must run it equally often."""
 
 from typing import Any
 
@@ -6,21 +6,23 @@ import torch
 from torch import nn
 
 from liger_rl.head.dtensors import is_dtensor
-from liger_rl.integrations.head import is_gathered
 from liger_rl.integrations.live_rows import Plan
+from liger_rl.integrations.model_body import reshard
 
 
 def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[int, int]:
-    """-> how many micro-batches with a backward, and without, every rank of the groups runs. None is a rank that has
-    refused its batch, which the others then refuse, too."""
-    if plan is not None and not groups:
-        return len(plan.parts), len(plan.idle)
+    """The numbers of micro-batches with a backward and without one that every rank of the groups runs.
+
+    None is the plan of a rank that has refused its batch. Every other rank then raises ValueError.
+    """
     counts = [0, 0, 1] if plan is None else [len(plan.parts), len(plan.idle), 0]
-    most = torch.tensor(counts, device=device)
-    for group in groups:
-        most = most.to(_device_of(group, device))
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    steps, forwards, refused = most.tolist() if groups else counts
+    if groups:
+        most = torch.tensor(counts, device=device)
+        for group in groups:
+            most = most.to(_device_of(group, device))
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+        counts = most.tolist()
+    steps, forwards, refused = counts
     if refused and plan is not None:
         raise ValueError(
             "max_tokens and packing must be possible on every rank, and another rank has refused its batch"
@@ -29,13 +31,13 @@ def agreed(plan: Plan | None, groups: list[Any], device: torch.device) -> tuple[
 
 
 def _device_of(group: Any, device: torch.device) -> torch.device:
-    """`device`, or the group's where it has none of that kind: DDP and FSDP2 move a batch in CPU memory themselves."""
+    """`device`, or the group's kind: DDP and FSDP2 move a batch in CPU memory themselves, and NCCL cannot reduce it."""
     kinds = [entry.split(":")[0] for entry in torch.distributed.get_backend_config(group).split(",")]
     return device if device.type in kinds else torch.device(kinds[0])
 
 
 def rank_groups(model: nn.Module, group: Any) -> list[Any]:
-    """Process groups whose ranks run `model` together: the given one, or those of DDP, FSDP and DTensors."""
+    """Process groups whose ranks run `model` together: the caller's, or the groups of DDP, FSDP and DTensors."""
     if group is not None:
         return [group]
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -43,23 +45,22 @@ def rank_groups(model: nn.Module, group: Any) -> list[Any]:
     wrapper = data_parallel(model)
     if wrapper is not None:
         return [wrapper.process_group]
-    found = _meshes(model)
-    if not found and is_gathered(model):
-        for part in model.modules():  # after a forward without a backward, the root's parameters are whole
-            getattr(part, "reshard", lambda: None)()
-        found = _meshes(model)
-    if not found:
+    meshes = _meshes(model)
+    if not meshes:
+        reshard(model)
+        meshes = _meshes(model)
+    if not meshes:
         return []
-    mesh = max(found, key=lambda mesh: mesh.ndim)
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
 
 def data_parallel(model: nn.Module) -> Any:
-    """The `DistributedDataParallel` in what wraps a swapped model; None where there is none."""
-    for part in model.modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            return part
-        if hasattr(part, "_fused_transform"):
+    """The `DistributedDataParallel` around a swapped model; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return module
+        if hasattr(module, "_fused_transform"):
             break
     return None
 

@@ -266,29 +266,23 @@ def test_prompt_tuning_has_tokens_of_its_own_before_the_batchs():
         ({"labels": torch.ones(BATCH, LENGTH)}, ValueError, "batch has no column 'labels'"),
         ({"logits_to_keep": 3}, ValueError, "batch has no column 'logits_to_keep'"),
         ({"segments": Segments(index=torch.zeros(13).long(), count=1)}, ValueError, r"one packed row, \(1, T\)"),
+        ({"loss": FusedLinearGRPOLoss("grpo", beta=0.1)}, ValueError, "ref_per_token_logps"),
+        ({"loss": FusedLinearGRPOLoss("dapo", passes="one")}, ValueError, 'passes must be "auto" or "two" here'),
+        ({"loss": "grpo"}, TypeError, "loss must be a FusedLinearGRPOLoss, got str"),
+        ({"batch": [1]}, TypeError, "batch must be a mapping"),
+        ({"model": "model"}, TypeError, "model must be a causal LM"),
     ],
 )  # fmt: skip
-def test_bad_batches_are_refused_before_the_model_runs(changed, error, message):
+def test_bad_calls_are_refused_before_the_model_runs(changed, error, message):
+    """`changed` has columns of the batch, and arguments by their names."""
     model = swap_lm_head(gemma())
     model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-    batch = {name: value for name, value in {**make_batch(), **changed}.items() if value is not None}
+    columns = {**make_batch(), **changed}
+    call = {"model": model, "loss": FusedLinearGRPOLoss("grpo")}
+    call |= {name: columns.pop(name) for name in ("model", "batch", "loss") if name in columns}
+    call.setdefault("batch", {name: value for name, value in columns.items() if value is not None})
     with pytest.raises(error, match=message):
-        policy_step(model, batch, FusedLinearGRPOLoss("grpo"))
-
-
-def test_what_a_loss_needs_is_asked_for_before_the_model_runs():
-    model = swap_lm_head(gemma())
-    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(ValueError, match="ref_per_token_logps"):
-        policy_step(model, make_batch(), FusedLinearGRPOLoss("grpo", beta=0.1))
-    with pytest.raises(ValueError, match='passes must be "auto" or "two" here'):
-        policy_step(model, make_batch(), FusedLinearGRPOLoss("dapo", passes="one"))
-    with pytest.raises(TypeError, match="loss must be a FusedLinearGRPOLoss, got str"):
-        policy_step(model, make_batch(), "grpo")
-    with pytest.raises(TypeError, match="batch must be a mapping"):
-        policy_step(model, [1], FusedLinearGRPOLoss("grpo"))
-    with pytest.raises(TypeError, match="model must be a causal LM"):
-        policy_step("model", make_batch(), FusedLinearGRPOLoss("grpo"))
+        policy_step(**call)
 
 
 def test_a_softcap_of_the_loss_must_be_the_models():
