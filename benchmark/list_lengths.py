@@ -5,11 +5,12 @@
 The head has its native shape. The tokens are of two kinds:
 
     texts         every position of `benchmark.pretrained`'s contexts, with one id drawn from the model's distribution
-    own samples   answers that the model samples token by token, when it is told to explain parts of these contexts
+    own samples   answers that the model samples token by token, when it is told to explain these contexts
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +28,6 @@ TEMPERATURES = (0.4, 0.6, 1.0)
 TEXTS, OWN_SAMPLES = "texts", "own samples"
 TASK = "Explain this text.\n\n"
 MARK = "\0"  # where a prompt's text goes
-
-
-class Plan(NamedTuple):
-    tokens: int = 1024
-    text_length: int = 256
-    prompt_length: int = 64  # of a text in a prompt
-    answer_length: int = 64
 
 
 def prompts(tokenizer: Any, texts: Tensor) -> Tensor:
@@ -65,36 +59,32 @@ def entropy_of(hidden: Tensor, weight: Tensor) -> float:
     return torch.cat([-(rows.exp() * rows).sum(-1) for rows in log_p]).mean().item()
 
 
-def measure(model: Any, tokenizer: Any, device: str, plan: Plan) -> list[dict[str, Any]]:
-    """A row for each kind of tokens and temperature."""
+def measure(model: Any, tokenizer: Any, device: str, texts: int, length: int) -> Iterator[dict[str, Any]]:
+    """A row for each kind of tokens and temperature. Answers are as long as texts."""
     weight, generator = model.lm_head.weight.detach(), torch.Generator(device).manual_seed(SEED)
-    rows = []
-    ids = contexts(tokenizer, plan.tokens // plan.text_length, plan.text_length).to(device)
-    states = hidden_states(model, ids, device)
-    short = contexts(tokenizer, plan.tokens // plan.answer_length, plan.prompt_length)
-    asked = prompts(tokenizer, short).to(device)
+    ids = contexts(tokenizer, texts, length)
+    states, chats = hidden_states(model, ids.to(device), device), prompts(tokenizer, ids).to(device)
     for temperature in TEMPERATURES:
         drawn = draw(states, weight, temperature, generator)[0]
         for kind, hidden, targets in (
             (TEXTS, drawn["hidden"], drawn["ids"]),
-            (OWN_SAMPLES, *answers(model, asked, plan.answer_length, temperature, generator)),
+            (OWN_SAMPLES, *answers(model, chats, length, temperature, generator)),
         ):
-            rows.append(
-                {
-                    "kind": kind,
-                    "temperature": temperature,
-                    "tokens": hidden.shape[0],
-                    "entropy": entropy_of(hidden, weight),
-                    **measure_lists(hidden, weight, targets),
-                }
-            )
-            print(kind, temperature, rows[-1]["entropy"], flush=True)
-    return rows
+            yield {
+                "kind": kind,
+                "temperature": temperature,
+                "tokens": hidden.shape[0],
+                "entropy": entropy_of(hidden, weight),
+                **measure_lists(hidden, weight, targets),
+            }
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Lengths and errors of all tokens, then errors of each group at the default tolerance."""
-    about = f"{results['model']}, V = {results['vocab']:,}, H = {results['hidden_size']:,}, float32."
+    about = (
+        f"{results['model']}, V = {results['vocab']:,}, H = {results['hidden_size']:,}, float32; "
+        f"{results['samples'][0]['tokens']:,} tokens in each row."
+    )
     lines = ["| tokens, temperature, mean entropy | tolerance | parts kept | ids a token | dH error | dW error |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     groups = ["| tokens, temperature, mean entropy | " + " | ".join(GROUPS) + " |"]
@@ -119,7 +109,10 @@ def main() -> None:
     parser = parser_of("list_lengths", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", help="a GGUF file in the folder")
-    parser.add_argument("--tokens", type=int, default=Plan().tokens, help="of each row; default: %(default)s")
+    parser.add_argument("--texts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--length", type=int, default=64, help="tokens of a text, and of an answer; default: %(default)s"
+    )
     arguments = parser.parse_args()
     environment = describe("auto") | {"gguf": version("gguf")}
     model, tokenizer = load(arguments.folder, arguments.file, environment["device"])
@@ -128,9 +121,11 @@ def main() -> None:
         "model": arguments.file,
         "hidden_size": model.lm_head.weight.shape[1],
         "vocab": model.lm_head.weight.shape[0],
-        "samples": measure(model, tokenizer, environment["device"], Plan(tokens=arguments.tokens)),
+        "samples": [],
     }
-    write(PREFIX, results, arguments, markdown)
+    for row in measure(model, tokenizer, environment["device"], arguments.texts, arguments.length):
+        results["samples"].append(row)
+        write(PREFIX, results, arguments, markdown)
 
 
 if __name__ == "__main__":

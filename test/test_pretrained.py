@@ -60,8 +60,7 @@ def test_the_folder_is_one_of_a_policy(pieces, monkeypatch, tmp_path, shape):
 def test_lists_of_texts_and_of_own_samples(pieces):
     model, tokenizer = pieces
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-    plan = list_lengths.Plan(tokens=32, text_length=16, prompt_length=8, answer_length=8)
-    samples = list_lengths.measure(model, tokenizer, "cpu", plan)
+    samples = list(list_lengths.measure(model, tokenizer, "cpu", 4, 8))
     assert [row["temperature"] for row in samples] == [0.4, 0.4, 0.6, 0.6, 1.0, 1.0]
     assert [row["kind"] for row in samples] == 3 * [list_lengths.TEXTS, list_lengths.OWN_SAMPLES]
     assert {row["tokens"] for row in samples} == {32}
