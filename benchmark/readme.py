@@ -7,6 +7,7 @@ from benchmark import (
     distillation_loss,
     divergence,
     divergence_policy,
+    entropies,
     float32_head,
     list_lengths,
     replay_mismatch,
@@ -29,6 +30,7 @@ OTHERS = {
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     distillation_loss.PREFIX: distillation_loss.markdown,
+    entropies.PREFIX: entropies.markdown,
     float32_head.PREFIX: float32_head.markdown,
     list_lengths.PREFIX: list_lengths.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,

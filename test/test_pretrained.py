@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="a pretrained model needs it")
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmark import certificate, list_lengths, pretrained, real_policy
+from benchmark import certificate, entropies, list_lengths, pretrained, real_policy
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
 from head_calls import run_triton
@@ -20,6 +20,10 @@ from liger_rl import linear_logprobs
 from liger_rl.head.engines import lists
 from liger_rl.integrations.transformers import swap_lm_head
 
+ENVIRONMENT = {
+    "device": "cpu", "device_name": "Some CPU", "threads": 1, "torch": "2", "commit": "0123456789", "dirty": False,
+    "date": "2026-01-01",
+}  # fmt: skip
 RECIPE = replace(real_policy.TOY, tokenizer_bytes=20 << 10, hidden_size=32)
 
 
@@ -71,12 +75,26 @@ def test_lists_of_texts_and_of_own_samples(pieces):
     expected = real_policy.hidden_states(model, whole, "cpu").unflatten(0, (2, -1))[:, -5:-1] / 0.5
     torch.testing.assert_close(hidden.view_as(expected), expected, rtol=1e-3, atol=1e-4)
     results = {
-        "environment": {"device": "cpu", "device_name": "Some CPU", "threads": 1, "torch": "2", "commit": "0123456789"}
-        | {"dirty": False, "date": "2026-01-01"},
+        "environment": ENVIRONMENT,
         "model": "tiny.gguf", "hidden_size": 32, "vocab": 300, "samples": samples,
     }  # fmt: skip
     table = list_lengths.markdown(results)
     assert table.count("| own samples, ") == 3 * (1 + len(certificate.TOLERANCES))
+
+
+def test_batches_of_given_entropies(pieces, monkeypatch):
+    rows = list(entropies.measure(*pieces, replace(RECIPE, sequences=8), [(48, 700)], "cpu"))
+    names = [*(f"{nats:g} nats" for nats in entropies.ENTROPIES), "flat"]
+    assert [row["case"] for row in rows] == [name + kind for name in names for kind in ("", ", RL")]
+    for row, nats in zip(rows[:-2:2], entropies.ENTROPIES, strict=True):
+        assert row["mean_entropy"] == pytest.approx(nats, rel=1e-2)
+    assert len({row["temperature"] for row in rows}) == 4
+    for row in rows:
+        assert row["live_tokens"] == (174 if row["case"].endswith("RL") else 256)
+        # On CPU the default is exact.
+        assert row["ours_grad_hidden_error"] == row["ours-3e-4_grad_hidden_error"] < 1e-4
+    results = {"environment": ENVIRONMENT, "model": "tiny.gguf", "rows": rows}
+    assert entropies.markdown(results).count("\n| H = 48") == len(rows)
 
 
 def test_a_larger_shape_has_the_probabilities_of_the_model():
