@@ -2,8 +2,8 @@
 
 The policy is a published model. `benchmark.pretrained` says how its head is enlarged. For each entropy we look for the
 temperature that gives it in the mean over all tokens. One more batch of each hidden size is flat. Each batch is
-measured twice: all 8,192 tokens count, or 5,570 of them do and a quarter of the sequences has no advantage. Steps of the
-exact gradient and of the default are timed in turns.
+measured twice: all 8,192 tokens count, or 5,570 of them do and a quarter of the sequences has no advantage. Steps of
+the exact gradient and of the default are timed in turns.
 """
 
 import statistics

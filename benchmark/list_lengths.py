@@ -80,29 +80,25 @@ def measure(model: Any, tokenizer: Any, device: str, texts: int, length: int) ->
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Lengths and errors of all tokens, then errors of each group at the default tolerance."""
+    """Lengths of lists at each tolerance, then errors of each group of tokens at the default."""
     about = (
         f"{results['model']}, V = {results['vocab']:,}, H = {results['hidden_size']:,}, float32; "
         f"{results['samples'][0]['tokens']:,} tokens in each row."
     )
-    lines = ["| tokens, temperature, mean entropy | tolerance | parts kept | ids a token | dH error | dW error |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    groups = ["| tokens, temperature, mean entropy | " + " | ".join(GROUPS) + " |"]
-    groups.append("| --- |" + " ---: |" * len(GROUPS))
+    named = "| tokens, temperature, mean entropy | "
+    lists = [named + " | ".join(f"{tolerance:.0e}" for tolerance in TOLERANCES) + " | dH, dW errors at 3e-4 |"]
+    lists.append("| --- |" + " ---: |" * (len(TOLERANCES) + 1))
+    groups = [named + " | ".join(GROUPS) + " |", "| --- |" + " ---: |" * len(GROUPS)]
     for row in results["samples"]:
-        name = f"{row['kind']}, {row['temperature']:g}, {row['entropy']:.2f} nats"
-        for tolerance in map("{:g}".format, TOLERANCES):
-            lists = row["lists"][tolerance]
-            of_hidden, of_weight = lists["errors"]["all"]
-            lines.append(
-                f"| {name} | {float(tolerance):.0e} | {lists['kept_parts']:.1%} | {lists['ids']:.0f} "
-                f"| {of_hidden:.1e} | {of_weight:.1e} |"
-            )
-        errors = row["lists"]["0.0003"]["errors"]
-        cells = (", ".join(f"{error:.1e}" for error in errors[group]) if group in errors else "" for group in GROUPS)
-        groups.append(f"| {name} | " + " | ".join(cells) + " |")
+        name = f"| {row['kind']}, {row['temperature']:g}, {row['entropy']:.2f} nats | "
+        cells = [f"{of['kept_parts']:.1%}, {of['ids']:.0f}" for of in row["lists"].values()]
+        errors = {group: f"{pair[0]:.1e}, {pair[1]:.1e}" for group, pair in row["lists"]["0.0003"]["errors"].items()}
+        lists.append(name + " | ".join([*cells, errors["all"]]) + " |")
+        groups.append(name + " | ".join(errors.get(group, "") for group in GROUPS) + " |")
     line = environment_line(results["environment"], ("gguf", "transformers"))
-    return "\n\n".join([line, about, "\n".join(lines), "Errors of dH and dW at 3e-4:", "\n".join(groups)]) + "\n"
+    text = "Share of the parts that are kept, and ids a token, at each tolerance:"
+    text_of_groups = "Errors of dH and dW at 3e-4, of groups of tokens by the target's probability p:"
+    return "\n\n".join([line, about, text, "\n".join(lists), text_of_groups, "\n".join(groups)]) + "\n"
 
 
 def main() -> None:
