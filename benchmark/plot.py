@@ -158,7 +158,7 @@ def plot_entropy(results: dict[str, Any], path: Path) -> bool:
     panels[0].set_ylabel("time / that of the three matmuls")
     if shares:
         _draw_lines(panels[1], shares, lambda row: row["mean_entropy"], lambda row: row["kept_share"])
-        panels[1].set_ylabel("kept share of the gradient's blocks")
+        panels[1].set_ylabel("kept share of the gradient's parts")
     for panel in panels:
         panel.set_xlabel("mean entropy of the policy (nats)")
         panel.set_ylim(bottom=0)

@@ -49,7 +49,7 @@ MIXED = 0.3  # an added row's share of its second source's variance
 def load(folder: Path, name: str, device: str) -> tuple[Any, Any]:
     """-> model with this library's head, float32; tokenizer. `name` is of a GGUF file in the folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    # Its blocks would stay quantized where a kernel for them is installed.
+    # Its weights would stay quantized where a kernel for them is installed.
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, quantization_config=plain)
     return swap_lm_head(model.to(device).eval()), tokenizer

@@ -7,6 +7,8 @@ from benchmark import (
     distillation_loss,
     divergence,
     divergence_policy,
+    entropies,
+    list_lengths,
     replay_mismatch,
     row_losses,
     step,
@@ -27,6 +29,8 @@ OTHERS = {
     divergence_policy.PREFIX: divergence_policy.markdown,  # which begins as the next one does
     divergence.PREFIX: divergence.markdown,
     distillation_loss.PREFIX: distillation_loss.markdown,
+    entropies.PREFIX: entropies.markdown,
+    list_lengths.PREFIX: list_lengths.markdown,
     replay_mismatch.PREFIX: replay_mismatch.markdown,
     targets.PREFIX: targets.markdown,
     tolerance_runs.PREFIX: tolerance_runs.markdown,

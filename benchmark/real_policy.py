@@ -8,8 +8,8 @@ after minutes of training they run into loops, which no policy in use does.
 
 The folder it writes is what `benchmark.run --policy` reads:
 
-    policy.json       the recipe, losses, and per temperature the mean entropy, the share of sure tokens, and the share
-                      of the gradient's blocks that a tolerance has to keep
+    policy.json       the recipe, losses, and per temperature the mean entropy, the share of sure tokens, and the lists
+                      of ids that tolerances keep (`benchmark.certificate`)
     weight.pt         (V, H), the head
     sample-TAU.pt     {"hidden": (N, H), "ids": (N,)}, hidden states divided by TAU, so that every reader's
                       plain softmax is the distribution that the tokens were drawn from
@@ -33,15 +33,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmark.certificate import measure_lists
 from benchmark.environment import write_results
 from liger_rl.integrations.transformers import swap_lm_head
 
 SEED = 0
 END_OF_TEXT = "<|endoftext|>"
 SURE = 0.99
-BLOCK = (128, 256)  # tokens, ids
-GRANULE = 16  # ids that stay neighbours when blocks are of sorted ids
-TOLERANCES = (1e-3, 1e-4)
 LONGEST_FILE = 1 << 20  # characters; longer ones are tables
 DOCUMENTS_AT_ONCE = 512
 LOGITS_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
@@ -251,38 +249,6 @@ def draw(
     return {"hidden": scaled, "ids": torch.cat(ids)}, {"temperature": temperature, **about}
 
 
-@torch.no_grad()
-def kept_shares(hidden: Tensor, weight: Tensor, ids: Tensor) -> dict[str, dict[str, float]]:
-    """Share of the blocks of dlogp/dlogits that a tolerance keeps, with normal advantages: as the ids stand, and with
-    tokens and granules of ids each sorted by their energy. What is left out has TOLERANCE of the norm at most.
-    """
-    tokens, width = BLOCK
-    head, vocab, device = weight.float(), weight.shape[0], hidden.device
-    generator = torch.Generator(device).manual_seed(SEED)
-    advantages = torch.randn(hidden.shape[0], generator=generator, device=device)
-    pad = -vocab % width
-    parts = []
-    for rows, target, factor in zip(hidden.split(tokens), ids.split(tokens), advantages.split(tokens), strict=True):
-        gradient = (rows.float() @ head.T).softmax(-1)
-        gradient[torch.arange(len(rows), device=device), target] -= 1.0
-        energy = (gradient * factor[:, None]).square_()
-        parts.append(torch.nn.functional.pad(energy, (0, pad)).view(len(rows), -1, GRANULE).sum(-1))
-    granules = torch.cat(parts)
-    by_energy = granules[granules.sum(1).argsort(descending=True)][:, granules.sum(0).argsort(descending=True)]
-
-    def share(energy: Tensor) -> dict[str, float]:
-        columns = energy.view(len(energy), -1, width // GRANULE).sum(-1)
-        blocks = torch.stack([rows.sum(0) for rows in columns.split(tokens)]).double().flatten().sort().values
-        allowed = [(tolerance**2 * blocks.sum()).item() for tolerance in TOLERANCES]
-        left_out = blocks.cumsum(0)
-        return {
-            f"{tolerance:g}": 1.0 - (left_out <= most).sum().item() / blocks.numel()
-            for tolerance, most in zip(TOLERANCES, allowed, strict=True)
-        }
-
-    return {"kept": share(granules), "kept_sorted": share(by_energy)}
-
-
 class Untrained(NamedTuple):
     model: LlamaForCausalLM
     tokenizer: Tokenizer
@@ -337,7 +303,7 @@ def write_policy(folder: Path, hidden: Tensor, weight: Tensor, recipe: Recipe, a
     for temperature in recipe.temperatures:
         drawn, of_drawn = draw(hidden, weight, temperature, generator)
         torch.save(drawn, folder / f"sample-{temperature:g}.pt")
-        samples.append(of_drawn | kept_shares(drawn["hidden"], weight, drawn["ids"]))
+        samples.append(of_drawn | measure_lists(drawn["hidden"], weight, drawn["ids"]))
     about = {
         "batch": recipe.sequences,
         "tokens": recipe.length,
@@ -365,14 +331,19 @@ def arguments_of(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, s
 
 def print_samples(about: dict[str, Any]) -> None:
     for sample in about["samples"]:
-        blocks = ", ".join(
-            f"{tolerance}: {share:.1%}, sorted {sample['kept_sorted'][tolerance]:.1%}"
-            for tolerance, share in sample["kept"].items()
-        )
         print(
             f"temperature {sample['temperature']:g}: entropy {sample['entropy']:.2f} nats, "
-            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens, blocks kept at {blocks}"
+            f"p > {SURE} at {sample['sure_share']:.0%} of the tokens"
         )
+        for tolerance, lists in sample["lists"].items():
+            off = ", ".join(
+                f"{group}: {of_hidden:.1e}, {of_weight:.1e}"
+                for group, (of_hidden, of_weight) in lists["errors"].items()
+            )
+            print(
+                f"  {tolerance} of each token's gradient: {lists['kept_parts']:.1%} of the parts kept, "
+                f"{lists['ids']:.0f} ids a token; errors of dH, dW: {off}"
+            )
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def sample(model: Any, prompts: Tensor, plan: Plan, generator: torch.Generator) 
 
 @contextmanager
 def kept_shares() -> Iterator[list[float]]:
-    """What the backwards inside keep; nothing of those that leave no block out."""
+    """Shares of parts that the backwards inside keep. An exact backward adds none."""
     found: list[float] = []
     plan_parts = lists.plan_parts
 
@@ -329,7 +329,7 @@ COLUMNS: Columns = {
     "entropy": number("entropy", ".3f"),
     "apart  ": number("entropy_apart", ".3f"),
     "weights apart": number("distance", ".0%"),
-    "blocks kept": number("kept", ".0%"),
+    "kept": number("kept", ".0%"),
 }
 
 

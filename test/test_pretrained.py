@@ -12,11 +12,18 @@ pytest.importorskip("transformers", reason="a pretrained model needs it")
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmark import pretrained, real_policy
+from benchmark import certificate, entropies, list_lengths, pretrained, real_policy
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
+from head_calls import run_triton
+from liger_rl import linear_logprobs
+from liger_rl.head.engines import lists
 from liger_rl.integrations.transformers import swap_lm_head
 
+ENVIRONMENT = {
+    "device": "cpu", "device_name": "Some CPU", "threads": 1, "torch": "2", "commit": "0123456789", "dirty": False,
+    "date": "2026-01-01",
+}  # fmt: skip
 RECIPE = replace(real_policy.TOY, tokenizer_bytes=20 << 10, hidden_size=32)
 
 
@@ -54,6 +61,42 @@ def test_the_folder_is_one_of_a_policy(pieces, monkeypatch, tmp_path, shape):
         assert abs(-inputs.current_logps.mean().item() - sample["entropy"]) < 8 * spread
 
 
+def test_lists_of_texts_and_of_own_samples(pieces):
+    model, tokenizer = pieces
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    samples = list(list_lengths.measure(model, tokenizer, "cpu", 4, 8))
+    assert [row["temperature"] for row in samples] == [0.4, 0.4, 0.6, 0.6, 1.0, 1.0]
+    assert [row["kind"] for row in samples] == 3 * [list_lengths.TEXTS, list_lengths.OWN_SAMPLES]
+    assert {row["tokens"] for row in samples} == {32}
+    # What the cache gives is what the model gives for the whole sequence.
+    asked = list_lengths.prompts(tokenizer, torch.randint(256, (2, 8)))
+    hidden, drawn = list_lengths.answers(model, asked, 4, 0.5, torch.Generator().manual_seed(0))
+    whole = torch.cat([asked, drawn.view(2, 4)], 1)
+    expected = real_policy.hidden_states(model, whole, "cpu").unflatten(0, (2, -1))[:, -5:-1] / 0.5
+    torch.testing.assert_close(hidden.view_as(expected), expected, rtol=1e-3, atol=1e-4)
+    results = {
+        "environment": ENVIRONMENT,
+        "model": "tiny.gguf", "hidden_size": 32, "vocab": 300, "samples": samples,
+    }  # fmt: skip
+    table = list_lengths.markdown(results)
+    assert table.count("\n| own samples, ") == 3 * 2
+
+
+def test_batches_of_given_entropies(pieces, monkeypatch):
+    rows = list(entropies.measure(*pieces, replace(RECIPE, sequences=8), [(48, 700)], "cpu"))
+    names = [*(f"{nats:g} nats" for nats in entropies.ENTROPIES), "flat"]
+    assert [row["case"] for row in rows] == [name + kind for name in names for kind in ("", ", RL")]
+    for row, nats in zip(rows[:-2:2], entropies.ENTROPIES, strict=True):
+        assert row["mean_entropy"] == pytest.approx(nats, rel=1e-2)
+    assert len({row["temperature"] for row in rows}) == 4
+    for row in rows:
+        assert row["live_tokens"] == (174 if row["case"].endswith("RL") else 256)
+        # On CPU the default is exact.
+        assert row["ours_grad_hidden_error"] == row["ours-3e-4_grad_hidden_error"] < 1e-4
+    results = {"environment": ENVIRONMENT, "model": "tiny.gguf", "rows": rows}
+    assert entropies.markdown(results).count("\n| H = 48") == len(rows)
+
+
 def test_a_larger_shape_has_the_probabilities_of_the_model():
     torch.manual_seed(0)
     hidden, weight = 2.0 * torch.randn(64, 16), torch.randn(200, 16)
@@ -89,21 +132,56 @@ def test_added_ids_continue_the_power_law():
     assert (second / first).item() == pytest.approx(ratio, rel=0.25)
 
 
-def test_kept_blocks_are_those_of_the_gradient():
-    """Against dlogp/dlogits in full: what is kept leaves out no more than the tolerance, and no block less would do."""
+@pytest.mark.parametrize("tolerance", [3e-3, 3e-2])
+def test_lists_are_those_of_the_engine(monkeypatch, tolerance):
+    """The engine in Triton's interpreter, in float16, keeps these parts and lists these ids."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from liger_rl.kernels import listing_triton, support, support_triton
+
+    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
+    run_triton(monkeypatch, epilogue=True)
+    monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
+    shares, lengths = [], []
+    plan_parts, order_by_id = lists.plan_parts, listing_triton.order_by_id
+
+    def planned(choice):
+        kept = plan_parts(choice)
+        shares.append(kept.share)
+        return kept
+
+    def ordered(entries, rows):
+        lengths.append(entries.ids.numel())
+        return order_by_id(entries, rows)
+
+    monkeypatch.setattr(lists, "plan_parts", planned)
+    monkeypatch.setattr(listing_triton, "order_by_id", ordered)
     torch.manual_seed(0)
-    n, vocab = 256, 1000
-    hidden, weight = 4.0 * torch.randn(n, 32), torch.randn(vocab, 32)
-    weight[:256] *= 3.0
+    n, vocab = 32, 1000
+    hidden, weight, factors = torch.randn(n, 32).half(), 0.6 * torch.randn(vocab, 32).half(), torch.randn(n)
+    weight[:256] *= 2.0
+    ids = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1).squeeze(1)
+    expected = certificate.measure_lists(hidden, weight, ids, factors, tolerances=(tolerance,))["lists"]
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    (linear_logprobs(*leaves, ids, grad_tolerance=tolerance).logps * factors).sum().backward()
+    assert 0.1 < shares[0] < 1.0
+    assert shares == [pytest.approx(expected[f"{tolerance:g}"]["kept_parts"], abs=0.02)]
+    assert lengths == [pytest.approx(n * expected[f"{tolerance:g}"]["ids"], rel=0.02)]
+
+
+def test_errors_of_lists_are_those_of_the_gradient():
+    """Lists of everything are off by float16 alone. Groups cover all tokens. Shorter lists have larger errors."""
+    torch.manual_seed(0)
+    n, vocab = 100, 1000
+    hidden, weight = torch.randn(n, 32), 0.6 * torch.randn(vocab, 32)
     ids = torch.multinomial((hidden @ weight.T).softmax(-1), 1).squeeze(1)
-    found = real_policy.kept_shares(hidden, weight, ids)
-    factors = torch.randn(n, generator=torch.Generator().manual_seed(real_policy.SEED))
-    logits = (hidden @ weight.T).double().requires_grad_()
-    chosen = logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
-    (gradient,) = torch.autograd.grad((chosen * factors).sum(), logits)
-    gradient = torch.nn.functional.pad(gradient, (0, 24)).view(2, 128, 4, 256)
-    energies = sorted(gradient.square().sum((1, 3)).flatten().tolist())
-    for tolerance in real_policy.TOLERANCES:
-        left_out = sum(sum(energies[:k]) <= tolerance**2 * sum(energies) for k in range(1, 9))
-        assert found["kept"][f"{tolerance:g}"] == 1 - left_out / 8
-        assert 0 < found["kept_sorted"][f"{tolerance:g}"] <= found["kept"][f"{tolerance:g}"]
+    found = certificate.measure_lists(hidden, weight, ids, tolerances=(1e-9, 1e-3, 1e-1))
+    assert sum(found["group_tokens"].values()) == n
+    everything, short, shorter = found["lists"].values()
+    assert everything["kept_parts"] == 1.0
+    assert everything["ids"] == pytest.approx(vocab, rel=0.01)
+    assert max(everything["errors"]["all"]) < everything["largest_token_error"] < 2**-11
+    assert vocab > short["ids"] > shorter["ids"] >= 1
+    for lists_of, tolerance in ((short, 1e-3), (shorter, 1e-1)):
+        # Listed entries are float16 numbers.
+        assert lists_of["largest_token_error"] <= tolerance + 2**-12
+        assert max(lists_of["errors"]["all"]) <= 4 * tolerance

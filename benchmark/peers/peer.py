@@ -69,7 +69,7 @@ class Head:
         return inputs.weight.grad
 
     def kept_share(self) -> float | None:
-        """Of the blocks of the latest backward, the share that was computed; None where all of them always are."""
+        """The share of parts (a token and 256 ids) that the latest backward kept; None where nothing is left out."""
         return None
 
 

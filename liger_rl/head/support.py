@@ -37,8 +37,8 @@ class Support:
             `LogProbs.missing_target` says so; "error" raises a ValueError.
         may_be_empty: False promises that no token that counts has an empty row, which `fixed_shape` needs to know. An
             empty row then raises, or masks its token with fixed_shape.
-        distinct: True promises that no row lists an id twice. Then nothing looks for repeated ids, which takes time
-            with the square of a row's length on a GPU. If the promise is broken, the repeated id counts twice.
+        distinct: True promises that no row lists an id twice. Then the first call does not sort the ids to find
+            repeated ones. If the promise is broken, the repeated id counts twice.
 
     Raises:
         TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
