@@ -9,12 +9,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,24 @@ def message_of(call: Callable[[], Any]) -> str | None:
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+@contextmanager
+def sent() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Name and shape of every collective that is entered meanwhile; notes that ranks compare have no shape."""
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def counted(name: str, place: int):
+        function = getattr(dist, name)
+
+        def collective(*args, **options):
+            calls.append((name, tuple(args[place].shape) if isinstance(args[place], torch.Tensor) else ()))
+            return function(*args, **options)
+
+        return mock.patch.object(dist, name, collective)
+
+    with counted("all_reduce", 0), counted("all_gather", 1), counted("all_gather_object", 1):
+        yield calls
 
 
 class Ranks:

@@ -58,16 +58,11 @@ def solve(rank, loss_type, owners, masked_away=False):
     count = part["mask"].sum()
     hidden, weight = part["hidden"].clone().requires_grad_(), b["weight"].to(device).requires_grad_()
     result = FusedLinearGRPOLoss(loss_type, metrics="with_entropy", **options)(
-        hidden,
-        weight,
-        part["ids"],
-        part["advantages"],
-        part["mask"],
-        old_per_token_logps=part["old"],
-        ref_per_token_logps=part["ref"],
+        hidden, weight, part["ids"], part["advantages"], part["mask"],
+        old_per_token_logps=part["old"], ref_per_token_logps=part["ref"],
         segments=Segments(index=part["index"], count=COUNT, all_reduce=all_reduce),
         num_items_in_batch=count if all_reduce is None else all_reduce(count),
-    )
+    )  # fmt: skip
     result.loss.backward()
     metrics = reduce_metrics([result.metrics], all_reduce=merge)
     return {

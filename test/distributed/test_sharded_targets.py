@@ -1,13 +1,11 @@
 """Several targets, the largest log-probabilities and lse of a head that is sharded over its vocabulary."""
 
-import re
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from liger_rl import LogitTransform, VocabParallel, linear_logprobs, topk_divergence
+from ranks import sent
 
 HIDDEN, VOCAB = 12, 61
 SHARDS = {2: (31, 30), 4: (2, 40, 1, 18)}  # some have fewer rows than K
@@ -95,48 +93,19 @@ def test_a_dtensor_weight(ranks):
             torch.testing.assert_close(mine, truth.detach(), rtol=1e-4, atol=1e-4)
 
 
-def sent(rank, topk):
+def collectives(rank, topk):
     """Shapes that a forward and a backward send, once the ranks have compared notes."""
     (hidden, weight, bias), ids, mask, place = inputs(rank)
     given = {"mask": mask, "bias": bias, "vocab_parallel": place, "topk": topk}
     linear_logprobs(hidden, weight, ids, **given)
-    shapes = []
-    with pytest.MonkeyPatch.context() as patch:
-        reduce, gather = dist.all_reduce, dist.all_gather
-        patch.setattr(dist, "all_reduce", lambda t, *a, **kw: (shapes.append(tuple(t.shape)), reduce(t, *a, **kw))[1])
-        patch.setattr(dist, "all_gather", lambda o, t, *a: (shapes.append(tuple(t.shape)), gather(o, t, *a))[1])
+    with sent() as calls:
         linear_logprobs(hidden, weight, ids, **given).logps.sum().backward()
-    return shapes
+    return [shape for _, shape in calls]
 
 
 @pytest.mark.parametrize("topk", [None, 6])
 def test_what_is_sent(ranks, topk):
     """One collective more of (n, K) for the targets, and one for the largest; none of them in a loop over tiles."""
     n = 7  # of 9: one is masked, one has negative ids alone
-    for shapes in ranks.run(sent, topk, world=2):
+    for shapes in ranks.run(collectives, topk, world=2):
         assert shapes == [(1, n), (2, n), (n, 7), *([(n, 6)] if topk else []), (n, HIDDEN)]
-
-
-def disagreeing(rank, what):
-    (hidden, weight, bias), ids, _, place = inputs(rank)
-    last = rank.index == rank.world - 1
-    ids = ids[:, :5] if what == "ids" and last else ids
-    try:
-        linear_logprobs(
-            hidden, weight, ids, bias=bias, vocab_parallel=place, topk=3 + (what == "topk" and last),
-            lse=what == "lse" and last,
-        )  # fmt: skip
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(("what", "expected"), [
-    ("ids", r"targets must be the same on every rank.*\(9, 7\) on rank 0, \(9, 5\) on rank 1"),
-    ("topk", "topk must be the same on every rank.*3 on rank 0, 4 on rank 1"),
-    ("lse", "lse must be the same on every rank"),
-])  # fmt: skip
-def test_ranks_that_ask_for_different_things(ranks, what, expected):
-    for message in ranks.run(disagreeing, what, world=2):
-        assert message is not None
-        assert re.search(expected, message)

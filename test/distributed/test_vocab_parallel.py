@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,15 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import oracles
+from head_calls import Products
 from host_reads import host_reads
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, LowRank, Support, VocabParallel, linear_logprobs
-from liger_rl.head.engines import two_pass
-from liger_rl.head.engines.interface import Head
-from liger_rl.head.options import EngineOptions
-from liger_rl.head.tokens import TokenSelection
-from liger_rl.kernels import gemm
-from liger_rl.kernels.statistics import EXTRAS, TokenGradients
-from ranks import message_of
+from liger_rl.kernels.statistics import EXTRAS
+from ranks import message_of, sent
 
 HIDDEN = 12
 # Rows of each rank, by the number of ranks: 601 vocabulary entries, cut evenly or not.
@@ -141,21 +138,12 @@ class Problem:
         leaves = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "a", "b")}
         wanted = {n: t.requires_grad_() for n, t in leaves.items() if t is not None and n != case.frozen}
         found = linear_logprobs(
-            self.hidden,
-            self.weight,
-            self.targets,
-            mask=self.mask,
-            bias=self.bias,
+            self.hidden, self.weight, self.targets, mask=self.mask, bias=self.bias, support=self.support,
             low_rank=[LowRank(a=self.a, b=self.b, scaling=0.5)] if case.rank else [],
-            transform=LogitTransform(temperature=case.temperature, softcap=case.softcap),
-            entropy=case.entropy,
-            extras=EXTRAS,
-            chunk_tokens=case.chunk_tokens,
-            chunk_vocab=case.chunk_vocab,
-            fixed_shape=case.fixed_shape,
-            support=self.support,
+            transform=LogitTransform(temperature=case.temperature, softcap=case.softcap), entropy=case.entropy,
+            extras=EXTRAS, chunk_tokens=case.chunk_tokens, chunk_vocab=case.chunk_vocab, fixed_shape=case.fixed_shape,
             vocab_parallel=vocab_parallel,
-        )
+        )  # fmt: skip
         loss = (found.logps * self.upstream[0]).sum()
         if case.entropy:
             loss = loss + (found.entropy * self.upstream[1]).sum()
@@ -301,6 +289,8 @@ def provoked(rank, on_all, on_last):
     weight = torch.randn(5, given["columns"], dtype=given["dtype"])
     targets = torch.zeros(given["tokens"], dtype=torch.long)
     targets[2] = given["target"]
+    if "ids" in given:
+        targets = targets[:, None].expand(-1, given["ids"])
     place = VocabParallel(rank.group, 5 * rank.index + given["start"], given["sum_hidden_grad"])
     message = message_of(lambda: linear_logprobs(hidden, weight, targets, vocab_parallel=place, **given["options"]))
     again = torch.ones(1)
@@ -331,6 +321,11 @@ MISTAKES = {
     ),
     "targets": ({}, {"target": 1}, f"ValueError: the sum of targets {SAME}"),
     "one rank's weight": ({}, {"columns": HIDDEN + 1}, r"ValueError: weight must be \(V, H\) with H = 12 .*rank 1"),
+    "topk": ({"options": {"topk": 3}}, {"options": {"topk": 4}}, f"ValueError: topk {SAME}.*3 on rank 0, 4 on rank 1"),
+    "lse": ({}, {"options": {"lse": True}}, f"ValueError: lse {SAME}"),
+    "ids": (
+        {"ids": 7}, {"ids": 5}, rf"ValueError: targets {SAME}.*\(6, 7\) on rank 0, \(6, 5\) on rank 1"
+    ),
     "weight_grad": (
         {},
         {"options": {"weight_grad": torch.zeros(10, HIDDEN)}},
@@ -456,24 +451,29 @@ def test_a_sharded_head_is_not_compiled(ranks):
 
 def calls_seen(rank, case):
     """Ranks compare notes once per weight and place; a call whose weight is known never waits for the device, and its
-    collectives are three. -> the number of comparisons after each call, host reads, shapes that are summed or merged.
+    collectives are three. -> the number of comparisons after each call, host reads, shapes that are summed or merged,
+    products after the last of them has begun.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        compared, reduced = [], []
-        gather, reduce = dist.all_gather_object, dist.all_reduce
-        patch.setattr(dist, "all_gather_object", lambda *a, **kw: (compared.append(1), gather(*a, **kw))[1])
-        counts = []
+    counts = []
+    with sent() as calls:
         weight, other = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
         for used, tokens in ((weight, 4), (weight, 9), (other, 4), (weight, 4), (other, 2)):
             place = VocabParallel(rank.group, 5 * rank.index)
             linear_logprobs(torch.randn(tokens, HIDDEN), used, torch.zeros(tokens).long(), vocab_parallel=place)
-            counts.append(len(compared))
-        shard, place = shard_of(rank, case)
-        shard.solve(case, place)
-        patch.setattr(dist, "all_reduce", lambda t, *a, **kw: (reduced.append(tuple(t.shape)), reduce(t, *a, **kw))[1])
-        with host_reads(rank.device) as reads:
+            counts.append(sum(name == "all_gather_object" for name, _ in calls))
+    shard, place = shard_of(rank, case)
+    shard.solve(case, place)
+    marks: list[int] = []
+    with sent() as calls, host_reads(rank.device) as reads, Products() as products:
+        reduce = dist.all_reduce
+
+        def marked(*args, **options):
+            marks.append(len(products.factors))
+            return reduce(*args, **options)
+
+        with mock.patch.object(dist, "all_reduce", marked):
             shard.solve(case, place)
-    return counts, reads.names, reduced
+    return counts, reads.names, [shape for _, shape in calls], len(products.factors) - marks[-1]
 
 
 @pytest.mark.parametrize("fixed_shape", [True, False])
@@ -482,7 +482,7 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
     for chunks in ({}, {"chunk_tokens": 8, "chunk_vocab": 32}):
         (first, other) = ranks.run(calls_seen, Case(masked=masked, fixed_shape=fixed_shape, **chunks))
         assert first == other
-        counts, reads, shapes = first
+        counts, reads, shapes, after = first
         assert counts == [1, 1, 2, 2, 2]
         assert not (reads and fixed_shape)
         n = shapes[0][1]
@@ -491,12 +491,13 @@ def test_what_a_call_sends_and_waits_for(ranks, masked, fixed_shape):
         assert len(shapes) == 3
         assert shapes[2][1] == HIDDEN
         assert fixed_shape or shapes[2][0] < max(n, 1)  # tokens without a gradient are not sent
+        assert after == (shapes[2][0] > 0)  # the sum runs beneath the last product, of a whole tile
 
 
 @pytest.mark.parametrize(("support", "collectives"), [((3, 1), 3), ((3, 0), 6)])
 def test_what_a_call_with_a_support_sends_and_waits_for(ranks, support, collectives):
     """Rows that are empty have collectives of their own."""
-    for _, reads, shapes in ranks.run(calls_seen, Case(support=support)):
+    for _, reads, shapes, _ in ranks.run(calls_seen, Case(support=support)):
         assert len(shapes) == collectives
         assert "tolist" not in reads  # the Support keeps what the first of the two calls has asked
 
@@ -522,17 +523,8 @@ def solve_loss(rank, loss_type, support, sharded=True):
     weight.requires_grad_()
     loss = FusedLinearGRPOLoss(loss_type, temperature=0.9, entropy_coef=0.01, beta=0.05, metrics="with_entropy")
     reference = loss.reference_logps(hidden.detach() + 0.1, weight, ids, mask, vocab_parallel=place, **given)
-    result = loss(
-        hidden,
-        weight,
-        ids,
-        advantages,
-        mask,
-        old_per_token_logps=old,
-        ref_per_token_logps=reference,
-        vocab_parallel=place,
-        **given,
-    )
+    columns = {"old_per_token_logps": old, "ref_per_token_logps": reference}
+    result = loss(hidden, weight, ids, advantages, mask, vocab_parallel=place, **columns, **given)
     result.loss.backward()
     return result.loss.detach(), hidden.grad, weight.grad, {name: m.item() for name, m in result.metrics.items()}
 
@@ -577,40 +569,3 @@ def test_tensor_parallel_beside_data_parallel_with_an_empty_replica(ranks):
     (found.logps.sum() + found.entropy.sum()).backward()
     for pair in (results[:2], results[2:]):
         assert relative_error(torch.cat(pair), weight.grad) < 1e-6
-
-
-@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 20), (20, 6), (20, 20)])
-def test_the_sum_runs_beneath_the_last_product(monkeypatch, tokens, chunk_tokens):
-    """dH has everything when it starts, and the one product that is left is of a whole tile, not of the rest."""
-    log, accumulate = [], gemm.accumulate
-
-    class Shard:
-        vocab = 200
-
-        def pending_sum(self, *inputs):
-            return self
-
-        def start(self):
-            log.append("start")
-
-        def wait(self):
-            log.append("wait")
-
-    def logged(total, left, right):
-        log.append(("product", tuple(left.shape)))
-        accumulate(total, left, right)
-
-    monkeypatch.setattr(gemm, "accumulate", logged)
-    hidden, weight, targets = torch.randn(tokens, HIDDEN), torch.randn(150, HIDDEN), torch.zeros(tokens).long()
-    numbers = TokenGradients(torch.full((tokens,), 9.0), torch.ones(tokens), torch.ones(tokens), None, None)
-    head = Head(hidden, weight, None, None, None, targets, TokenSelection(tokens), shard=Shard())
-    options = EngineOptions(compute_dtype=torch.float32, chunk_tokens=chunk_tokens, chunk_vocab=64)
-    two_pass.gradients(head, options, numbers, (True, True, False, False, False))
-    if not tokens:
-        assert log == ["wait"]
-        return
-    start = log.index("start")
-    assert log[-1] == "wait"
-    last = tokens % chunk_tokens or chunk_tokens
-    assert [shape for _, shape in log[start + 1 : -1]] == [(64, last)]
-    assert sum(shape[1] == 64 or shape[1] == 22 for _, shape in log[:start]) == 3 * -(-tokens // chunk_tokens)

@@ -10,6 +10,8 @@ from cases import F32, HeadCase, LogitsCase, fuzz, head_cases, logits_cases, sev
 from checks import Call, GivenLogits, check_gradients, same, within
 from liger_rl import LogitTransform, logits_logprobs
 
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+
 
 @fuzz(0.42)
 @given(case=head_cases())
@@ -25,6 +27,8 @@ def test_linear_logprobs(case: HeadCase) -> None:
         assert (value is not None) == (name in names), name
         if value is not None:
             assert value.shape == case.targets.shape
+            assert value.dtype == (torch.bool if name == "is_top1" else F32)
+            assert not (value.requires_grad and name in EXTRAS), name
             within(name, value, expected.values[name], expected.budgets[name], case)
     assert (out.missing_target is None) == (case.support is None)
     if case.support is not None:
@@ -60,6 +64,7 @@ def test_several_targets(case: HeadCase) -> None:
         within(name, getattr(out, name), expected.values[name], expected.budgets[name], case)
     assert all(getattr(out, name) is None for name in ("entropy", "lse") if name not in names)
     assert ((out.topk_ids >= 0) == case.live[..., None]).all()
+    assert not out.topk_logps.requires_grad
     outputs = [getattr(out, name) for name in names]
     check_gradients(
         call.gradients(outputs, [g for n, g in zip(NAMES, given, strict=True) if n in names]), expected, call

@@ -314,53 +314,55 @@ def test_reads_of_the_host(rows, fixed_shape, device):
     assert len(in_backward) == (0 in rows), in_backward
 
 
-def test_a_support_keeps_what_its_last_call_made(place, monkeypatch):
-    """For the same tokens, whatever wants a gradient; never what was made of other values."""
-    made, kernels = [], engine.kernels_for(place)
-    slots = kernels.make_slots
-    monkeypatch.setattr(kernels, "make_slots", lambda *given, **more: made.append(1) or slots(*given, **more))
+def test_a_support_keeps_what_its_last_call_made(place):
+    """For the same tokens, whatever wants a gradient, which spares the wait; never what was made of other values."""
     case = case_of(rows_of([2, 9, 0, 4]), place)
     support, targets, mask = case.support, case.x.targets, torch.ones(4, device=place)
-    expected = solve(case, extras=())
 
-    def made_by(**changed) -> int:
-        made.clear()
-        call(case.x._replace(targets=changed.pop("targets", targets)), **{"mask": mask, "support": support, **changed})
-        return len(made)
+    def fresh() -> Support:
+        return Support(support.token_ids.clone(), support.offsets.clone())
 
-    assert made_by() == 1
+    def waits(x: Problem = case.x, support: Support = support, **options) -> bool:
+        """Whether the call asks the device; its results are those of a support that has seen no call."""
+        leaves, others = x.leaves(), x.leaves()
+        given = {"mask": mask, "entropy": True} | options
+        expected = call(others, support=fresh(), **given)
+        with host_reads(place) as reads:
+            found = call(leaves, support=support, **given)
+        for mine, truth in zip(found, expected, strict=True):
+            assert (mine is None and truth is None) or torch.equal(mine, truth)
+        assert leaves.hidden.requires_grad
+        if found.logps.requires_grad:
+            for result in (found, expected):
+                functional(result.logps, result.entropy).backward()
+            assert torch.equal(leaves.weight.grad, others.weight.grad)
+        found.missing_target.fill_(True)  # is the caller's
+        return any(name == "tolist" or place.type == "cuda" for name in reads.names)
+
+    assert waits()
+    assert not waits()
     with torch.no_grad():
-        assert made_by(entropy=True) == 0  # old log-probabilities, of which no gradient is wanted
-        call(case.x, mask=mask, support=support.to(targets.device)).missing_target.fill_(True)
-    assert not made
-    leaves = case.x.leaves()
-    found = call(leaves, mask=mask, support=support, entropy=True)
-    assert not made
-    assert not found.missing_target.any()
-    functional(found.logps, found.entropy).backward()
-    assert torch.equal(leaves.weight.grad, expected.grads["weight"])
-    assert made_by(targets=targets[:].view(4)) == 0  # another view of the same values
-    assert made_by(targets=targets.clone()) == 1
-    assert made_by() == 1  # the last call's alone are kept
-    assert made_by(mask=mask.bool()) == 1
-    assert made_by(extras=["mean_logits"]) == 1
-    made_by()
+        assert not waits()  # old log-probabilities, of which no gradient is wanted
+    assert not waits(case.x._replace(targets=targets[:].view(4)))  # another view of the same values
+    assert waits(case.x._replace(targets=targets.clone()))
+    assert waits()  # the last call's alone are kept
+    assert waits(mask=mask.bool())
+    assert waits(extras=["mean_logits"])
+    waits()
     for tensor in (support.token_ids, targets, mask):
         tensor[0] = 0
-        assert made_by() == 1
-    assert made_by() == 0
+        assert waits()
+    assert not waits()
     for other in (copy.deepcopy(support), pickle.loads(pickle.dumps(support))):
         assert vars(other).keys() == {field.name for field in fields(Support)}
         assert torch.equal(other.token_ids, support.token_ids)
+    with torch.inference_mode():
+        other = fresh()
+        assert [waits(support=other) for _ in range(2)] == [True, True]
     support.token_ids[1] = V
     for _ in range(2):  # what raises is never kept
         with pytest.raises(ValueError, match="token_ids must be token ids in"):
-            made_by()
-    with torch.inference_mode():
-        other = Support(support.token_ids.clamp(max=V - 1), support.offsets.clone())
-        assert [made_by(support=other) for _ in range(2)] == [1, 1]
-    never_empty = Support.from_vllm(rows_of([2, 2, 2, 2]), device=place, may_be_empty=False)
-    assert [made_by(support=never_empty, fixed_shape=True) for _ in range(2)] == [1, 1]
+            call(case.x, mask=mask, support=support)
 
 
 @NEEDS_GPU
@@ -523,10 +525,8 @@ def test_bad_values_are_named_and_do_no_harm(ids, offsets, message, place):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_go_with_a_support(options, message, monkeypatch):
+def test_what_does_not_go_with_a_support(options, message):
     case = case_of(rows_of([2, 3]))
-    for name in ("forward", "support_slots"):
-        monkeypatch.setattr(engine, name, lambda *given: pytest.fail("something is computed"))
     given = {"support": options.pop("support", case.support)}
     module = FusedLinearGRPOLoss(**options)
     with pytest.raises((TypeError, ValueError), match=message):
