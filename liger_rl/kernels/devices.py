@@ -1,6 +1,7 @@
-"""Which kernels a GPU runs, where the product of our own applies, and the memory it takes beside its results.
+"""Which kernels a GPU runs, and where the product of our own applies.
 
-Every choice between kernels asks here, and so does the plan. Nothing of Triton is imported before a GPU is asked about.
+Every choice between kernels is made here, and the plan reads the same functions. Triton is imported only when a GPU is
+looked up.
 """
 
 import os
@@ -14,21 +15,20 @@ from torch import Tensor
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
 CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
-SHARED_BYTES = 227 << 10  # that a program of theirs takes
-PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with products of bfloat16, and with copies beside them
+SHARED_BYTES = 227 << 10  # shared memory of a TMA program
+PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with bfloat16 products and asynchronous copies
 AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
-AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not say it
-# Triton's for capability 10.0 on. For products of 10.x, 3.4 asks for too much shared memory with pointers as well.
+AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not report it
+# The first Triton that compiles our products for capability 10.x: 3.4 asks for too much shared memory.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
-# From this version of Triton on, the folds that keep the most in registers need more of them than there are. Bytes that
-# a thread spills, before and after what `family_of_gpu` does about it: on 10.0 with Triton 3.9 1336 and 256, where 3.6
-# spills 384 and 432; with pointers on 9.0 1808 and 176, where 3.6 spills 1224. On gfx950 it is this version alone: 1744
-# and 920, where 3.9 spills 284.
+# From this version of Triton on, the largest folds spill more registers, and `family_of_gpu` takes more warps or parts.
+# Bytes that a thread spills before and after: 1336 and 256 on 10.0 with Triton 3.9 (384 and 432 with 3.6), 1808 and 176
+# on 9.0 with pointers (1224 with 3.6), 1744 and 920 on gfx950 with this version alone (284 with 3.9).
 SPILLING_TRITON = (3, 8)
 WARPS = 8  # of a program
 DTYPES = (torch.bfloat16, torch.float16)
-MIN_TOKENS = 4 * BLOCK_TOKENS  # under it too few tiles share a read of the weight
-STATISTICS_BYTES = 48 << 20  # of the vocabulary tiles' statistics, whatever N and V are
+MIN_TOKENS = 4 * BLOCK_TOKENS  # with fewer, too few tiles share a read of the weight
+STATISTICS_BYTES = 48 << 20  # most memory of the vocabulary tiles' statistics
 ALIGNMENT_BYTES = 16
 HERE = nullcontext()
 
@@ -39,14 +39,14 @@ FORCED = os.environ.get("LIGER_RL_KERNELS") or None
 
 
 class Family(NamedTuple):
-    """How the products of our own read memory: with TMA or with pointers, and how much of it ahead."""
+    """How the products of our own read memory: with TMA or with pointers, and how many steps ahead."""
 
     tma: bool
     step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
     stages: int  # steps that are loaded or on their way
-    storing_stages: int  # where there is a tile in shared memory beside them
-    parts: int  # of a tile of logits, one after the other: products before Hopper's leave less room in registers
-    shared_bytes: int  # that a program takes, at most
+    storing_stages: int  # stages of a kernel that also stores a tile through shared memory
+    parts: int  # of a tile of logits, one after the other: before Hopper a product leaves less room in registers
+    shared_bytes: int  # shared memory of a program, at most
     fold_warps: int = WARPS  # of a program of the fold
 
     @property
@@ -55,8 +55,8 @@ class Family(NamedTuple):
 
 
 TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
-# From the one that needs most shared memory: Hopper's, where it is asked for; A100's; and of what has half of that. Of
-# code for 8.0 on an H200, two parts were the fastest of one, two and four.
+# In descending order of shared memory: Hopper if forced, A100, and GPUs with half of that. Two parts were faster than
+# one and four for code of 8.0 on an H200.
 PORTABLE = (
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=2, shared_bytes=163 << 10),
@@ -66,19 +66,19 @@ PORTABLE_AMD = Family(tma=False, step=32, stages=2, storing_stages=2, parts=1, s
 
 
 class Gpu(NamedTuple):
-    """What decides which kernels a GPU runs."""
+    """The properties of a GPU that decide which kernels it runs."""
 
     capability: tuple[int, int]
     shared_bytes: int  # of one program, at most
-    amd: bool  # PyTorch calls these cuda, too, and their architecture a compute capability
-    triton: tuple[int, int] | None  # the version that is installed
+    amd: bool  # PyTorch reports AMD's GPUs as cuda, and their architecture as a compute capability
+    triton: tuple[int, int] | None  # the installed version
 
 
 HOPPER = Gpu(CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a CUDA device; Hopper with all it needs on a machine without one, whose calls can still be planned."""
+    """The GPU of a CUDA device. On a machine without one it is a Hopper GPU, so that calls can be planned."""
     index = device.index
     if index is None and torch.cuda.is_available():
         index = torch.cuda.current_device()
@@ -119,20 +119,20 @@ def _installed_triton() -> tuple[int, int] | None:
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether the kernels of `device` are Triton's; elsewhere, and on CUDA without Triton, they are PyTorch's."""
+    """Whether the kernels of `device` are Triton's. On CPU, and on CUDA without Triton, they are PyTorch's."""
     return device.type == "cuda" and gpu_of(device).triton is not None
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """The context of a launch: Triton launches on the current device, which need not be the tensors'."""
-    # Switching to the device that is current takes the host longer than to ask for it.
+    """The context of a launch: Triton launches on the current device, which may not be the device of the tensors."""
+    # A switch to the current device costs more host time than this comparison.
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device.index)
 
 
 def tma_lacks(gpu: Gpu) -> str | None:
-    """What the product of our own with TMA needs and this GPU does not have; None where nothing is missing."""
+    """The first thing that the TMA product needs and this GPU lacks; None if it lacks nothing."""
     if gpu.triton is None:
         return "Triton"
     if gpu.amd:
@@ -147,7 +147,7 @@ def tma_lacks(gpu: Gpu) -> str | None:
 
 
 def portable_lacks(gpu: Gpu) -> str | None:
-    """The same with pointers."""
+    """`tma_lacks` of the product with pointers."""
     if gpu.triton is None:
         return "Triton"
     if gpu.amd:
@@ -175,7 +175,7 @@ def device_lacks(device: torch.device) -> str | None:
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:
-    """What the product of our own needs and this GPU does not have; None where nothing is missing.
+    """The first thing that the product of our own needs and this GPU lacks; None if it lacks nothing.
 
     Raises:
         ValueError: LIGER_RL_KERNELS names no family, or one that this GPU cannot run.
@@ -193,19 +193,19 @@ def gpu_lacks(gpu: Gpu) -> str | None:
 
 
 def family_of(device: torch.device) -> Family:
-    """That of a device which `gpu_lacks` nothing; the tests' own on CPU, in Triton's interpreter."""
+    """The family of a device that lacks nothing. Tests replace this function on CPU."""
     return family_of_gpu(gpu_of(device))
 
 
 def family_of_gpu(gpu: Gpu) -> Family:
-    """TMA where a GPU has it; with pointers the first that its shared memory has room for."""
+    """TMA if the GPU has it, else the first family with pointers that fits its shared memory."""
     blackwell = gpu.capability[0] == BLACKWELL[0] and not gpu.amd
     if FORCED != "portable" and tma_lacks(gpu) is None:
         family = TMA
     elif gpu.amd:
         family = PORTABLE_AMD
     elif blackwell:
-        # What it multiplies and what it loads share its memory, and halves of a tile lie on different threads.
+        # Factors and loads share its memory, and the halves of a tile lie on different threads.
         family = PORTABLE[-1]._replace(parts=1)
     else:
         family = next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
@@ -219,7 +219,7 @@ def family_of_gpu(gpu: Gpu) -> Family:
 
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """What (tokens, hidden_size) @ (V, hidden_size).T would need for that product; None where nothing is missing."""
+    """The first thing that (tokens, hidden_size) @ (V, hidden_size).T lacks for the product of our own, or None."""
     if dtype not in DTYPES or weight_dtype != dtype:
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
@@ -236,14 +236,14 @@ def applies(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """The same of aligned rows that are not there yet."""
+    """`applies` of aligned hidden states that do not exist yet."""
     if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
         return False
     return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None and aligned(weight)
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """The same of a product whose epilogue reads another head's logits; a weight in another dtype is copied for it."""
+    """`applies_to` of the product whose epilogue reads a teacher's logits. A weight of another dtype is copied."""
     if weight.dtype == dtype:
         return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
     if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
@@ -252,22 +252,28 @@ def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Te
 
 
 def runs_pairs(gpu: Gpu) -> bool:
-    """Whether a GPU has the registers for such an epilogue, which 10.x and AMD's lack.
+    """Whether a GPU has the registers for an epilogue of two heads. GPUs of 10.x and AMD's do not.
 
-    On 10.0 the fold would spill 3168 bytes a thread, on 8.0, 9.0 and 12.0 at most 800.
+    The fold would spill 3168 bytes a thread on 10.0, and spills at most 800 on 8.0, 9.0 and 12.0.
     """
     return not gpu.amd and gpu.capability[0] != BLACKWELL[0]
 
 
+def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for (n, columns) whose rows start at multiples of 16 bytes."""
+    multiple = ALIGNMENT_BYTES // dtype.itemsize
+    width = -(-columns // multiple) * multiple
+    return torch.empty(n, width, dtype=dtype, device=device)[:, :columns]
+
+
 def realigned(rows: Tensor) -> Tensor:
-    """Contiguous rows as the product of our own can read them: a copy of those of a view that starts elsewhere."""
+    """Contiguous rows that start at a multiple of 16 bytes: a copy if `rows` is a view that starts elsewhere."""
     return rows.clone() if rows.is_cuda and rows.data_ptr() % ALIGNMENT_BYTES != 0 else rows
 
 
 def aligned(matrix: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
-    row = 2 * matrix.stride(0)  # bytes of 16-bit numbers; rows of float32 start at multiples of as many
-    if matrix.stride(1) != 1 or row % ALIGNMENT_BYTES != 0:
+    if matrix.stride(1) != 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES != 0:
         return False
-    # While torch.compile traces, tensors have no address: then they are taken to be tensors of their own.
+    # Tensors have no address while torch.compile traces. They then count as aligned.
     return torch.compiler.is_compiling() or matrix.data_ptr() % ALIGNMENT_BYTES == 0

@@ -1,9 +1,8 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
-Each program walks over (token, vocabulary) tiles and multiplies one, in the steps of its GPU's `Family`. The
-fold leaves of it, per token, the maximum, the sum of exponentials and, for the entropy, one more sum: 8 or 12 bytes a
-token and tile instead of 4 bytes a logit written, read and thrown away. The gradient leaves dL/dlogits alone, rounded
-to the dtype of the products that it goes into.
+Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. The fold
+writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12 bytes for
+256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
 """
 
 from collections.abc import Callable, Collection
@@ -14,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import (
-    ALIGNMENT_BYTES,
-    STATISTICS_BYTES,
-    WARPS,
-    family_of,
-    on,
-)
+from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.saved_exponentials import Kept
@@ -48,8 +41,8 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
 # halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
-# Nats of a cap up to which its logits are known by what they leave of it, to 2.4e-7 of it. Of higher ones the fold
-# would know other digits than the gradient's tiles, which have a tanh, and steps of 2^29 nats would overflow.
+# Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
+# higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
 
 
@@ -154,19 +147,19 @@ def gemm_fold(
     kept: Kept | None = None,  # written for all N tokens, in tiles of TILE_VOCAB
     over_parts: Callable[[Fold], Fold] | None = None,  # to the fold of a vocabulary of which the weight is a part
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of hidden @ weight.T, of tokens and, where they are asked for, of tiles; where `devices.applies`."""
+    """Statistics of hidden @ weight.T of tokens, and with `with_tiles` of tiles, where `devices.applies`."""
     assert over_parts is None or not with_tiles
     n, vocab = hidden.shape[0], weight.shape[0]
     bytes_per_token = 4 * (2 + entropy + len(extras)) * triton.cdiv(vocab, TILE_VOCAB)
     step = max(STATISTICS_BYTES // bytes_per_token // TILE_TOKENS, 1) * TILE_TOKENS
-    # A target is written by the tile that has it, which in a part of the vocabulary may be none.
+    # The tile that holds the target writes its logit. A shard of the vocabulary may hold no such tile.
     target = (torch.empty if over_parts is None else torch.zeros)(n, dtype=torch.float32, device=hidden.device)
 
     def finished(state: Fold) -> TokenStatistics:
         return (state if over_parts is None else over_parts(state)).finish(with_target=kept is not None)
 
     if with_tiles or n <= step:
-        # Without slices, and without memory that it does not write itself: the device waits for the product.
+        # No slices, and no memory to fill: the device waits for this product.
         tiles = _fold_tiles(hidden, weight, bias, targets, transform, target, kept, entropy=entropy, extras=extras)
         state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
         merge(tiles, state)
@@ -195,7 +188,7 @@ def _fold_tiles(
     entropy: bool,
     extras: Collection[str],
 ) -> Fold:
-    """The fold of each vocabulary tile by itself, (tiles, n), of n tokens; the target alone is of all of them."""
+    """The fold of each vocabulary tile by itself, (tiles, n); the targets' logits are (n,)."""
     n, vocab = hidden.shape[0], weight.shape[0]
     family = family_of(hidden.device)
     tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
@@ -241,11 +234,9 @@ def gemm_grad(
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    per_alignment = ALIGNMENT_BYTES // hidden.element_size()
-    width = -(-vocab // per_alignment) * per_alignment
-    out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
+    out = empty_rows(n, vocab, hidden.dtype, hidden.device)
     programs, family = device_programs(hidden.device), family_of(hidden.device)
-    # With either, the whole tile needs more registers than there are; without, halves are no faster.
+    # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     parts = max(family.parts, 2 if halved else 1)
     with on(hidden.device):
@@ -274,5 +265,5 @@ def gemm_grad(
 
 @cache
 def device_programs(device: torch.device) -> int:
-    """One for each multiprocessor; the interpreter, on CPU, runs them in turn."""
+    """One program for each multiprocessor; two on CPU, where the interpreter runs them in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,20 +1,20 @@
-"""Products and sums of matrices that take low-precision numbers and keep their float32 accumulators."""
+"""Matrix products and sums of 16-bit numbers that return their float32 accumulators."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-# Rows that `column_sums` adds at a time. Of many more PyTorch splits each column over thread blocks on CUDA, and takes
-# up to 512 bytes of memory for each of them: 140 MiB on an H200, as much as the tile of the gradient that is summed.
+# Rows that `column_sums` adds at a time. PyTorch on CUDA splits longer columns over thread blocks, with up to 512 bytes
+# for each column and block: 140 MiB on an H200, as much as the tile of the gradient that is summed.
 SUMMED_ROWS = 256
-# Before 2.10, addmm with an out_dtype takes no float32 to add to.
+# addmm with an out_dtype accepts a float32 input from torch 2.10 on.
 ADDS_TO_FLOAT32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """The context in which products take their factors as they are."""
-    # Switching off what is off takes the host as long as a launch.
+    """The context in which products take their factors in their own dtype."""
+    # The autocast context costs as much host time as a launch, even if autocast is off.
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 

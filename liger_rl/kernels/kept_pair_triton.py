@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels import divergence
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, on
+from liger_rl.kernels.devices import empty_rows, on
 from liger_rl.kernels.divergence import Measure, MixtureSums, PairGradients
 from liger_rl.kernels.pair_tiles import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.softmax import (
@@ -50,10 +50,8 @@ class KeptPair(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
-        per_alignment = ALIGNMENT_BYTES // torch.float16.itemsize
-        width = -(-vocab // per_alignment) * per_alignment
-        # Apart, because the gradient that takes the place of the one outlives the other.
-        larger, gaps = (torch.empty(n, width, dtype=torch.float16, device=device)[:, :vocab] for _ in range(2))
+        # Two tensors, because the gradient that takes the place of one outlives the other.
+        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
         return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
 

@@ -1,8 +1,7 @@
-"""How products read and write their matrices: with the tensor memory accelerator, or with pointers.
+"""Matrices of products, read and written with the tensor memory accelerator (TMA) or with pointers.
 
-A kernel is given a TMA descriptor or rows, and does not know which: `load`, `store` and `product` take either. What
-lies past the last row or column is read as zeros with a descriptor. With pointers columns are zeros and rows are the
-last row again, which only reaches results that are masked.
+`load`, `store` and `product` take a TMA descriptor or `Rows`. A descriptor gives zeros past the last row and column.
+Pointers give zeros past the last column, and past the last row the last row again, for results that are masked.
 """
 
 from typing import NamedTuple
@@ -12,21 +11,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes, a multiple of which every row takes
+GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes; a row takes a multiple of it
 
 
 class Rows(NamedTuple):
-    """A matrix with contiguous columns, for pointers. No tile of it has a column past the last."""
+    """A matrix with contiguous columns, for pointers. No tile reaches past its last column."""
 
     start: Tensor
-    stride: int  # between two rows, in groups of GROUP: the compiler then knows what it is a multiple of
+    stride: int  # between two rows, in units of GROUP, so that the compiler knows a divisor
     rows: int
 
 
 class RaggedRows(NamedTuple):
-    """The same where the last tiles have such columns, which are masked GROUP at a time.
+    """`Rows` whose last tiles reach past the last column. Such columns are masked GROUP at a time.
 
-    Not a column count that may be None: no function of Triton 3.6 tells a tuple with None from a descriptor.
+    It is a type of its own, because Triton 3.6 cannot tell a tuple that holds None from a descriptor.
     """
 
     start: Tensor
@@ -38,7 +37,7 @@ class RaggedRows(NamedTuple):
 def matrix(
     values: Tensor, rows: int, columns: int, *, tma: bool, parts: int = 1
 ) -> TensorDescriptor | Rows | RaggedRows:
-    """What a kernel that reads or writes tiles of (rows, columns) of `values`, in so many parts, is given."""
+    """`values` as an argument of a kernel that reads or writes tiles of (rows, columns), each in so many parts."""
     if tma:
         return TensorDescriptor.from_tensor(values, [rows, columns // parts])
     whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
@@ -54,7 +53,7 @@ def _row_starts(matrix, row, ROWS: tl.constexpr):
 
 @triton.jit
 def _inside(column, matrix):
-    """-> which columns the matrix has, as many alike as one instruction reads or writes."""
+    """-> which columns are in the matrix, the same for all columns of a GROUP."""
     return column // GROUP < tl.cdiv(matrix.columns, GROUP)
 
 
@@ -70,7 +69,7 @@ def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """-> the tile (ROWS, COLUMNS) that starts there."""
+    """-> the tile (ROWS, COLUMNS) that starts at (row, column)."""
     if isinstance(matrix, tl.core.tensor_descriptor_base):
         return matrix.load([row, column])
     else:
@@ -79,14 +78,14 @@ def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_picked(matrix, row, column, COLUMNS: tl.constexpr):
-    """-> (rows, COLUMNS) of rows from anywhere; the matrix is for pointers."""
+    """-> (rows, COLUMNS) of the rows `row`, in any order; the matrix is for pointers."""
     starts = (matrix.start + row.to(tl.int64) * matrix.stride * GROUP)[:, None]
     return _from_rows(starts, matrix, column, COLUMNS)
 
 
 @triton.jit
 def store(matrix, row, column, values):
-    """The part of a tile that the matrix has."""
+    """Write the part of a tile that lies in the matrix."""
     if isinstance(matrix, tl.core.tensor_descriptor_base):
         matrix.store([row, column], values.to(matrix.dtype))
     else:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.kernels.devices import ALIGNMENT_BYTES, family_of, on
+from liger_rl.kernels.devices import WARPS, empty_rows, family_of, on
 from liger_rl.kernels.divergence import TILE_VOCAB, Measure, PairFold, PairGradients, Tile, TileSums
-from liger_rl.kernels.epilogue import TILE_TOKENS, WARPS, device_programs, tile_logits
+from liger_rl.kernels.epilogue import TILE_TOKENS, device_programs, tile_logits
 from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.kept_pair_triton import KeptPair, grad_kept_pair, sum_kept
 from liger_rl.kernels.matrix_triton import GROUP, matrix
@@ -59,11 +59,11 @@ class Parts(NamedTuple):
         empty = PairFold.start(0, device, measure, entropy=entropy, targets=targets)
         tiles = -(-vocab // PRODUCT_VOCAB)
         names = [name for name, part in empty._asdict().items() if part is not None and "target" not in name]
-        # Of memory of their own: Triton compiles a kernel anew for each pattern of aligned and other addresses.
+        # Separate tensors: Triton compiles a kernel anew for each pattern of aligned and other addresses.
         made = [torch.empty(tiles, n, dtype=torch.float32, device=device) for _ in range(len(names) + 3 * squares)]
         fold = PairFold._make((empty._asdict() | dict(zip(names, made, strict=False))).values())
         if targets:
-            # Written by the tile that has them, which in a part of the vocabulary may be none.
+            # The tile that holds the target writes its logits. A shard of the vocabulary may hold no such tile.
             target, teacher_target = (torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2))
             fold = fold._replace(target=target, teacher_target=teacher_target)
         return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
@@ -324,9 +324,7 @@ def fold_pair(
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.pairs_apply_to` says so."""
     hidden, n, vocab = student.factors.hidden, student.targets.numel(), student.factors.weight.shape[0]
-    per_alignment = ALIGNMENT_BYTES // hidden.element_size()
-    width = -(-vocab // per_alignment) * per_alignment
-    out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)[:, :vocab]
+    out = empty_rows(n, vocab, hidden.dtype, hidden.device)
     _launch(student, teacher, measure, (None, None), Written(out), tokens.contiguous())
     return out
 

@@ -1,16 +1,16 @@
-"""What a forward keeps of the logits so that their gradient needs no second product, in plain PyTorch.
+"""Exponentials of the logits, which a forward keeps so that the gradient needs no second product, in plain PyTorch.
 
-Kept are exp(z - peak), with z the transformed logits, and in float32 the peaks: the largest z of every few vocabulary
-entries. The probability of an entry is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so beside
-bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding. As multiples of 1 / KEPT_ONE
-they use all of its exponents, and what underflows is under 2^-39 of the largest one beside it. They are as wide as the
-gradient that takes their place.
+A forward keeps exp(z - peak), with z the transformed logits, and in float32 the peak of each tile of vocabulary
+entries. The probability of an entry is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1]. With bfloat16
+factors they are float16: two bytes as well, and an eighth of the rounding. Multiplied by KEPT_ONE they use all
+exponents of float16, and an exponential that underflows is under 2^-39 of the tile's largest. The gradient takes their
+memory.
 
-Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of
-a value, 2^-11 in float16, z is off by u, and dz/dx = 1 - (z temperature / softcap)^2 is off by at most
-2 u temperature / softcap. For softcap >= temperature, which one pass asks for, this adds less to the gradient's error
-than rounding it to bfloat16 does, unless all ids with a high probability are within 1% of the cap. The largest logit
-of a tile has the value KEPT_ONE, and its z is exact. So is the target's, which the fold gives.
+Under a softcap the gradient also needs z, the logarithm of a kept value plus the peak. The rounding u of a value is
+2^-11 in float16. Then z is off by u, and dz/dx = 1 - (z temperature / softcap)^2 by at most
+2 u temperature / softcap. One pass needs softcap >= temperature, so this error is smaller than that of rounding the
+gradient to bfloat16, unless all likely ids are within 1% of the cap. The z of a tile's largest logit is exact, and so
+is the target's, which the fold gives.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_rl.kernels import eager
+from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.statistics import KEPT_ONE, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
-
-ALIGNMENT_BYTES = 16  # of the rows' starts, for the tensor memory accelerator
 
 
 class Kept(NamedTuple):
@@ -35,8 +34,7 @@ class Kept(NamedTuple):
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "Kept":
         dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
-        width = -(-vocab * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
-        values = torch.empty(n, width, dtype=dtype, device=device)[:, :vocab]
+        values = empty_rows(n, vocab, dtype, device)
         return cls(values, torch.empty(-(-vocab // tile_vocab), n, dtype=torch.float32, device=device), tile_vocab)
 
     @staticmethod
@@ -69,9 +67,9 @@ def keep(
 
 
 def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
-    """(n,) float32, dL/dlogits at the targets, from the forward's statistics, their own logits among them.
+    """(n,) float32 dL/dlogits at the targets, from the forward's statistics, which include the targets' logits.
 
-    A target's exponential may have underflowed. Its gradient is not small then, as that of any other id is.
+    The exponential of a target may have underflowed, and its gradient is large then.
     """
     grad = eager.target_gradient(tokens, statistics.logps)
     if transform.softcap is not None:
@@ -82,20 +80,20 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
 def grad_kept(
     kept: Kept,
-    rows: Tensor | None,  # (n,) of the kept tokens those whose gradient is wanted; None is all of them
+    rows: Tensor | None,  # (n,) positions of the tokens with a gradient among the kept ones; None is all
     first: int,  # vocabulary id of the first column of `out`; begins a tile
     targets: Tensor,  # (n,)
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each; `at_target` is not read
     at_target: Tensor,  # (n,) as `grad_at_targets` gives it
-    out: Tensor,  # (n, v) any float dtype; without `rows` it may have the memory of the same columns of the values
+    out: Tensor,  # (n, v) any float dtype; without `rows` it may be the memory of the same columns of the values
 ) -> None:
     values, peaks = kept.from_column(first)
     values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
     exp, peaks = values.float() / KEPT_ONE, peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
-    # Where a value underflowed any finite logarithm will do: the probability beside it is 0.
+    # Any finite logarithm does where a value underflowed, because the probability is 0 there.
     log_exp = exp.log().clamp_(min=eager.LOWEST_LOG_PROBABILITY)
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
@@ -107,5 +105,5 @@ def grad_kept(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, a () float32 tensor; a factor of 1 costs a GPU no pass over the values."""
+    """values *= factor, a () float32 tensor. With a factor of 1 a GPU does not read the values."""
     values.mul_(factor)

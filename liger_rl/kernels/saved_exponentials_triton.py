@@ -1,6 +1,6 @@
-"""What a forward keeps of the logits, and their gradient from it, as Triton kernels; see `saved_exponentials`.
+"""Triton kernels of `saved_exponentials`.
 
-Rows go on grid axis 0, which is not limited to 65535 as the others are, and row offsets are int64.
+Rows are on grid axis 0, the only one that is not limited to 65535. Row offsets are int64.
 """
 
 import triton
@@ -28,7 +28,7 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 4096 entries and 8 warps they took 279 and 626.
 BLOCK, WARPS = 1024, 1
 SCALE_BLOCK, SCALE_WARPS = 8192, 8
-SCALE_PROGRAMS = 2048  # at most: most factors are 1, which each program has to read
+SCALE_PROGRAMS = 2048  # at most: each program reads the factor, which is 1 as a rule
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def _grad_kept_kernel(
     peak = tl.load(peaks + tile.to(tl.int64) * peak_stride + source, mask=known, other=LOWEST)
     lse = tl.load(tokens.lse + row)
     g, e, entropy = token_terms(tokens, row, True)
-    # Where a value underflowed any finite logarithm will do: the probability beside it is 0. Not compiled where neither
-    # an entropy nor a softcap reads it.
+    # Any finite logarithm does where a value underflowed, because the probability is 0 there. The compiler drops it if
+    # neither an entropy nor a softcap reads it.
     log_exp = tl.maximum(rough_log(exp), LOWEST_LOG_PROBABILITY)
     p = exp * tl.exp(peak - lse)[:, None]
     log_p = log_exp + (peak - lse)[:, None]

@@ -1,25 +1,24 @@
-"""Which tokens count, and their rows back to where they belong, in plain PyTorch."""
+"""Selection of the tokens that count, and scatter of their rows into those of all tokens, in plain PyTorch."""
 
 import torch
 from torch import Tensor
 
-ROWS = 2048  # scattered at a time, so that the converted copy stays small beside the float32 rows
+ROWS = 2048  # scattered at a time, so that their converted copy stays small
 
 
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Positions of the wanted ones of the tokens that count: those with a mask other than 0 and a target that is not
-    negative.
+    """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
 
     Args:
         targets: (B, T) or (N,) integer ids.
         mask: shaped like targets, or None; its values should be 0 or 1.
-        vocab: ids at or above it are counted apart.
-        wanted: shaped like targets or (B, 1), other than 0 where a token is wanted; None wants all.
+        vocab: number of ids; larger targets are counted as outside.
+        wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
 
     Returns:
-        (N,) int64 whose first n entries are the flat positions, ascending, and (4,) int64: n, how many targets of
-        tokens that count, wanted or not, are outside the vocabulary, the largest of these, 0 for none, and how many
-        values of the mask are neither 0 nor 1.
+        (N,) int64, whose first n entries are the flat positions, ascending, and (4,) int64: n; the number of tokens
+        that count with a target outside the vocabulary; the largest of these targets, or 0; the number of mask values
+        other than 0 and 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)

@@ -1,7 +1,7 @@
-"""Which tokens count, and their rows back to where they belong, as one Triton kernel each.
+"""Selection and scatter of `selection`, as one Triton kernel each.
 
-Selecting in PyTorch takes a dozen launches, which the first product would wait for. Scattering reads and writes each
-row once, and rounds on the way.
+Selection in PyTorch takes a dozen launches, and the first product waits for them. The scatter reads and writes each row
+once, and rounds it on the way.
 """
 
 import torch
@@ -15,10 +15,10 @@ BLOCK, WARPS = 4096, 8
 SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
 
 
-# Lengths differ from batch to batch, and nothing here is faster for knowing what divides them.
+# Lengths differ from batch to batch, and their divisors make nothing faster here.
 @triton.jit(do_not_specialize=["tokens", "each"])
 def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
-    # One program, because the place of a token depends on all before it; 2^18 tokens are 64 steps.
+    # One program, because a token's place depends on all tokens before it. 2^18 tokens are 64 steps.
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
     improper = tl.zeros((), tl.int64)

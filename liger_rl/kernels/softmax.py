@@ -104,7 +104,7 @@ def cap_left(x, gain):
 
 @triton.jit
 def _magnitude(x):
-    """|x| as part of what reads it: of tl.abs a product makes two instructions."""
+    """|x|, which PTX fuses into its reader. A product of tl.abs takes two instructions."""
     if PORTABLE:
         return tl.abs(x)
     return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -112,7 +112,7 @@ def _magnitude(x):
 
 @triton.jit
 def _copysign(magnitude, sign):
-    """In one instruction, where a choice takes two."""
+    """-> `magnitude` with the sign of `sign`, in one instruction; tl.where takes two."""
     if PORTABLE:
         return tl.where(sign < 0, -magnitude, magnitude)
     return tl.inline_asm_elementwise(
@@ -141,9 +141,9 @@ def transformed(x, steps):
 
 @triton.jit
 def cooled(z, steps):
-    """-> z / temperature, which is not 1."""
-    # As good as a quotient, for two instructions. The rounded reciprocal alone would be a slightly different
-    # temperature for every logit, which adds up to more.
+    """-> z / temperature, for a temperature other than 1."""
+    # Two instructions, as exact as a quotient. The rounded reciprocal alone is a slightly different temperature, and
+    # its error adds up over the logits.
     return tl.fma(z, steps.inverse, z * steps.inverse_rest)
 
 
@@ -157,7 +157,7 @@ def times_derivative(grad, square, steps):
 
 @triton.jit
 def times_slope(grad, steps):
-    """-> dL/dx of dL/dz that is already times what of dz/dx depends on x."""
+    """-> dL/dx of a dL/dz that already includes the factor of dz/dx that depends on x."""
     return grad if steps.slope is None else grad * steps.slope
 
 
@@ -180,7 +180,7 @@ def moment_around(new_peak, peak, kept, total, moment):
 
 @triton.jit
 def folded(z, peak, total, moment, sum_sq, MOMENT: tl.constexpr, SUM_SQ: tl.constexpr):
-    """-> a row's running peak, sum of exponentials, moment and sum of squares with one block z (N,) more."""
+    """-> a row's running peak, sum of exponentials, moment and sum of squares after one more block z (N,)."""
     new_peak = tl.maximum(peak, tl.max(z))
     kept = tl.exp(peak - new_peak)
     shifted = z - new_peak

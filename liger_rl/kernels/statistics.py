@@ -1,4 +1,4 @@
-"""What is known of a token's softmax: while tiles of the vocabulary are folded in, and afterwards."""
+"""Records of a token's softmax: the running sums of a fold, the finished statistics, and the gradients."""
 
 import math
 from collections.abc import Callable, Collection
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a fold gives on demand besides log-probability and entropy, none of it with a gradient.
+# Further results of a fold on demand, without a gradient.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -25,7 +25,7 @@ class TokenStatistics(NamedTuple):
     topk_ids: Tensor | None = None  # (n, K) int64, their ids of the whole vocabulary
 
     def first(self, count: int) -> "TokenStatistics":
-        """Of the first so many tokens."""
+        """The statistics of the first `count` tokens."""
         return TokenStatistics._make(None if part is None else part[:count] for part in self)
 
     def mean_logits(self, vocab: int) -> Tensor | None:
@@ -63,7 +63,7 @@ class Fold(NamedTuple):
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
-        """Memory for all but the target, (..., n) each, where a kernel writes it as a whole."""
+        """Memory of `shape` for all fields except the target, for a kernel that writes all of it."""
 
         def part() -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=target.device)
@@ -79,11 +79,11 @@ class Fold(NamedTuple):
         )
 
     def take(self, rows: slice) -> "Fold":
-        """Views, so that what a kernel writes to them is written here."""
+        """Views of some tokens, for a kernel to write to."""
         return Fold._make(None if values is None else values[rows] for values in self)
 
     def over_ranks(self, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]) -> "Fold":
-        """The fold of a vocabulary whose parts are on several ranks, on each of them: one maximum, one sum over ranks.
+        """The fold of a sharded vocabulary, the same on each rank: one maximum and one sum over ranks.
 
         A rank without the target has 0 for it, so the sum over ranks is the logit itself, to the last bit.
         """
@@ -117,8 +117,8 @@ class Fold(NamedTuple):
 
 # Sides of a tile of a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
-KEPT_ONE = 2.0**15  # what `saved_exponentials` keeps of 1: the largest power of two in float16
-# Tokens that say how a tile's entries share what is left out of it.
+KEPT_ONE = 2.0**15  # factor on the exponentials of `saved_exponentials`: the largest power of two in float16
+# Sampled tokens, whose probabilities spread a tile's dropped gradient over its entries.
 SAMPLES = 64
 
 
@@ -131,7 +131,7 @@ class TileStatistics(NamedTuple):
 
 
 class PartBounds(NamedTuple):
-    """How large each token's dL/dz is in each tile, in units of the token's own: what leaving parts out unseen needs.
+    """Bounds of each token's dL/dz in each tile, in units of the token's own, from which the kept parts are chosen.
 
     The constant part of dz/dx is left out of all bounds.
     """
@@ -140,7 +140,7 @@ class PartBounds(NamedTuple):
     rest: Tensor  # (tiles, n) float32, sum over a tile
     least: Tensor  # (n,) float32, lower bound of the sum of squares over the vocabulary, the target with it
     unit: Tensor  # (n,) float32, 0 without a gradient
-    size: Tensor  # (n,) float64, the rests without their signs, added up; 0 without a gradient, or if not finite
+    size: Tensor  # (n,) float64, sum of |rest|; 0 without a gradient, or if not finite
     at_target: Tensor | None  # (n,) float32, dL/dx at the target, not in units; None where parts include targets
 
     @classmethod
@@ -153,7 +153,7 @@ class PartBounds(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """How a tile's vocabulary entries share what tokens leave out of it."""
+    """The shares of a tile's vocabulary entries in the gradient that tokens drop there."""
 
     entries: Tensor  # (padded tiles * width,) float32, adding up to 1 over a tile; 0 past the vocabulary
     squares: Tensor  # (padded tiles,) float32, sums of their squares
@@ -165,7 +165,7 @@ class Tail(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """What the gradient of a tile of logits needs of each token, float32.
+    """The numbers of each token that the gradient of a tile of logits needs, float32.
 
     Without an entropy's gradient dL/dz_v is at_target at the target, and -grad_logps p_v elsewhere.
     """
@@ -187,7 +187,7 @@ class TokenGradients(NamedTuple):
         return cls(statistics.lse, grad_logps, at_target, entropy, grad_entropy)
 
     def with_lse(self, grad_lse: Tensor, logps: Tensor) -> "TokenGradients":
-        """With dL/dlse (n,) too, whose part of dL/dz_v is dL/dlse p_v."""
+        """With dL/dlse (n,) added, which adds dL/dlse p_v to dL/dz_v."""
         if logps.dim() == 2:  # of several targets lse is minus the log-probability of one more, whose logit is always 0
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
         wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
@@ -200,7 +200,7 @@ class TokenGradients(NamedTuple):
         return TokenGradients._make(None if part is None else part[rows] for part in self)
 
     def silenced(self, live: Tensor) -> "TokenGradients":
-        """Zero gradients where the mask is False, whatever finite logits their rows have."""
+        """Zero gradients where the mask is False, for any finite logits of these rows."""
 
         def silent(part: Tensor) -> Tensor:
             return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, 0.0)

@@ -24,23 +24,21 @@ from liger_rl.kernels.softmax import (
 
 KEPT_ONE = tl.constexpr(statistics.KEPT_ONE)
 LAST_COLUMN = tl.constexpr(2**30)  # behind those of any tile
-# Rows of hidden states that stay in the cache while all of the vocabulary goes by. On one H200, whose cache has 50 MB,
-# of 4, 8, 16 and 32 MB these had the fastest folds at H = 4096, and 8 and 16 MB at H = 2048: 2% less than 8 tiles of
-# 128 tokens whatever their size, as long as the clock is bound by power, which memory takes too.
+# Hidden states that stay in the cache while the whole vocabulary goes by. On an H200 (a cache of 50 MB) 16 MB gave
+# the fastest fold of 4, 8, 16 and 32 MB at H = 4096, and 8 and 16 MB at H = 2048. A fixed 8 tiles took 2% more time.
 TOGETHER_BYTES = tl.constexpr(16 << 20)
 
 
 @triton.jit
 def tokens_together(token_tiles, tile_numbers):
-    """-> how many token tiles, of so many 16-bit numbers, share what is loaded of the vocabulary: as evenly many each
-    time as goes."""
+    """-> how many token tiles, of so many 16-bit numbers each, share a weight tile in the cache: near-equal groups."""
     most = max(TOGETHER_BYTES // 2 // tile_numbers, 1)
     return tl.cdiv(token_tiles, tl.cdiv(token_tiles, most))
 
 
 @triton.jit
 def tile_place(tile, token_tiles, vocab_tiles, together):
-    """-> (token tile, vocabulary tile) in an order in which neighbours share what they load, see `tokens_together`."""
+    """-> (token tile, vocabulary tile). Neighbours share weight tiles, see `tokens_together`."""
     group_tiles = together * vocab_tiles
     first = (tile // group_tiles) * together
     size = min(token_tiles - first, together)
@@ -49,9 +47,9 @@ def tile_place(tile, token_tiles, vocab_tiles, together):
 
 @triton.jit
 def column_of(targets, token, live, first):
-    """-> the column of a token's target, counted from id `first`, in 32 bits; -1 for every target before it.
+    """-> the column of a token's target, counted from id `first`, in 32 bits; -1 for every smaller target.
 
-    Ids have 64 bits, in which each of a tile's comparisons with its columns would take two instructions.
+    With the ids' 64 bits each comparison with a column would take two instructions.
     """
     target = tl.load(targets + token, mask=live, other=-1) - first
     return tl.minimum(tl.maximum(target, -1), LAST_COLUMN).to(tl.int32)
@@ -61,7 +59,7 @@ def column_of(targets, token, live, first):
 def tile_gradient(logits, token, live, column, targets, first, tokens, steps):
     """-> dL/dlogits of one tile in float32; rows of tokens that are not live and columns past the last id are noise.
 
-    `column` counts the tile's from 0, and `first` is the id of that one.
+    `column` counts from 0, and `first` is the id of column 0.
     """
     z, square = transformed(logits, steps)
     log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
@@ -86,7 +84,7 @@ def halves(tile):
 
 @triton.jit
 def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
-    """-> the columns of one of 1, 2, 4 or 8 parts of a tile, which lie in registers of their own."""
+    """-> the columns of one of 1, 2, 4 or 8 parts of a tile. Each part has registers of its own."""
     if PARTS > 1:
         left, right = halves(tile)
         tile = right if PART >= PARTS // 2 else left
@@ -101,9 +99,9 @@ def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def at_column(tile, column, HALVINGS: tl.constexpr):
-    """-> (M,) what a tile (M, N) has at `column` (M,), anything where that is not one of its own; N a power of two.
+    """-> (M,) the numbers of a tile (M, N) at `column` (M,), anything outside of [0, N); N is a power of two.
 
-    Halves are chosen between as long as both are on the same threads, which AMD's never are.
+    It chooses between halves as long as both are on the same threads. On AMD they never are.
     """
     for _level in tl.static_range(0 if PORTABLE else HALVINGS):
         left, right = halves(tile)
@@ -115,7 +113,7 @@ def at_column(tile, column, HALVINGS: tl.constexpr):
 @triton.jit
 def fold_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32
-    token,  # (TILE_TOKENS,) of these
+    token,  # (TILE_TOKENS,) indices of the tokens
     target,  # (TILE_TOKENS,) column of each token's target, see `column_of`
     first_token, vocab_tile, tokens, vocab,
     tiles,  # `Fold` of each vocabulary tile, (vocabulary tiles, tokens), but the target's logits (tokens,)
@@ -136,7 +134,7 @@ def fold_tile(
         z, _ = transformed(logits, steps)
         tl.store(tiles.sum_logits + place, tl.sum(z if WHOLE else tl.where(inside, z, 0.0), 1), mask=live)
     full = 0.0
-    # For each vocabulary entry a number that says how large its logit is: what it leaves of the cap, or z itself.
+    # `level` is cap - z in units of the cap, or z itself.
     if LEVELLED:
         full = steps.cap
         if steps.inverse is not None:
@@ -153,7 +151,7 @@ def fold_tile(
         # The lowest finite number where every id is banned: -inf minus -inf is NaN.
         peak = tl.maximum(tl.max(level, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
-    # Where registers are short, before the exponentials, whose logits then need not be kept.
+    # If registers are short, the target comes before the exponentials, so that these may overwrite the logits.
     FIRST: tl.constexpr = PARTS > 1 or PORTABLE
     if FIRST:
         _fold_target(level, token, target, column, live, place, tiles, full, LEVELLED, PARTS)
@@ -189,7 +187,7 @@ def _fold_target(
     level, token, target, column, live, place, tiles, full, LEVELLED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The target's logit, and the largest before it."""
-    # Products before Hopper's have 32 of 256 columns on all threads.
+    # Before Hopper a product spreads 32 of 256 columns over the threads.
     target_z = at_column(level, target, 5 if PARTS == 1 else 3)
     if LEVELLED:
         target_z = _under_cap(target_z, full)
@@ -205,5 +203,5 @@ def _fold_target(
 
 @triton.jit
 def _under_cap(left, full):
-    """-> z, from what it leaves of the cap."""
+    """-> z, from the fraction of the cap that it leaves."""
     return tl.fma(-left, full, full)

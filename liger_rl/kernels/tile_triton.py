@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 2
 
 @triton.jit
 def _target(targets, mask, token, inside, first, columns):
-    """-> column of the token's target, and whether it counts: it is one of the columns, and the mask has it."""
+    """-> column of the token's target, and whether it counts: it is in the tile, and the mask is nonzero."""
     column = tl.load(targets + token, mask=inside, other=-1).to(tl.int64) - first
     counts = (column >= 0) & (column < columns)
     if mask is not None:
@@ -34,7 +34,7 @@ def _target(targets, mask, token, inside, first, columns):
 
 @triton.jit
 def loaded(logits, bias, column, inside):
-    """-> x = logits + bias in float32, 0 outside the tile; all are inside if that is None."""
+    """-> x = logits + bias in float32, 0 where `inside` is false; `inside` may be None."""
     x = tl.load(logits + column, mask=inside, other=None if inside is None else 0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + column, mask=inside, other=None if inside is None else 0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def _fold_block(
     logits, bias, column, inside, target, steps, temperature, peak, total, moment, sum_sq, sum_logits, rival,
     MOMENT: tl.constexpr, SUM_SQ: tl.constexpr, SUM_LOGITS: tl.constexpr, RIVAL: tl.constexpr,
 ):  # fmt: skip
-    """-> the running numbers of a `Fold` but the target with one block more."""
+    """-> the running numbers of a `Fold`, without the target, after one more block."""
     z, _ = transformed(loaded(logits, bias, column, inside), steps)
     if steps.temperatures is not None:
         z /= temperature
@@ -249,7 +249,7 @@ def fold_rows(
 
 
 class GivenRows(NamedTuple):
-    """What rows of given logits have and a tile has not."""
+    """Arguments of the gradient kernel that only given logits have."""
 
     mask: Tensor | None = None
     logps: Tensor | None = None
