@@ -6,7 +6,12 @@ An engine is a module with
     forward(head, options) -> statistics, saved                of the tokens that count; None for a Saved of nothing
     backward(head, options, statistics, saved, tokens, needs)  -> Gradients
 
-and both run without autocast and autograd, with the weight whole. One whose backward reads other `tokens` than
+and both run without autocast and autograd, with the weight whole. An engine of `choose.ENGINES` also has
+
+    lacks(shape)                                               what it would need; None if it takes the call
+    workspace(shape)                                           bytes apart from inputs, results and gradients, at most
+
+One whose backward reads other `tokens` than
 `TokenGradients.of` makes has a `tokens_of` in its place.
 """
 
