@@ -40,7 +40,9 @@ class SamplerCorrection:
     ratio_max: float | None = 3.0
 
     def __post_init__(self) -> None:
-        check_options(self, level=LEVELS, mode=MODES, ratio_min="[0, inf)", ratio_max="(0, inf]")
+        check_options(self, level=LEVELS, mode=MODES, ratio_min="[0, inf)")
+        if self.ratio_max is not None:
+            check_options(self, ratio_max="(0, inf]")
         low, high = self._bounds
         if not low < high:
             raise ValueError(f"ratio_min must be under ratio_max = {high}, got {low}")

@@ -130,7 +130,7 @@ def test_agrees_with_an_independent_triton_kernel(device):
         ("ref_per_token_logps", {"ref_per_token_logps": None}),
         ("temperature", {"temperature": 0.0}),
         ("epsilon", {"epsilon": 0.2}),
-        ("reduction.*reduce what it returns", {"reduction": TokenMean()}),
+        ("reduction.*reduce its result", {"reduction": TokenMean()}),
         ("no option per_token", {"per_token": False}),
         ("entropy_coef", {"entropy_coef": 0.1}),
         ("clip_indicator", {"clip_indicator": ["active"]}),
