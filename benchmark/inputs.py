@@ -101,7 +101,8 @@ def _tailed(case: Case, device: str, generator: torch.Generator) -> tuple[Tensor
     """As `_synthetic`, from CURVES. Ids are drawn from the softmax of the rounded hidden states and weight.
 
     A row of the weight has norm 1. Noise of deviation s in a hidden state gives normal logits of this deviation. Eight
-    rows of the weight are added to it, so that their logits are those of the curve above the log-sum-exp of all others. A softcap changes the curve.
+    rows of the weight are added to it, so that their logits are those of the curve above the log-sum-exp of all
+    others. A softcap changes the curve.
     """
     dtype, rows, width = getattr(torch, case.dtype), case.rows, case.hidden_size
     weight = torch.empty(case.vocab, width, dtype=dtype, device=device)
