@@ -24,9 +24,9 @@ DENSE = "dense"
 
 # How sure the policy is of the tokens of a batch, from a token's logit above those of its rivals.
 MIXED = "mixed"  # evenly from not at all to twice the log of the number of rivals
-SURE = "sure"  # p > 0.99 at SURE_SHARE of the tokens, the rest below
+TAILED = "tailed"  # as a published model's: the likeliest ids and the spread of the others, in `inputs.CURVES`
+SURE = "sure"  # of committed rows alone: a synthetic policy whose other logits were standard normal
 FLAT = "flat"  # logits of random hidden states, where every vocabulary entry has a share
-SURE_SHARE = 0.8
 
 STEP = "step"  # forward and backward of the loss
 LOGPS = "logps"  # log-probabilities without a gradient, as of the old and the reference policy
@@ -51,7 +51,7 @@ class Case:
         softcap: of the logits, None for uncapped.
         idle_share: share of the sequences whose advantage is 0.
         beta: of the k3 penalty, 0.0 for none.
-        peaks: MIXED, SURE or FLAT; says nothing where there is a policy.
+        peaks: MIXED, TAILED or FLAT; says nothing where there is a policy.
         policy: folder written by `benchmark.real_policy` that hidden states, weight and tokens come from.
         temperature: one of the policy's, which its tokens were drawn at.
         frozen: the head has no gradient.
@@ -167,8 +167,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-# 42% padding, a quarter of the sequences without a signal, no penalty, a policy that is sure of most tokens.
-RL_BATCH: dict[str, Any] = {"groups": (RL,), "mask_share": 0.42, "idle_share": 0.25, "beta": 0.0, "peaks": SURE}
+# 42% padding, a quarter of the sequences without a signal, no penalty, the probabilities of a published model.
+RL_BATCH: dict[str, Any] = {"groups": (RL,), "mask_share": 0.42, "idle_share": 0.25, "beta": 0.0, "peaks": TAILED}
 # What is measured unless other cases are named: every token counts, and a batch as RL makes it.
 DEFAULT_CASES = {"cpu": (DENSE, RL), "cuda": (LLAMA, f"rl-{LLAMA}")}
 

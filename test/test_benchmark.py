@@ -19,8 +19,7 @@ from benchmark.cases import (
     MIXED,
     RL,
     STEP,
-    SURE,
-    SURE_SHARE,
+    TAILED,
     TOKENS,
     VOCABULARY,
     Case,
@@ -29,7 +28,7 @@ from benchmark.cases import (
 )
 from benchmark.environment import RESULTS, ROOT, output_directory
 from benchmark.errors import measure_errors
-from benchmark.inputs import make_inputs
+from benchmark.inputs import CURVES, make_inputs
 from benchmark.measure import Bench
 from benchmark.merge import differences, merged
 from benchmark.peers import peer
@@ -37,7 +36,7 @@ from benchmark.table import markdown
 from benchmark.worker import Job, OutOfTime, Workers
 
 DENSE = Case(name="dense", batch=4, tokens=12, hidden_size=32, vocab=200, dtype="float32")
-BATCH = replace(DENSE, name="rl", mask_share=0.42, idle_share=0.25, beta=0.0, peaks=SURE)
+BATCH = replace(DENSE, name="rl", mask_share=0.42, idle_share=0.25, beta=0.0, peaks=TAILED)
 
 
 def test_cases_of_the_presets_have_names_of_their_own_and_variants_that_exist():
@@ -60,10 +59,19 @@ def test_cases_of_the_presets_have_names_of_their_own_and_variants_that_exist():
     ]  # fmt: skip
 
 
-def test_a_sure_policy_is_sure_of_the_share_that_is_claimed():
-    case = Case(name="sure", batch=8, tokens=256, hidden_size=256, vocab=2000, dtype="bfloat16", peaks=SURE)
-    sure = make_inputs(case, "cpu").current_logps.exp() > 0.99
-    assert sure.float().mean().item() == pytest.approx(SURE_SHARE, abs=0.03)
+def test_a_tailed_policy_has_the_curves_that_are_claimed():
+    case = Case(name="tailed", batch=8, tokens=64, hidden_size=1024, vocab=8000, dtype="float32", peaks=TAILED)
+    inputs = make_inputs(case, "cpu")
+    assert inputs.current_entropy.mean().item() == pytest.approx(1.2, abs=0.35)
+    log_p = (inputs.hidden.flatten(0, 1) @ inputs.weight.T).log_softmax(-1).detach().sort(-1, descending=True).values
+    first = torch.tensor(CURVES)[:, 0].exp().mean()
+    assert log_p[:, 0].exp().mean().item() == pytest.approx(first.item(), abs=0.05)
+    # With standard normal logits the upper half would have a sixth of what the likeliest ids leave.
+    assert log_p[:, 4000:].exp().sum(1).mean() < 1e-4
+    # The ids are drawn from the distribution.
+    surprise = -inputs.current_logps
+    noise = surprise.std() / math.sqrt(surprise.numel())
+    assert abs(surprise.mean() - inputs.current_entropy.mean()) < 4 * noise
     assert make_inputs(replace(case, peaks=MIXED), "cpu").current_logps.exp().gt(0.99).float().mean() < 0.6
     assert make_inputs(replace(case, peaks=FLAT), "cpu").current_entropy.min() > math.log(case.vocab) - 1
 
@@ -109,16 +117,17 @@ def test_gold_in_pieces_is_the_gradient_of_the_whole_loss(case, monkeypatch):
 def test_a_floor_in_pieces_is_the_whole_products(entries, tile, monkeypatch):
     monkeypatch.setattr(floor, "MIN_ENTRIES", entries)
     monkeypatch.setitem(floor.TILE_BYTES, "cpu", 4 * tile)
-    inputs = make_inputs(BATCH, "cpu")
-    products = floor.Products(BATCH, inputs, "cpu", gradients=True)
+    case = replace(BATCH, peaks=MIXED)
+    inputs = make_inputs(case, "cpu")
+    products = floor.Products(case, inputs, "cpu", gradients=True)
     assert products.tile.numel() <= max(tile, entries)
     products()
     hidden, weight = inputs.hidden[inputs.mask], inputs.weight
     logits = hidden @ weight.T
     torch.testing.assert_close(products.grad_hidden, logits @ weight, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(products.grad_weight, logits.T @ hidden, rtol=1e-5, atol=1e-4)
-    assert floor.Products(replace(BATCH, frozen=True), inputs, "cpu", gradients=True).grad_weight is None
-    assert floor.Products(BATCH, inputs, "cpu", gradients=False).grad_hidden is None
+    assert floor.Products(replace(case, frozen=True), inputs, "cpu", gradients=True).grad_weight is None
+    assert floor.Products(case, inputs, "cpu", gradients=False).grad_hidden is None
 
 
 @pytest.mark.parametrize("variant", variants.VARIANTS)

@@ -46,6 +46,7 @@ def test_tables_of_numbers_are_those_of_the_results():
             "row-losses-nvidia-h200",
             "nvidia-h200",
             "nvidia-h200-policy",
+            "pretrained-cpu",
             "cpu",
             "tolerance-runs-nvidia-h200",
             "train-real-runs-nvidia-h200",
