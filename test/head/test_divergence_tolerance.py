@@ -5,24 +5,18 @@ It runs whole where there is no GPU, too, in Triton's interpreter; there, withou
 """
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
+from tolerances import DEVICE, LOW, PAIR_VOCAB, TILE, Pair, distance, interpret_pairs, pair, recorded_plans
 from torch import Tensor
 
 from devices import NEEDS_GPU
-from head_calls import run_triton
 from host_reads import host_reads
 from liger_rl import LogitTransform, LowRank, linear_divergence
-from liger_rl.head.engines import divergence as engine
 from liger_rl.head.engines import lists
-from liger_rl.kernels import divergence
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
-TILE = 1024 if DEVICE.type == "cuda" else 256  # the interpreter takes its time
-VOCAB, PADDING = 5 * TILE + 104, 40
+PADDING = 40
 KINDS = {
     "forward": {"kind": "forward_kl"},
     "reverse": {"kind": "reverse_kl"},
@@ -33,60 +27,8 @@ SOME_KINDS = ["forward", "reverse", "jsd 0.5", *(pytest.param(k, marks=NEEDS_GPU
 
 @pytest.fixture
 def plans(monkeypatch):
-    """What each backward with a tolerance keeps. A few tiles make a vocabulary of which most are kept."""
-    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
-    monkeypatch.setattr(lists, "most_ids", lambda vocab: vocab)
-    if DEVICE.type == "cpu":
-        run_triton(monkeypatch, epilogue=True)
-        from liger_rl.kernels import (
-            divergence_triton,
-            pair_epilogue,
-            sparse_pair_triton,
-            sparse_triton,
-            support,
-            support_triton,
-        )
-
-        for module in (divergence, engine, divergence_triton, pair_epilogue, sparse_pair_triton):
-            monkeypatch.setattr(module, "TILE_VOCAB", TILE)
-        monkeypatch.setattr(divergence_triton, "BLOCK", TILE)
-        monkeypatch.setattr(sparse_triton, "SAMPLES", 8)
-        # The sums have tests of their own; interpreted, they take a hundred times as long as all else here.
-        monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
-    found, plan_parts = [], lists.plan_parts
-    monkeypatch.setattr(lists, "plan_parts", lambda *given: found.append(plan_parts(*given)) or found[-1])
-    return found
-
-
-class Pair(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-    teacher_hidden: Tensor
-    teacher_weight: Tensor
-    grad: Tensor  # dL/d divergence
-
-    def gradients(self, of_logps: Tensor | None = None, **options) -> tuple[Tensor, ...]:
-        """With `of_logps` (N,) targets have log-probabilities with that gradient."""
-        leaves = [part.detach().requires_grad_() for part in self[:3]]
-        found = linear_divergence(*leaves[:2], *self[3:5], bias=leaves[2], **options)
-        loss = (found.divergence * self.grad).sum()
-        return torch.autograd.grad(loss if of_logps is None else loss + (found.logps * of_logps).sum(), leaves)
-
-
-def pair(dtype=LOW, tokens=40, sizes=(48, 64), device=DEVICE) -> Pair:
-    """Peaked at a few entries, most of them of the first tile; the teacher is near."""
-    weight = torch.randn(VOCAB, sizes[0]) / sizes[0] ** 0.5
-    targets = (torch.rand(tokens) ** 4 * VOCAB).long()
-    hidden = torch.randn(tokens, sizes[0]) + 30.0 * torch.rand(tokens, 1) * weight[targets]
-    mixed = torch.nn.init.orthogonal_(torch.empty(sizes[1], sizes[0]))
-    teacher_hidden = (hidden + 0.2 * torch.randn_like(hidden)) @ mixed.T
-    parts = (hidden, weight, 0.1 * torch.randn(VOCAB), teacher_hidden, weight @ mixed.T)
-    return Pair(*(part.to(device, dtype) for part in parts), torch.randn(tokens).to(device))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    interpret_pairs(monkeypatch)
+    return recorded_plans(monkeypatch)
 
 
 # --- the certificate --------------------------------------------------------------------------------------------------
@@ -161,20 +103,22 @@ def test_the_certificate(kind, with_logps, plans):
     Some logits are so large that float32 knows few digits of them. With log-probabilities, as in the gradient of a
     policy with a penalty, there are banned ids, padding and a temperature, too.
     """
-    heads = [torch.cat(parts) for parts in zip(*(make(2 * torch.randn(OF_EACH, VOCAB)) for make in PAIRS), strict=True)]
+    heads = [
+        torch.cat(parts) for parts in zip(*(make(2 * torch.randn(OF_EACH, PAIR_VOCAB)) for make in PAIRS), strict=True)
+    ]
     n, shift = len(heads[0]), torch.tensor([[2000.0, -1000.0]])
     columns = -(-(n + 1) // 8) * 8
     hidden = [torch.eye(n, columns) for _ in heads]
     weights = [torch.nn.functional.pad(part.T, (0, columns - n)).to(LOW) for part in heads]
     for own, weight, far_off in zip(hidden, weights, shift[0], strict=True):
         own[1::OF_EACH, n], weight[:, n] = far_off, 1.0
-    bias, options, vocab = torch.zeros(VOCAB), dict(KINDS[kind]), VOCAB
+    bias, options, vocab = torch.zeros(PAIR_VOCAB), dict(KINDS[kind]), PAIR_VOCAB
     grad = torch.randn(n) * torch.logspace(0, -2, n)[torch.randperm(n)]
     grad[5], of_logps = 0.0, None
     z, t = (own.double() @ weight.double().T for own, weight in zip(hidden, weights, strict=True))
-    allowed = torch.ones(VOCAB, dtype=torch.bool)
+    allowed = torch.ones(PAIR_VOCAB, dtype=torch.bool)
     if with_logps:
-        vocab = VOCAB - PADDING
+        vocab = PAIR_VOCAB - PADDING
         for weight in weights:
             weight[vocab:] = 40.0
         allowed[2 * TILE - 20 : 3 * TILE], allowed[vocab:], bias[~allowed] = False, False, -torch.inf
@@ -190,10 +134,10 @@ def test_the_certificate(kind, with_logps, plans):
         }
         z, t = 2.0 * z, 2.0 * t
         options["teacher_bias"] = bias.to(DEVICE)
-    exact = torch.zeros(n, VOCAB, dtype=torch.float64)
+    exact = torch.zeros(n, PAIR_VOCAB, dtype=torch.float64)
     exact[:, allowed] = in_float64(z[:, allowed], t[:, allowed], grad, **KINDS[kind])
     if with_logps:
-        own = torch.nn.functional.one_hot(targets, VOCAB) - z.where(allowed, -torch.inf).softmax(-1)
+        own = torch.nn.functional.one_hot(targets, PAIR_VOCAB) - z.where(allowed, -torch.inf).softmax(-1)
         exact = 2.0 * (exact + of_logps[:, None] * own)
         of_logps = of_logps.to(DEVICE)
     given = (hidden[0].to(LOW), weights[0], bias, hidden[1].to(LOW), weights[1], grad)
@@ -210,17 +154,6 @@ def test_the_certificate(kind, with_logps, plans):
         assert (errors(tolerance) <= tolerance * exact.norm(dim=1) + rounding).all()
     assert len(plans) == len(tolerances)
     assert plans[-1].share < min(plans[0].share, 0.9)
-
-
-@NEEDS_GPU  # float16 has no such numbers
-@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e25])
-def test_gradients_whose_squares_leave_float32(size, plans):
-    """The tolerance is relative: a tiny loss keeps its gradient, a huge one too."""
-    given = pair()
-    exact, found = (given._replace(grad=given.grad * size).gradients(grad_tolerance=each) for each in (0.0, 1e-2))
-    assert plans[0].share < 1.0
-    for mine, other in zip(found, exact, strict=True):
-        assert distance(mine / size, other / size) <= 0.04 + 1.2 * torch.finfo(LOW).eps
 
 
 # --- the gradients ----------------------------------------------------------------------------------------------------
@@ -256,18 +189,6 @@ def test_what_is_left_out_adds_up(plans):
     assert distance(found, exact) <= 1.2 * distance(plain, plain_exact) + 1.5 * torch.finfo(LOW).eps
 
 
-def test_frozen_inputs(plans):
-    given = pair(tokens=16)
-    everything = given.gradients(grad_tolerance=1e-1)
-    for frozen in range(3):
-        leaves = [part.detach().requires_grad_(i != frozen) for i, part in enumerate(given[:3])]
-        found = linear_divergence(*leaves[:2], *given[3:5], bias=leaves[2], grad_tolerance=1e-1).divergence
-        rest = torch.autograd.grad((found * given.grad).sum(), [leaf for leaf in leaves if leaf.requires_grad])
-        expected = [part for i, part in enumerate(everything) if i != frozen]
-        assert all(torch.equal(mine, other) for mine, other in zip(rest, expected, strict=True)), frozen
-    assert len(plans) == 4
-
-
 @pytest.mark.parametrize("heads", ["flat", "equal", "long lists"])
 def test_where_much_is_kept_the_gradient_is_exact(heads, plans, monkeypatch):
     """To the last bit. The gradient of equal heads is rounding, of which nothing can be promised but itself."""
@@ -285,44 +206,6 @@ def test_where_much_is_kept_the_gradient_is_exact(heads, plans, monkeypatch):
     found, exact = (given.gradients(grad_tolerance=tolerance) for tolerance in (1e-2, 0.0))
     assert plans[0].pays == (heads == "long lists")
     assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))
-
-
-@pytest.mark.parametrize("dead", ["both", "all", *(pytest.param(k, marks=NEEDS_GPU) for k in ("mask", "gradient"))])
-def test_tokens_that_do_not_count(dead, plans):
-    """They take part in nothing: NaN among them stays where it is."""
-    given = pair()
-    masked, zero = (torch.arange(40, device=DEVICE) % step == 1 for step in (3, 5))
-    if dead == "all":
-        masked, zero = torch.zeros_like(masked), torch.ones_like(zero)
-    masked, zero = (part & (dead in ("all", "both", name)) for name, part in (("mask", masked), ("gradient", zero)))
-    given.grad[zero] = 0.0
-    found, exact = (given.gradients(mask=~masked, grad_tolerance=tolerance) for tolerance in (1e-1, 0.0))
-    given.hidden[masked | zero] = math.nan
-    given.teacher_hidden[masked] = math.inf
-    again = given.gradients(mask=~masked, grad_tolerance=1e-1)
-    for mine, other, same in zip(found, exact, again, strict=True):
-        assert torch.equal(mine, same)
-        assert not mine.any() if dead == "all" else distance(mine, other) <= 0.3
-    assert plans[0].wanted == (~(masked | zero)).sum()
-    assert not found[0][masked | zero].any()
-
-
-def test_nan_is_not_left_out(plans):
-    given = pair(tokens=16)
-    given.grad[3] = math.nan
-    found = given.gradients(grad_tolerance=0.5)
-    assert plans[0].share < 0.7
-    assert found[0][3].isnan().all()
-    assert not found[0][4].isnan().any()
-    assert found[1].isnan().all()
-
-
-def test_no_token(plans):
-    for found in (
-        pair(tokens=16).gradients(mask=torch.zeros(16, device=DEVICE), grad_tolerance=0.1),
-        pair(tokens=0).gradients(grad_tolerance=0.1),
-    ):
-        assert all((part == 0).all() for part in found)
 
 
 def test_two_backwards_of_one_forward(plans):
@@ -351,7 +234,7 @@ def test_without_a_certificate_the_gradient_is_exact(case, plans):
     if case == "softcap":
         more = {"transform": LogitTransform(softcap=5.0)}
     if case == "low rank":
-        a, b = (torch.ones(shape, device=DEVICE, dtype=LOW) for shape in ((1, 48), (VOCAB, 1)))
+        a, b = (torch.ones(shape, device=DEVICE, dtype=LOW) for shape in ((1, 48), (PAIR_VOCAB, 1)))
         more = {"low_rank": [LowRank(a=a, b=b, scaling=0.1)]}
     if case == "entropy":
         more, of = {"entropy": True}, "entropy"
@@ -365,14 +248,3 @@ def test_without_a_certificate_the_gradient_is_exact(case, plans):
 
     assert all(torch.equal(mine, other) for mine, other in zip(gradients(0.3), gradients(0.0), strict=True))
     assert not plans
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["reverse", "jsd 0.5"])
-def test_without_an_epilogue_the_gradient_is_exact(dtype, kind, monkeypatch):
-    """To the last bit, and no sums are made for bounds: on CPU a tolerance changes nothing."""
-    given = pair(dtype, tokens=16, device=torch.device("cpu"))
-    exact = given.gradients(**KINDS[kind])
-    monkeypatch.setattr(divergence.TileSums, "unwritten", None)
-    found = given.gradients(**KINDS[kind], grad_tolerance=0.5)
-    assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))

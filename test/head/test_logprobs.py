@@ -1,6 +1,6 @@
-"""linear_logprobs: as exact as promised, and what it promises beside its numbers.
+"""linear_logprobs: as exact as promised, and the arguments that it refuses.
 
-Values and gradients of the options in all their combinations are the fuzzer's.
+Options in all their combinations are the fuzzer's, properties test_properties.py's.
 """
 
 import math
@@ -81,12 +81,6 @@ def test_large_logits_stay_finite_and_at_most_zero(magnitude, chunk_vocab, devic
         assert (result.entropy >= 0).all()
 
 
-# --- a head that is whole only now and then ---------------------------------------------------------------------------
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
 # --- what costs nothing -----------------------------------------------------------------------------------------------
 
 PRODUCT = 2 * 8 * 50  # of one token
@@ -120,9 +114,6 @@ def test_default_tiles_hold_no_full_logits():
     assert products.largest() <= 2000 * 6000 / 4
 
 
-# --- autograd ---------------------------------------------------------------------------------------------------------
-
-
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 NAN = math.nan
@@ -142,7 +133,7 @@ BAD_ARGUMENTS = [
     ("weight", ValueError, {"weight": torch.zeros(129, 17)}),
     ("weight", ValueError, {"weight": torch.zeros(0, 16)}),
     ("weight", TypeError, {"weight": torch.zeros(129, 16, dtype=torch.float64)}),
-    ("weight", TypeError, {"weight": torch.zeros(129, 16, dtype=torch.bfloat16)}),
+    ("autocast", TypeError, {"weight": torch.zeros(129, 16, dtype=torch.bfloat16)}),
     ("weight", ValueError, {"weight": torch.zeros(129, 16, device="meta")}),
     ("bias", ValueError, {"bias": torch.zeros(128)}),
     ("bias", ValueError, {"bias": torch.zeros(129, 1)}),

@@ -1,6 +1,6 @@
 """A head with low-rank terms against the full logits of the merged weight in float64.
 
-That nothing under the mask matters, and a batch without a live token, are in test_logprobs.py.
+Properties such as masks and frozen inputs: test_properties.py.
 """
 
 import math

@@ -10,69 +10,29 @@ import sys
 
 import pytest
 import torch
+from tolerances import DEVICE, LOW, TOKENS, VOCAB, batch, distance, gradients, interpret, recorded_plans
 
 import oracles
 from devices import NEEDS_GPU
-from head_calls import run_triton
 from liger_rl import LogitTransform, linear_logprobs, plan_linear_logprobs
 from liger_rl.head.checks import auto_tolerance
 from liger_rl.head.engines import lists, sparse
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
-TOKENS, VOCAB = (700, 3000) if DEVICE.type == "cuda" else (32, 800)  # the interpreter takes its time
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=4.0, scale=1.5)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """On CPU, 16-bit calls run as on a GPU whose products have an epilogue, of one token or more.
-
-    A vocabulary of a few tiles is one of which most are kept.
-    """
-    monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
-    if DEVICE.type == "cpu":
-        from liger_rl.kernels import support, support_triton
-
-        run_triton(monkeypatch, epilogue=True)
-        # The sums have tests of their own; interpreted, they take a hundred times as long as all else here.
-        monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
+    interpret(monkeypatch)
 
 
 @pytest.fixture
 def plans(interpreted, monkeypatch):
-    """What each backward with a tolerance keeps."""
-    found, plan_parts = [], lists.plan_parts
-    monkeypatch.setattr(lists, "plan_parts", lambda *given: found.append(plan_parts(*given)) or found[-1])
-    return found
+    return recorded_plans(monkeypatch)
 
 
 SPARSE = pytest.mark.usefixtures("interpreted")
-
-
-def batch(kind, tokens=TOKENS, hidden_size=64, vocab=VOCAB, dtype=LOW):
-    """Leaves and the gradient of a loss: a policy that is sure of most tokens, or of none."""
-    weight = torch.randn(vocab, hidden_size) * hidden_size**-0.5
-    targets = (torch.rand(tokens) ** 4 * vocab).long()
-    hidden = torch.randn(tokens, hidden_size)
-    if kind == "sure":
-        hidden += 30.0 * torch.rand(tokens, 1) * weight[targets]
-    leaves = [leaf.to(DEVICE, dtype).requires_grad_() for leaf in (hidden, weight, torch.randn(vocab) * 0.1)]
-    return leaves, targets.to(DEVICE), torch.randn(tokens, device=DEVICE)
-
-
-def gradients(leaves, targets, grad, *, grad_tolerance=0.0, **kwargs):
-    hidden, weight, bias = leaves
-    found = linear_logprobs(hidden, weight, targets, bias=bias, grad_tolerance=grad_tolerance, **kwargs)
-    loss = (found.logps * grad).sum()
-    if found.entropy is not None:
-        loss = loss + 0.1 * (found.entropy * grad.roll(1)).sum()
-    return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
-
-
-def distance(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @SPARSE
@@ -189,53 +149,6 @@ def test_no_tile_is_kept_without_a_backward(monkeypatch):
     linear_logprobs(*(leaf.detach() for leaf in leaves[:2]), targets, grad_tolerance=0.1)
 
 
-@SPARSE
-def test_frozen_inputs():
-    leaves, targets, grad = batch("sure")
-    everything = gradients(leaves, targets, grad, grad_tolerance=1e-2)
-    for frozen in range(3):
-        for place, leaf in enumerate(leaves):
-            leaf.requires_grad_(place != frozen)
-        rest = gradients(leaves, targets, grad, grad_tolerance=1e-2)
-        expected = [part for place, part in enumerate(everything) if place != frozen]
-        assert all(torch.equal(a, b) for a, b in zip(rest, expected, strict=True)), frozen
-
-
-@SPARSE
-@pytest.mark.parametrize("dead", ["mask", "gradient", "both", "all"])
-def test_tokens_that_do_not_count(dead):
-    """Masked tokens and those with a zero gradient take part in nothing, and NaN among them stays where it is."""
-    leaves, targets, grad = batch("sure")
-    masked, zero = torch.rand(2, targets.numel(), device=DEVICE) < 0.3
-    if dead == "all":
-        masked, zero = torch.zeros_like(masked), torch.ones_like(zero)
-    masked, zero = (chosen & (dead in ("all", "both", name)) for name, chosen in (("mask", masked), ("gradient", zero)))
-    with torch.no_grad():
-        leaves[0][masked] = torch.nan
-    grad = grad.masked_fill(zero, 0.0)
-    mask = ~masked
-    found = gradients(leaves, targets, grad, mask=mask, grad_tolerance=1e-2)
-    exact = gradients(leaves, targets, grad, mask=mask)
-    for mine, other in zip(found, exact, strict=True):
-        assert mine.isfinite().all()
-        if dead == "all":
-            assert not mine.any()
-        else:
-            assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(LOW).eps
-    assert not found[0][masked | zero].any()
-
-
-@SPARSE
-@pytest.mark.parametrize("tokens", [0, TOKENS])
-def test_no_token_counts(tokens):
-    """Gradients of zero, not an error: a micro-batch may hold masked tokens alone, or none."""
-    leaves, targets, grad = batch("sure", tokens=tokens)
-    mask = torch.zeros_like(targets)
-    found = gradients(leaves, targets, grad, mask=mask, entropy=True, grad_tolerance=0.1)
-    for mine, leaf in zip(found, leaves, strict=True):
-        assert torch.equal(mine, torch.zeros_like(leaf))
-
-
 @pytest.mark.parametrize("value", [torch.nan, 1e9])
 def test_what_tokens_without_a_gradient_hold_does_no_harm(value, plans):
     """Not even numbers so large that their bounds overflow."""
@@ -280,26 +193,6 @@ def test_a_banned_target_does_not_keep_every_part(banned, plans):
         assert distance(mine, other) <= 0.2
 
 
-@SPARSE
-def test_nan_gradient_is_not_left_out():
-    leaves, targets, grad = batch("sure")
-    grad[3] = torch.nan
-    found = gradients(leaves, targets, grad, grad_tolerance=0.5)
-    assert found[0][3].isnan().all()
-    assert found[1].isnan().all()
-
-
-@NEEDS_GPU  # float16 has no such numbers
-@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e25])
-def test_gradients_whose_squares_leave_float32(size):
-    """The tolerance is relative: a tiny loss keeps its gradient, a huge one too."""
-    leaves, targets, grad = batch("sure")
-    exact = gradients(leaves, targets, grad * size)
-    found = gradients(leaves, targets, grad * size, grad_tolerance=1e-2)
-    for mine, other in zip(found, exact, strict=True):
-        assert distance(mine, other) <= 0.04 + 1.2 * torch.finfo(LOW).eps
-
-
 def test_two_backwards_of_one_forward(plans):
     """Lists are each one's own; without a gradient of the hidden states they are made, too."""
     leaves, targets, grad = batch("sure")
@@ -312,15 +205,6 @@ def test_two_backwards_of_one_forward(plans):
     leaves[0].requires_grad_(False)
     gradients(leaves, targets, grad, grad_tolerance=1e-2)
     assert len(plans) == 3
-
-
-@SPARSE
-def test_a_named_chunk_keeps_the_backward_exact():
-    # Tiles in memory take the interpreter a while.
-    leaves, targets, grad = batch("sure", tokens=TOKENS if DEVICE.type == "cuda" else 40)
-    expected = gradients(leaves, targets, grad, chunk_vocab=512)
-    found = gradients(leaves, targets, grad, chunk_vocab=512, grad_tolerance=0.5)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("transform", "entropy"), [(PLAIN, False), (PLAIN, True), (CAPPED, True)])
