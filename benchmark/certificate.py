@@ -1,7 +1,7 @@
 """The lists of ids that a tolerance keeps, in plain PyTorch: how long they are, and how far off the gradients then are.
 
-The rule is the one of `liger_rl/head/engines/sparse.py`. docs/design.md states it under "Lists of ids". It runs on any
-device and in any shape. The loss is the sum of a_i logp_i with normal a_i. Logits and products are float32, and no
+The rule is the one of `liger_rl/engines/sparse/certified.py`. docs/design.md states it under "Lists of ids". It runs on
+any device and in any shape. The loss is the sum of a_i logp_i with normal a_i. Logits and products are float32, and no
 result is rounded to 16 bits. Everything else is float64. Listed entries are float16 numbers, as in the engine.
 """
 

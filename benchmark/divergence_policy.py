@@ -25,7 +25,7 @@ from benchmark.environment import describe
 from benchmark.pairs import GOLD_TOKENS, Heads
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import linear_divergence
-from liger_rl.head.engines import lists
+from liger_rl.engines.sparse import lists
 
 PREFIX = "divergence-policy-"
 TEMPERATURES = (1.0, 0.6)

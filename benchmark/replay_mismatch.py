@@ -137,7 +137,7 @@ def advantages_of(rewards: Tensor, group: int) -> Tensor:
 def run(model: Any, tokenizer: Any, held_out: Tensor, plan: Plan, *, replays: bool) -> list[dict[str, Any]]:
     """GRPO from the model's weights; -> for each step what was measured before its update, and after the last one."""
     from benchmark.real_policy import windows
-    from liger_rl.integrations.policy_step import policy_step
+    from liger_rl.step.policy_step import policy_step
 
     device = model.device.type
     generator = torch.Generator(device).manual_seed(plan.seed)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.environment import RESULTS, ROOT, read_results
-from liger_rl.head.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYTES
+from liger_rl.engines.tiles import CHUNK_ALIGNMENT, MAX_CHUNK_TOKENS, WORKSPACE_BYTES
 
 PAGE = ROOT / "docs" / "distributed.md"
 DEVICE, CASE = "nvidia-h200", "llama-3-8b"

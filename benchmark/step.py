@@ -45,7 +45,7 @@ from benchmark.memory import PeakMemory
 from benchmark.merge import differences
 from benchmark.table import Columns, Row, environment_line, markdown_table, number
 from benchmark.timing import once_ms
-from liger_rl.head.engines import lists
+from liger_rl.engines.sparse import lists
 
 if TYPE_CHECKING:  # it imports TRL, which the tables do not need
     from benchmark.step_runs import Batch, Runner

@@ -24,9 +24,9 @@ from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from benchmark import real_policy
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step, policy_steps
 from liger_rl.integrations.transformers import swap_lm_head
 from liger_rl.integrations.trl import patched_trl
+from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step, policy_steps
 
 SEED = 0
 GROUP = 8  # completions of a prompt

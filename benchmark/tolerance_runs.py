@@ -46,7 +46,7 @@ from benchmark.environment import (
 from benchmark.replay_mismatch import advantages_of
 from benchmark.table import Columns, environment_line, markdown_table, number
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.head.engines import lists
+from liger_rl.engines.sparse import lists
 
 PREFIX = "tolerance-runs-"
 
@@ -188,8 +188,8 @@ def run(start: Start, seed: int, way: Way) -> tuple[dict[str, Any], Tensor]:
     """-> the curves, and what was added to the weights."""
     base, tokenizer, held_out, plan, reward = start
     from benchmark.real_policy import windows
-    from liger_rl.integrations.policy_step import completion_logps, policy_step
     from liger_rl.integrations.transformers import swap_lm_head
+    from liger_rl.step.policy_step import completion_logps, policy_step
 
     model = swap_lm_head(copy.deepcopy(base))
     trainer, device = Trainer(model, plan), model.device

@@ -25,8 +25,8 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from liger_rl import FusedLinearGRPOLoss, LogitTransform, linear_divergence
-from liger_rl.integrations.policy_step import completion_logps, policy_step
 from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.step.policy_step import completion_logps, policy_step
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -23,8 +23,8 @@ from train_grpo import encode, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from liger_rl import FusedLinearGRPOLoss
-from liger_rl.integrations.policy_step import policy_steps
 from liger_rl.integrations.transformers import swap_lm_head
+from liger_rl.step.policy_step import policy_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

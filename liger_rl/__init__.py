@@ -1,20 +1,20 @@
 """liger_rl: per-token log-probabilities and policy losses straight from hidden states, without the logits."""
 
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import HeadOptions
+from liger_rl.call.support import Support
 from liger_rl.distributed import VocabParallel, merge_over, sum_over
 from liger_rl.divergence import Divergence, linear_divergence
+from liger_rl.engines.plan import LinearPlan, plan_linear_logprobs
 from liger_rl.from_logits import PerTokenLoss, grpo_loss_from_logits
 from liger_rl.grpo import FusedLinearGRPOLoss
-from liger_rl.head.engines.choose import LinearPlan, plan_linear_logprobs
-from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import HeadOptions
-from liger_rl.head.support import Support
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import LogProbs, linear_logprobs, logits_logprobs
-from liger_rl.policy.batch import AlignedBatch, PolicyBatch
-from liger_rl.policy.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
-from liger_rl.policy.loss import PolicyLoss, ppo_loss_fn
-from liger_rl.policy.metrics import Metric, reduce_metrics
-from liger_rl.policy.objectives import (
+from liger_rl.losses.batch import AlignedBatch, PolicyBatch
+from liger_rl.losses.corrections import OffPolicySequenceMask, SamplerCorrection, TopEntropyMask
+from liger_rl.losses.loss import PolicyLoss, ppo_loss_fn
+from liger_rl.losses.metrics import Metric, reduce_metrics
+from liger_rl.losses.objectives import (
     CISPO,
     DPPO,
     DPPOKL,
@@ -28,9 +28,9 @@ from liger_rl.policy.objectives import (
     Reinforce,
     TokenLoss,
 )
-from liger_rl.policy.penalties import EntropyBonus, KLPenalty
-from liger_rl.policy.presets import PRESETS
-from liger_rl.policy.reductions import (
+from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.presets import PRESETS
+from liger_rl.losses.reductions import (
     FixedLengthMean,
     GlobalTokenMean,
     SequenceMean,
@@ -38,7 +38,7 @@ from liger_rl.policy.reductions import (
     TokenMean,
     TokenSum,
 )
-from liger_rl.policy.segments import Segments
+from liger_rl.losses.segments import Segments
 from liger_rl.reference_loss import ReferenceHead
 from liger_rl.topk import TopKDivergence, topk_divergence
 

@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import IDENTITY
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.divergence import (
+from liger_rl.engines.graphs import never_in_a_graph
+from liger_rl.engines.pair.run import (
     BETA,
     Divergence,
     DivergenceCall,
@@ -15,9 +18,6 @@ from liger_rl.head.divergence import (
     divergence_options,
     measure_of,
 )
-from liger_rl.head.graphs import never_in_a_graph
-from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import IDENTITY
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

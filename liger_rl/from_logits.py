@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_rl.given_logits import LogitRows, check_logits
-from liger_rl.head.checks import check_flag
-from liger_rl.head.graphs import never_in_a_graph
-from liger_rl.head.tokens import ask_vocabulary
+from liger_rl.call.checks import check_flag
+from liger_rl.call.tokens import ask_vocabulary
+from liger_rl.engines.given_logits import LogitRows, check_logits
+from liger_rl.engines.graphs import never_in_a_graph
 from liger_rl.kernels.transform import LogitTransform
-from liger_rl.policy import fused
-from liger_rl.policy.batch import AlignedBatch, PolicyBatch, batch_of
-from liger_rl.policy.loss import PolicyTerms, PreparedLoss
-from liger_rl.policy.objectives import TokenLoss
-from liger_rl.policy.options import one_of
-from liger_rl.policy.presets import build_per_token
+from liger_rl.losses import fused
+from liger_rl.losses.batch import AlignedBatch, PolicyBatch, batch_of
+from liger_rl.losses.loss import PolicyTerms, PreparedLoss
+from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.options import one_of
+from liger_rl.losses.presets import build_per_token
 
 
 class PerTokenLoss(NamedTuple):

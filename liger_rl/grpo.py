@@ -7,36 +7,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from liger_rl.call.checks import Passes, check_passes
+from liger_rl.call.dtensors import low_rank_tensors
+from liger_rl.call.head_call import HeadCall, shared_errors
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import HeadOptions, Tolerance, resolved
+from liger_rl.call.rules import check_left_alone
+from liger_rl.call.support import Support
+from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.call import HeadCall, shared_errors
-from liger_rl.head.checks import Passes, check_passes
-from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.engines.choose import path_for
-from liger_rl.head.engines.one_pass import chunks_of
-from liger_rl.head.engines.shape import HeadShape
-from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import HeadOptions, Tolerance, resolved
-from liger_rl.head.rules import check_left_alone
-from liger_rl.head.run import log_probs
-from liger_rl.head.support import Support
-from liger_rl.head.tokens import counted_tokens
+from liger_rl.engines.dense.one_pass import chunks_of
+from liger_rl.engines.plan import path_for
+from liger_rl.engines.run import log_probs
+from liger_rl.engines.shape import HeadShape
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.batch import AlignedBatch, BatchColumns, PolicyBatch, batch_of
+from liger_rl.losses.corrections import Correction, SamplerCorrection
+from liger_rl.losses.fused import evaluate
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.metrics import Metric, MetricsLevel
+from liger_rl.losses.objectives import Objective
+from liger_rl.losses.options import callable_instance
+from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.presets import LossParts, build_preset
+from liger_rl.losses.reductions import Reduction
 from liger_rl.one_pass_loss import (
     count_tokens,
     loss_in_one_pass,
     loss_obstacle,
     tokens_together,
 )
-from liger_rl.policy.batch import AlignedBatch, BatchColumns, PolicyBatch, batch_of
-from liger_rl.policy.corrections import Correction, SamplerCorrection
-from liger_rl.policy.fused import evaluate
-from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.policy.metrics import Metric, MetricsLevel
-from liger_rl.policy.objectives import Objective
-from liger_rl.policy.options import callable_instance
-from liger_rl.policy.penalties import EntropyBonus, KLPenalty
-from liger_rl.policy.presets import LossParts, build_preset
-from liger_rl.policy.reductions import Reduction
 from liger_rl.reference_loss import ReferenceHead, loss_with_reference
 
 if TYPE_CHECKING:

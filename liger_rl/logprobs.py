@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from liger_rl.call.checks import check_flag
+from liger_rl.call.dtensors import low_rank_tensors
+from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import IDENTITY, HeadKeywords, options_of
+from liger_rl.call.support import Support
+from liger_rl.call.tokens import ask_vocabulary
 from liger_rl.distributed import VocabParallel
-from liger_rl.given_logits import LogitRows, check_logits
-from liger_rl.head.call import HeadCall, LogProbs, shared_errors
-from liger_rl.head.checks import check_flag
-from liger_rl.head.dtensors import low_rank_tensors
-from liger_rl.head.graphs import never_in_a_graph
-from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import IDENTITY, HeadKeywords, options_of
-from liger_rl.head.run import log_probs
-from liger_rl.head.support import Support
-from liger_rl.head.tokens import ask_vocabulary
+from liger_rl.engines.given_logits import LogitRows, check_logits
+from liger_rl.engines.graphs import never_in_a_graph
+from liger_rl.engines.run import log_probs
 from liger_rl.kernels.transform import LogitTransform
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def linear_logprobs(
             of (N, K) keys with topk, one of the gradient of hidden in the backward.
             Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
             with fixed_shape. Not with grad_tolerance or batch_invariant, nor under torch.compile. The
-            mesh of a DTensor says all this by itself: `liger_rl.head.dtensors` has the rules.
+            mesh of a DTensor says all this by itself: `liger_rl.call.dtensors` has the rules.
         options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
             gather, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant.
 

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_rl.head.call import HeadCall
-from liger_rl.head.dtensors import is_dtensor
-from liger_rl.head.engines.interface import Head
-from liger_rl.head.engines.one_pass import WithGradients, one_pass
-from liger_rl.head.engines.totals import OnePassPlan
-from liger_rl.head.options import EngineOptions
-from liger_rl.head.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
-from liger_rl.policy.batch import AlignedBatch
-from liger_rl.policy.fused import evaluate, evaluate_with_slopes, slopes
-from liger_rl.policy.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
-from liger_rl.policy.segments import Segments
+from liger_rl.call.dtensors import is_dtensor
+from liger_rl.call.head_call import HeadCall
+from liger_rl.call.options import EngineOptions
+from liger_rl.call.tokens import LiveTokens, TokenSelection, counted_tokens, live_tokens
+from liger_rl.engines.dense.one_pass import WithGradients, one_pass
+from liger_rl.engines.dense.totals import OnePassPlan
+from liger_rl.engines.interface import Head
+from liger_rl.losses.batch import AlignedBatch
+from liger_rl.losses.fused import evaluate, evaluate_with_slopes, slopes
+from liger_rl.losses.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
+from liger_rl.losses.segments import Segments
 
 # Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
 SELECTED_SHARE = 0.05

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.call import shared_errors
-from liger_rl.head.divergence import (
+from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.call.head_call import shared_errors
+from liger_rl.call.options import HeadOptions
+from liger_rl.call.rules import lacks
+from liger_rl.call.tokens import counted_tokens
+from liger_rl.engines.graphs import break_graph
+from liger_rl.engines.pair.reference import PairStatistics
+from liger_rl.engines.pair.run import (
     BETA,
     DivergenceCall,
     in_one_pass,
@@ -18,18 +24,12 @@ from liger_rl.head.divergence import (
     paired,
     with_gradients,
 )
-from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
-from liger_rl.head.engines.divergence import Pair
-from liger_rl.head.graphs import break_graph
-from liger_rl.head.options import HeadOptions
-from liger_rl.head.rules import lacks
-from liger_rl.head.tokens import counted_tokens
-from liger_rl.kernels.divergence import PairStatistics
+from liger_rl.engines.pair.two_heads import Pair
 from liger_rl.kernels.transform import LogitTransform
+from liger_rl.losses.batch import PolicyBatch
+from liger_rl.losses.fused import evaluate
+from liger_rl.losses.loss import PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.one_pass_loss import gradients_by_autograd, parts_obstacle
-from liger_rl.policy.batch import PolicyBatch
-from liger_rl.policy.fused import evaluate
-from liger_rl.policy.loss import PolicyLoss, PolicyTerms, PreparedLoss
 
 
 @dataclass(frozen=True, kw_only=True)

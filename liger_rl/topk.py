@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from liger_rl.call.checks import check_device, check_floating
+from liger_rl.call.dtensors import is_dtensor, low_rank_tensors
+from liger_rl.call.head_call import HeadCall, LogProbs, shared_errors
+from liger_rl.call.low_rank import LowRank
+from liger_rl.call.options import HeadKeywords, options_of
+from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
-from liger_rl.head.call import HeadCall, LogProbs, shared_errors
-from liger_rl.head.checks import check_device, check_floating
-from liger_rl.head.dtensors import is_dtensor, low_rank_tensors
-from liger_rl.head.low_rank import LowRank
-from liger_rl.head.options import HeadKeywords, options_of
-from liger_rl.head.run import log_probs
-from liger_rl.head.tokens import counted_tokens
+from liger_rl.engines.run import log_probs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,19 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
-from liger_rl.kernels import (
-    compiled,
-    devices,
-    epilogue,
-    kept_pair_triton,
-    listing_triton,
-    pair_epilogue,
-    softmax,
-    sparse_pair_triton,
-    sparse_triton,
-    support_triton,
-)
-from liger_rl.kernels.divergence import (
+from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
+from liger_rl.engines.pair import epilogue as pair_epilogue
+from liger_rl.engines.pair import kept_triton as kept_pair_triton
+from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
@@ -47,7 +38,11 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
-from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.engines.sparse import bounds_triton as sparse_triton
+from liger_rl.engines.sparse import listing_triton, slots_triton
+from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
+from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.segments import Base, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
@@ -57,9 +52,8 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
-from liger_rl.kernels.support import Base, Segments
-from liger_rl.policy import fused_triton as policy_terms_triton
-from liger_rl.policy.loss import PolicyTerms
+from liger_rl.losses import fused_triton as policy_terms_triton
+from liger_rl.losses.loss import PolicyTerms
 
 CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -195,9 +189,9 @@ def found_ids(transform: LogitTransform, entropy: bool) -> None:
     listing_triton.order_by_id(found, V)
     out, base = ones(V, H, dtype=torch.bfloat16), Base(ones(TILES, H), tail.entries, BLOCK_VOCAB)
     by_id = Segments(torch.arange(V + 1), found.ids, by_id=True)
-    support_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
+    segments_triton.segment_sums(by_id, found.coefficients, found.tokens, hidden, out, base=base)
     by_token = Segments(torch.arange(N + 1), found.tokens)
-    support_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
+    segments_triton.segment_sums(by_token, found.coefficients, found.ids, weight, hidden, base=Base(ones(N, H)))
 
 
 def listed_ids(transform: LogitTransform, entropy: bool) -> None:
@@ -205,24 +199,24 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
     wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    given = {"part": support_triton.Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
-    slots = support_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
+    given = {"part": segments_triton.Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
+    slots = slots_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
-    factors = support_triton.Factors(hidden, weight, *factors)
+    factors = segments_triton.Factors(hidden, weight, *factors)
     temperatures = ones(N) if entropy else None
-    logits = support_triton.dots(factors, slots, transform, temperatures)
-    support_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
-    support_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
+    logits = segments_triton.dots(factors, slots, transform, temperatures)
+    slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
+    slots_triton.fold(logits, slots, targets, entropy=entropy, extras=extras)
     by_id = (slots.ids, torch.arange(logits.numel())) if entropy else None
     grads = ones(N), ones(N) if entropy else None
-    coefficients, _ = support_triton.slot_gradients(
+    coefficients, _ = slots_triton.slot_gradients(
         logits, slots, statistics(entropy), grads, transform, temperatures, by_id
     )
-    by_id = support_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
+    by_id = segments_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
-        support_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
+        segments_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
 
 
 def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:

@@ -321,7 +321,7 @@ def run_triton(monkeypatch, *, epilogue: bool = False) -> None:
     """All kernels are Triton's, on CPU in its interpreter; with `epilogue` 16-bit products of any tokens have one."""
     import pytest
 
-    from liger_rl.head import divergence
+    from liger_rl.engines.pair import run as divergence
     from liger_rl.kernels import devices
 
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -17,7 +17,7 @@ from benchmark.cases import preset
 from benchmark.inputs import make_inputs
 from head_calls import run_triton
 from liger_rl import linear_logprobs
-from liger_rl.head.engines import lists
+from liger_rl.engines.sparse import lists
 from liger_rl.integrations.transformers import swap_lm_head
 
 ENVIRONMENT = {
@@ -136,11 +136,12 @@ def test_added_ids_continue_the_power_law():
 def test_lists_are_those_of_the_engine(monkeypatch, tolerance):
     """The engine in Triton's interpreter, in float16, keeps these parts and lists these ids."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from liger_rl.kernels import listing_triton, support, support_triton
+    from liger_rl.engines.sparse import listing_triton
+    from liger_rl.kernels import segments, segments_triton
 
     monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     run_triton(monkeypatch, epilogue=True)
-    monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
+    monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
     shares, lengths = [], []
     plan_parts, order_by_id = lists.plan_parts, listing_triton.order_by_id
 

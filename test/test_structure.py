@@ -16,46 +16,35 @@ PACKAGE = Path(liger_rl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
-# Room -> what of the package it may import, as prefixes of module names. The one direction is integrations -> grpo,
-# from_logits -> logprobs, divergence, policy -> head, given_logits -> kernels.
+# Room -> what of the package it may import, as prefixes of module names: the floors of docs/design.md, and the one order
+# of engines: dense, sparse, pair.
 ALLOWED = {
     "__init__": [
-        "grpo",
-        "reference_loss",
-        "from_logits",
-        "logprobs",
-        "divergence",
-        "topk",
-        "head",
-        "policy",
-        "distributed",
-        "kernels.transform",
+        "grpo", "reference_loss", "from_logits", "logprobs", "divergence", "topk", "call", "engines", "losses",
+        "distributed", "kernels.transform",
     ],
     "integrations": [""],
+    "step": ["step", "integrations", "call", "losses", "grpo", "distributed", "kernels"],
     "grpo": [
-        "one_pass_loss",
-        "reference_loss",
-        "logprobs",
-        "head",
-        "policy",
-        "distributed",
-        "kernels.transform",
+        "one_pass_loss", "reference_loss", "logprobs", "call", "engines", "losses", "distributed", "kernels.transform",
     ],
-    "reference_loss": ["one_pass_loss", "head", "policy", "kernels"],
-    "one_pass_loss": ["logprobs", "head", "policy", "distributed", "kernels"],
-    "from_logits": ["logprobs", "given_logits", "head", "policy", "kernels.transform"],
-    "logprobs": ["head", "given_logits", "distributed", "kernels"],
-    "divergence": ["head", "distributed", "kernels.transform"],
-    "topk": ["head", "distributed"],
-    "given_logits": ["given_logits", "head", "policy", "kernels", "once"],
-    "head": ["head", "distributed", "kernels", "once"],
-    "policy": ["policy", "distributed", "kernels.devices", "kernels.softmax", "once"],
+    "reference_loss": ["one_pass_loss", "call", "engines", "losses", "kernels"],
+    "one_pass_loss": ["logprobs", "call", "engines", "losses", "distributed", "kernels"],
+    "from_logits": ["logprobs", "call", "engines", "losses", "kernels"],
+    "logprobs": ["call", "engines", "distributed", "kernels"],
+    "divergence": ["call", "engines", "distributed", "kernels.transform"],
+    "topk": ["call", "engines", "distributed"],
+    "engines": ["engines", "call", "distributed", "kernels", "once"],
+    "call": ["call", "distributed", "kernels", "once"],
+    "losses": ["losses", "distributed", "kernels.devices", "kernels.softmax", "once"],
     "kernels": ["kernels"],
     "distributed": [],
     "once": [],
-}
+}  # fmt: skip
+# An engine's folder -> the engines that it may import.
+ENGINES = {"dense": [], "sparse": ["dense"], "pair": ["dense", "sparse"]}
 # Every other room: torch alone, integrations: anything.
-OUTSIDE = {"kernels": {"torch", "triton"}, "policy": {"torch", "triton"}}
+OUTSIDE = {room: {"torch", "triton"} for room in ("kernels", "engines", "losses")}
 POLICY_WORDS = {"advantage", "advantages", "clip", "clipped", "ratio", "ratios", "reward", "rewards", "policy", "kl"}
 VOCABULARY_WORDS = {"vocab", "vocabulary", "lm_head", "chunk", "chunks"}
 
@@ -136,7 +125,25 @@ def test_import_direction(module):
         assert fits, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) != "integrations"])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("engines.") and m.count(".") > 1])
+def test_order_of_engines(module):
+    engine = module.split(".")[1]
+    for name in own_imports(MODULES[module]):
+        if name.startswith("engines.") and name.split(".")[1] in ENGINES:
+            assert name.split(".")[1] in (engine, *ENGINES[engine]), f"{module} imports {name}"
+
+
+def test_no_module_is_imported_by_a_string():
+    """Frameworks that need not be installed are; a module of the package has a name that a reader can follow."""
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith("liger_rl.kernels"), f"{module}: {node.value}"
+            if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                assert room(module) == "integrations", module
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ("integrations", "step")])
 def test_outside_imports(module):
     outside = {name.split(".")[0] for name in imports(MODULES[module])} - {"liger_rl"} - sys.stdlib_module_names
     # typing_extensions comes with torch, and is looked at by type checkers alone.
@@ -167,10 +174,10 @@ def test_no_circles_in_the_benchmark():
 
 def test_rules_see_what_they_forbid():
     """The checks above are no use if they cannot find anything."""
-    tree = ast.parse("def f():\n    from liger_rl.kernels import gemm\n    import trl.trainer\nimport liger_rl.policy")
-    assert own_imports(tree) == {"kernels.gemm", "policy"}
+    tree = ast.parse("def f():\n    from liger_rl.kernels import gemm\n    import trl.trainer\nimport liger_rl.losses")
+    assert own_imports(tree) == {"kernels.gemm", "losses"}
     assert "trl.trainer" in imports(tree)
-    assert imports(top_level(tree)) == {"liger_rl.policy"}
+    assert imports(top_level(tree)) == {"liger_rl.losses"}
     assert "clip" in words("clip_low") & words("PPOClip")
     assert "lm_head" in words("lm_head")
 
@@ -194,17 +201,17 @@ def test_importing_the_package_loads_no_other_system():
     added = done.stdout.split()
     assert "liger_rl.grpo" in added
     assert not {name.split(".")[0] for name in added} & (SYSTEMS | {"triton"})
-    unwanted = ("liger_rl.integrations", "liger_rl.kernels.tile_triton", "liger_rl.policy.fused_triton")
+    unwanted = ("liger_rl.integrations", "liger_rl.kernels.tile_triton", "liger_rl.losses.fused_triton")
     assert not [name for name in added if name.startswith(unwanted)]
 
 
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
     [
-        (("kernels", "head"), POLICY_WORDS),
-        (("policy",), VOCABULARY_WORDS),
+        (("kernels", "call", "engines"), POLICY_WORDS),
+        (("losses",), VOCABULARY_WORDS),
     ],
-    ids=["no policy word on the vocabulary side", "no vocabulary word on the policy side"],
+    ids=["no policy word on the vocabulary side", "no vocabulary word in the losses"],
 )
 def test_words(rooms, forbidden):
     trees = {module: tree for module, tree in MODULES.items() if room(module) in rooms}

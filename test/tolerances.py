@@ -11,9 +11,9 @@ from torch import Tensor
 
 from head_calls import run_triton
 from liger_rl import linear_divergence, linear_logprobs
-from liger_rl.head.engines import divergence as engine
-from liger_rl.head.engines import lists
-from liger_rl.kernels import divergence
+from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import two_heads as engine
+from liger_rl.engines.sparse import lists
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors
@@ -26,18 +26,21 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit calls of one token or more take the lists of ids. A small vocabulary is one of which most is kept."""
     monkeypatch.setattr(lists, "dense_share", lambda hidden_size: 1.0)
     if DEVICE.type == "cpu":
-        from liger_rl.kernels import support, support_triton
+        from liger_rl.kernels import segments, segments_triton
 
         run_triton(monkeypatch, epilogue=True)
         # The sums have tests of their own; interpreted, they take a hundred times as long as all else here.
-        monkeypatch.setattr(support_triton, "segment_sums", support.segment_sums)
+        monkeypatch.setattr(segments_triton, "segment_sums", segments.segment_sums)
 
 
 def interpret_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     monkeypatch.setattr(lists, "most_ids", lambda vocab: vocab)
     if DEVICE.type == "cpu":
-        from liger_rl.kernels import divergence_triton, pair_epilogue, sparse_pair_triton, sparse_triton
+        from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
+        from liger_rl.engines.pair import epilogue as pair_epilogue
+        from liger_rl.engines.pair import tiles_triton as divergence_triton
+        from liger_rl.engines.sparse import bounds_triton as sparse_triton
 
         for module in (divergence, engine, divergence_triton, pair_epilogue, sparse_pair_triton):
             monkeypatch.setattr(module, "TILE_VOCAB", TILE)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_rl.head.checks import FLOAT_DTYPES
-from liger_rl.head.dtensors import is_dtensor
-from liger_rl.head.tokens import TokenSelection
+from liger_rl.call.checks import FLOAT_DTYPES
+from liger_rl.call.dtensors import is_dtensor
+from liger_rl.call.tokens import TokenSelection
 from liger_rl.integrations.peft import Head, read_head
-from liger_rl.kernels import eager
+from liger_rl.kernels import reference
 from liger_rl.kernels.transform import LogitTransform
 
 # HuggingFace's names for what is done to the head's output; whether a model multiplies or divides is seen by trying.
@@ -344,7 +344,7 @@ def probed_transform(model: PreTrainedModel, head: Head) -> LogitTransform:
     seen = output.logits.float().cpu()
     candidates = list(_candidates(model))
     for transform in candidates:
-        expected = eager.transformed(probe, None, transform)
+        expected = reference.transformed(probe, None, transform)
         if seen.shape == (1, 2, len(PROBE_LOGITS)) and torch.allclose(seen, expected, rtol=1e-4):
             return transform
     raise ValueError(

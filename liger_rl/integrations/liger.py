@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_rl.call.checks import check_chunk
+from liger_rl.call.host_answer import HostAnswer
+from liger_rl.call.options import HeadOptions
+from liger_rl.engines.graphs import break_graph
+from liger_rl.engines.pair.run import DivergenceCall, in_one_pass_if_free, measure_of
 from liger_rl.grpo import FusedLinearGRPOLoss
-from liger_rl.head.checks import check_chunk
-from liger_rl.head.divergence import DivergenceCall, in_one_pass_if_free, measure_of
-from liger_rl.head.graphs import break_graph
-from liger_rl.head.host_answer import HostAnswer
-from liger_rl.head.options import HeadOptions
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs
-from liger_rl.policy.objectives import SAPO, VESPO
-from liger_rl.policy.options import number
-from liger_rl.policy.presets import PRESETS
-from liger_rl.policy.reductions import GlobalTokenMean
+from liger_rl.losses.objectives import SAPO, VESPO
+from liger_rl.losses.options import number
+from liger_rl.losses.presets import PRESETS
+from liger_rl.losses.reductions import GlobalTokenMean
 
 __all__ = ["LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss", "patch_liger", "patched_liger", "unpatch_liger"]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_rl.call.options import HOW
 from liger_rl.distributed import gathered_rows
-from liger_rl.head.options import HOW
 from liger_rl.integrations.patching import check_version
 from liger_rl.integrations.shards import vocab_shard
 from liger_rl.kernels.transform import LogitTransform

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_rl.head.low_rank import LowRank
+from liger_rl.call.low_rank import LowRank
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.support import Support
+from liger_rl.call.support import Support
 from liger_rl.integrations.patching import Framework, Patch
 from liger_rl.kernels.transform import LogitTransform
 from liger_rl.logprobs import linear_logprobs

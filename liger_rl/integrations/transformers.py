@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, TransformersKwargs
 
-from liger_rl.head.options import HOW
-from liger_rl.head.support import Support
+from liger_rl.call.options import HOW
+from liger_rl.call.support import Support
 from liger_rl.integrations.head import (
     asking,
     checked_head,

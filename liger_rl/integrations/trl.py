@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_rl.head.checks import check_floating
-from liger_rl.head.options import Tolerance
+from liger_rl.call.checks import check_floating
+from liger_rl.call.options import Tolerance
 from liger_rl.integrations import trl_adapters, trl_divergence
 from liger_rl.integrations.patching import LOCK, Framework, Patch
 from liger_rl.kernels.statistics import EXTRAS

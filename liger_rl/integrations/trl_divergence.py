@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from liger_rl.head.divergence import DivergenceCall, divergence_of, in_one_pass_if_free, measure_of
-from liger_rl.head.options import HeadOptions
+from liger_rl.call.options import HeadOptions
+from liger_rl.engines.pair.run import DivergenceCall, divergence_of, in_one_pass_if_free, measure_of
 from liger_rl.integrations import trl_adapters
 from liger_rl.integrations.patching import Patch
 from liger_rl.kernels.transform import LogitTransform

@@ -1,8 +1,5 @@
-"""Every kernel in Triton, under the names of `plain`."""
+"""Every kernel in Triton, under the names of `reference`."""
 
-from liger_rl.kernels.divergence_triton import fold_pair as fold_pair
-from liger_rl.kernels.divergence_triton import grad_pair as grad_pair
-from liger_rl.kernels.divergence_triton import mix_pair as mix_pair
 from liger_rl.kernels.saved_exponentials_triton import grad_kept as grad_kept
 from liger_rl.kernels.saved_exponentials_triton import keep as keep
 from liger_rl.kernels.saved_exponentials_triton import scale_ as scale_

@@ -16,15 +16,8 @@ from torch import Tensor
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
 from liger_rl.kernels.matrix_triton import matrix, product, store
 from liger_rl.kernels.merge_triton import merge
-from liger_rl.kernels.saved_exponentials import Kept
-from liger_rl.kernels.statistics import (
-    BLOCK_TOKENS,
-    BLOCK_VOCAB,
-    Fold,
-    TileStatistics,
-    TokenGradients,
-    TokenStatistics,
-)
+from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.tile_epilogues import (
     column_of,
     fold_tile,

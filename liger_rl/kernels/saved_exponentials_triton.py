@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,

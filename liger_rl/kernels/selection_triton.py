@@ -49,7 +49,7 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
 
 
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `selection.select`."""
+    """As `reference.select`."""
     tokens = targets.numel()
     positions = torch.empty(tokens, dtype=torch.int64, device=targets.device)
     numbers = torch.empty(4, dtype=torch.int64, device=targets.device)
@@ -80,7 +80,7 @@ def _scatter_kernel(rows, row_stride, index, out, out_stride, size, BLOCK: tl.co
 
 
 def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
-    """As `selection.scatter_rows`; the last dimensions must be contiguous."""
+    """As `reference.scatter_rows`; the last dimensions must be contiguous."""
     assert rows.stride(-1) == 1
     assert out.stride(-1) == 1
     n, size = rows.shape

@@ -1,11 +1,11 @@
-"""Several vocabulary entries a token, as Triton kernels without atomics; as `liger_rl.kernels.several` has them."""
+"""Several vocabulary entries a token, as Triton kernels without atomics; as `reference` has them."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_rl.kernels.devices import on
-from liger_rl.kernels.several import ID_BITS, LARGEST_ID, LEAST_KEY
+from liger_rl.kernels.reference import ID_BITS, LARGEST_ID, LEAST_KEY
 from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
@@ -55,7 +55,7 @@ def _largest_kernel(
 
 
 def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:
-    """As `several.keep_largest`; the last dimensions must be contiguous."""
+    """As `reference.keep_largest`; the last dimensions must be contiguous."""
     assert logits.stride(-1) == 1
     assert keys.is_contiguous()
     n, count = keys.shape
@@ -88,7 +88,7 @@ def _put_kernel(tile, row_stride, ids, values, first, columns, count, BLOCK: tl.
 
 
 def put(tile: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
-    """As `several.put`; the tile's last dimension must be contiguous."""
+    """As `reference.put`; the tile's last dimension must be contiguous."""
     assert tile.stride(-1) == 1
     n, count = ids.shape
     if n == 0:

@@ -1,6 +1,6 @@
 """The softmax of a tile of logits, once, as Triton functions that every kernel calls: transform, fold and gradient.
 
-The formulas are those of `liger_rl.kernels.eager`. `steps` is a call's `LogitSteps`, `tokens` its `TokenGradients`.
+The formulas are those of `liger_rl.kernels.reference`. `steps` is a call's `LogitSteps`, `tokens` its `TokenGradients`.
 Triton inlines these functions, so sharing one costs no instruction.
 
 Kernels take such a NamedTuple as one argument. A field that is None is a constant, so `steps.cap is not None` costs
@@ -198,7 +198,7 @@ def folded(z, peak, total, moment, sum_sq, MOMENT: tl.constexpr, SUM_SQ: tl.cons
 
 @triton.jit
 def _entropy_part(p, log_p, e, entropy):
-    """-> e p (log p + entropy); see `eager.entropy_term`."""
+    """-> e p (log p + entropy); see `reference.entropy_term`."""
     return e * p * (tl.maximum(log_p, LOWEST_LOG_PROBABILITY) + entropy)
 
 

@@ -1,4 +1,4 @@
-"""Records of a token's softmax: the running sums of a fold, the finished statistics, and the gradients."""
+"""What is known of a token's softmax: while tiles of the vocabulary are folded in, and afterwards."""
 
 import math
 from collections.abc import Callable, Collection

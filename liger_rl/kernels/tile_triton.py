@@ -1,7 +1,7 @@
 """Fold and gradient of rows of logits as Triton kernels: one read of the logits each, any number of columns.
 
 The rows are those of a float32 tile, a part of the vocabulary, or whole rows of given logits. The signatures and
-formulas are those of `liger_rl.kernels.eager` and `liger_rl.kernels.given_logits`. Rows go on grid axis 0, which is not
+formulas are those of `liger_rl.kernels.reference`. Rows go on grid axis 0, which is not
 limited to 65535 as the others are, and row offsets are int64, because rows times columns passes 2^31.
 """
 
@@ -213,7 +213,7 @@ def fold(
     mask: Tensor | None = None,
     out: TokenStatistics | None = None,  # of whole rows, in place of `state`
 ) -> None:
-    """As `eager.fold`; the last dimension of `logits` must be contiguous."""
+    """As `reference.fold`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
     n, columns = targets.numel(), logits.shape[-1]
     if n == 0:
@@ -268,7 +268,7 @@ def grad(
     out: Tensor,
     rows: GivenRows = A_TILE,
 ) -> None:
-    """As `eager.grad`; the last dimensions of `logits` and `out` must be contiguous."""
+    """As `reference.grad`; the last dimensions of `logits` and `out` must be contiguous."""
     assert logits.stride(-1) == 1
     assert out.stride(-1) == 1
     (mask, logps), count, columns = rows, logits.shape[:-1].numel(), logits.shape[-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the model comes from transformers")
 from devices import NEEDS_GPU  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
-from liger_rl.head.engines import lists  # noqa: E402
+from liger_rl.engines.sparse import lists  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
 from texts import sampled  # noqa: E402
 

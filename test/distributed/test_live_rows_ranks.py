@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 from test_models import VOCAB, shard, tiny_llama  # noqa: E402
 
 from liger_rl import FusedLinearGRPOLoss  # noqa: E402
-from liger_rl.integrations.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from ranks import message_of  # noqa: E402
 
 TIME = 12

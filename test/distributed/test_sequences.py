@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from liger_rl import FusedLinearGRPOLoss, Segments, merge_over, reduce_metrics, sum_over
-from liger_rl.policy.segments import segment_sum
+from liger_rl.losses.segments import segment_sum
 
 HIDDEN, VOCAB, COUNT = 8, 30, 4
 LENGTHS = [5, 1, 9, 7]

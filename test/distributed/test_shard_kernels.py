@@ -8,7 +8,7 @@ import torch
 import oracles
 from liger_rl import LogitTransform, VocabParallel
 from liger_rl.distributed import BEYOND, VocabShard
-from liger_rl.kernels import eager
+from liger_rl.kernels import reference
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients
 
 triton = pytest.importorskip("liger_rl.kernels.tile_triton", reason="triton is not installed")
@@ -37,7 +37,7 @@ def plainly(z, targets):
 
 def folds(hidden, weight, targets, transform):
     logits = hidden.float() @ weight.float().T
-    for kernels in (eager, triton):
+    for kernels in (reference, triton):
         state = Fold.start(TOKENS, logits.device, entropy=True, extras=EXTRAS)
         for first in (0, 40):
             last = 40 if first == 0 else ROWS
@@ -90,7 +90,7 @@ def test_grad(transform, with_entropy):
     if transform.softcap is not None:
         factor = factor * (1 - (z * transform.temperature / transform.softcap).square())
     expected = expected * factor
-    for kernels in (eager, triton):
+    for kernels in (reference, triton):
         out = torch.empty_like(logits)
         kernels.grad(logits, targets, 0, None, transform, tokens, out)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from liger_rl.head.call import MOST_IDS
+from liger_rl.call.head_call import MOST_IDS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # On a GPU a case may compile a kernel of its own, which takes seconds.

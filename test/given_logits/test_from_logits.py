@@ -14,8 +14,8 @@ from liger_rl import (
     logits_logprobs,
     ppo_loss_fn,
 )
-from liger_rl.policy import fused
-from liger_rl.policy.presets import build_preset
+from liger_rl.losses import fused
+from liger_rl.losses.presets import build_preset
 
 B, T, V = 4, 9, 131
 

@@ -10,10 +10,10 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 
 from hf_models import CONFIGS, HEADS, VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import PRESETS, FusedLinearGRPOLoss, PolicyBatch, Support, TopEntropyMask, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations import step_ranks  # noqa: E402
-from liger_rl.integrations.model_body import body_of  # noqa: E402
-from liger_rl.integrations.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from liger_rl.step import ranks as step_ranks  # noqa: E402
+from liger_rl.step.model_body import body_of  # noqa: E402
+from liger_rl.step.policy_step import completion_logps, policy_step, policy_steps  # noqa: E402
 
 BATCH, LENGTH = 6, 13
 # First attended token, first completion token, end, of each row. The last row has no completion token that counts.

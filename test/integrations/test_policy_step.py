@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from head_calls import Products  # noqa: E402
 from hf_models import VOCAB, assert_same_gradients, build, full, gradients  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Segments, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
 from liger_rl.integrations.transformers import is_swapped, swap_lm_head  # noqa: E402
+from liger_rl.step.policy_step import PolicyStep, completion_logps, policy_step  # noqa: E402
 
 BATCH, LENGTH, PROMPT = 4, 13, 5
 

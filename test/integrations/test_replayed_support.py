@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 
 from hf_models import VOCAB, assert_same_gradients, build, from_logits, gradients, make_batch  # noqa: E402
 from liger_rl import FusedLinearGRPOLoss, PolicyBatch, Segments, Support, ppo_loss_fn  # noqa: E402
-from liger_rl.integrations.policy_step import completion_logps, policy_step  # noqa: E402
 from liger_rl.integrations.transformers import swap_lm_head  # noqa: E402
+from liger_rl.step.policy_step import completion_logps, policy_step  # noqa: E402
 
 
 def sizes_of(batch: dict[str, Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from liger_rl import (
 )
 from liger_rl import kernels as rooms
 from liger_rl.kernels import devices as limits
-from liger_rl.kernels import plain
+from liger_rl.kernels import reference
 from liger_rl.kernels.devices import HOPPER, Gpu, gpu_lacks
 
 CUDA = torch.device("cuda", 0)
@@ -133,7 +133,7 @@ def test_cuda_without_triton(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not limits.compiles(CUDA)
-    assert rooms.for_device(CUDA) is plain
+    assert rooms.for_device(CUDA) is reference
     hidden, weight = (OnCuda(torch.zeros(n, 64, dtype=torch.bfloat16)) for n in (512, 900))
     assert rooms.epilogue_for(hidden, weight) is None
 

@@ -1,4 +1,4 @@
-"""Kernels of a pair of tiles: Triton's beside those of plain PyTorch, which `test/head/test_divergence.py` holds to
+"""Kernels of a pair of tiles: Triton's beside those of plain PyTorch, which `test/engines/test_divergence.py` holds to
 float64."""
 
 import math
@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from liger_rl import LogitTransform
-from liger_rl.kernels import divergence, divergence_triton, sparse_pair_triton
-from liger_rl.kernels.divergence import (
+from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
+from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import tiles_triton as divergence_triton
+from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
@@ -20,7 +22,7 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
-from liger_rl.kernels.eager import transformed
+from liger_rl.kernels.reference import transformed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MEASURES = [Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.25)]

@@ -8,11 +8,13 @@ from devices import NEEDS_GPU
 from liger_rl import LogitTransform, linear_logprobs
 from liger_rl.kernels import devices
 from liger_rl.kernels.devices import HOPPER, PORTABLE, PORTABLE_AMD, TMA, Gpu, family_of_gpu, gpu_lacks
-from liger_rl.kernels.saved_exponentials import Kept
+from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import epilogue, listing_triton, sparse_triton
+from liger_rl.engines.sparse import bounds_triton as sparse_triton
+from liger_rl.engines.sparse import listing_triton
+from liger_rl.kernels import epilogue
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 A100 = Gpu((8, 0), 163 << 10, amd=False, triton=(3, 6))

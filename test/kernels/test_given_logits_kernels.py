@@ -1,4 +1,4 @@
-"""Statistics and gradients of rows of given logits: Triton's kernels beside eager ones, and both beside float64."""
+"""Statistics and gradients of rows of given logits: Triton's kernels beside reference ones, and both beside float64."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 
 import oracles
 from liger_rl import LogitTransform
-from liger_rl.kernels import compiled, plain
+from liger_rl.kernels import compiled, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
+KERNELS = pytest.mark.parametrize("kernels", [reference, compiled], ids=["eager", "triton"])
 TRANSFORMS = [
     LogitTransform(),
     LogitTransform(temperature=0.7),
@@ -83,7 +83,7 @@ def test_16_bit_logits(dtype, entropy):
     grad = torch.randn(targets.numel(), device=DEVICE)
     gradients = (grad, grad.flip(0) if entropy else None)
     outs = []
-    for kernels in (plain, compiled):
+    for kernels in (reference, compiled):
         out = torch.full_like(logits, math.nan)
         found = kernels.fold_rows(logits, targets, mask, TRANSFORMS[1], entropy=entropy)
         kernels.grad_rows(logits, targets, mask, TRANSFORMS[1], found, gradients, out)

@@ -1,4 +1,4 @@
-"""Triton kernels against the eager ones, tile by tile; on CPU in Triton's interpreter."""
+"""Triton kernels against the reference ones, tile by tile; on CPU in Triton's interpreter."""
 
 import inspect
 import math
@@ -9,7 +9,7 @@ import torch
 import oracles
 from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform, linear_logprobs, logits_logprobs
-from liger_rl.kernels import eager, for_device, gemm, plain, selection
+from liger_rl.kernels import for_device, gemm, reference
 from liger_rl.kernels.statistics import EXTRAS, Fold, TokenGradients, TokenStatistics
 from peaks import tensor_peak
 
@@ -78,7 +78,7 @@ def test_fold(rows, spans, dtype, transform, bias, entropy):
     best = torch.arange(rows, device=DEVICE) % 2 == 0
     targets = torch.where(best, x.argmax(-1), targets)
     found = folded(triton, logits, targets, spans, biases, transform, entropy=entropy)
-    expected = folded(eager, logits, targets, spans, biases, transform, entropy=entropy)
+    expected = folded(reference, logits, targets, spans, biases, transform, entropy=entropy)
     assert (found.moment is None) == (not entropy)
     for name, mine, other in zip(Fold._fields, found, expected, strict=True):
         if other is not None:
@@ -96,7 +96,7 @@ def test_fold(rows, spans, dtype, transform, bias, entropy):
 def test_what_is_not_asked_for_is_not_there():
     logits, targets, _ = make(3, [(0, 40)], torch.float32, False)
     fields = ("sum_sq_exp", "sum_logits", "rival")
-    for kernels in (triton, eager):
+    for kernels in (triton, reference):
         for extra, field in zip(EXTRAS, fields, strict=True):
             state = folded(kernels, logits, targets, [(0, 40)], None, LogitTransform(), entropy=False, extras=(extra,))
             assert [name for name in fields if getattr(state, name) is not None] == [field]
@@ -109,7 +109,7 @@ def test_a_tie_counts_for_the_earlier_id(spans):
     logits = torch.full((4, 90), -1.0, device=DEVICE)
     logits[:2, 20] = logits[:2, 25] = logits[2:, 10] = logits[2:, 70] = 2.0
     targets = torch.tensor([20, 25, 10, 70], device=DEVICE)
-    for kernels in (triton, eager):
+    for kernels in (triton, reference):
         state = folded(kernels, logits, targets, spans, None, LogitTransform(), entropy=False)
         assert state.finish().is_top1.tolist() == [True, False, True, False]
 
@@ -118,13 +118,13 @@ def test_a_tie_counts_for_the_earlier_id(spans):
 def test_grad(rows, spans, dtype, transform, bias, entropy):
     """Each tile's gradient, in float32 and rounded to the logits' dtype."""
     logits, targets, biases = make(rows, spans, dtype, bias)
-    statistics = folded(eager, logits, targets, spans, biases, transform, entropy=True).finish()
+    statistics = folded(reference, logits, targets, spans, biases, transform, entropy=True).finish()
     tokens = token_gradients(statistics, entropy)
     for out_dtype in (torch.float32, torch.bfloat16):
         for first, last in spans:
             arguments = (logits[:, first:last], targets, first, None if biases is None else biases[first:last])
             outs = []
-            for kernels in (triton, eager):
+            for kernels in (triton, reference):
                 out = torch.full((rows, last - first), math.nan, device=DEVICE, dtype=out_dtype)
                 kernels.grad(*arguments, transform, tokens, out)
                 outs.append(out.float())
@@ -143,7 +143,7 @@ def test_banned_ids_and_large_logits(temperature):
     logits[3, 64:] = -math.inf
     targets = torch.tensor([3, 70, 40, 50], device=DEVICE)
     spans = [(0, 32), (32, 64), (64, 96)]
-    states = [folded(k, logits, targets, spans, None, transform, entropy=True) for k in (triton, eager)]
+    states = [folded(k, logits, targets, spans, None, transform, entropy=True) for k in (triton, reference)]
     finished = [state.finish() for state in states]
     for name, mine, other in zip(TokenStatistics._fields, *finished, strict=True):
         if mine is None:
@@ -158,7 +158,7 @@ def test_banned_ids_and_large_logits(temperature):
     torch.testing.assert_close(finished[0].entropy.double(), truth[1], rtol=1e-5, atol=1e-5)
     tokens = token_gradients(finished[1], True)
     outs = []
-    for kernels in (triton, eager):
+    for kernels in (triton, reference):
         outs.append(torch.full_like(logits, math.nan))
         kernels.grad(logits, targets, 0, None, transform, tokens, outs[-1])
     assert outs[0].isfinite().all()
@@ -338,7 +338,7 @@ def test_both_forwards_agree():
     ],
 )
 def test_gradient_in_the_epilogue_of_a_product(tokens, hidden_size, span, transform, bias, entropy, dtype):
-    """Against the eager gradient of the same tile in float32: one rounding to the products' dtype."""
+    """Against the reference gradient of the same tile in float32: one rounding to the products' dtype."""
     skip_where_misread(hidden_size)
 
     first, last = span
@@ -348,13 +348,13 @@ def test_gradient_in_the_epilogue_of_a_product(tokens, hidden_size, span, transf
     targets = torch.randint(0, last, (tokens,)).to(DEVICE)
     state = Fold.start(tokens, DEVICE, entropy=entropy)
     logits = hidden.float() @ weight.float().T
-    eager.fold(logits, targets, 0, biases, transform, state)
+    reference.fold(logits, targets, 0, biases, transform, state)
     grad_logps, grad_entropy = torch.randn(2, tokens).to(DEVICE)
     gradients = TokenGradients.of(state.finish(), grad_logps, grad_entropy if entropy else None)
     tile_bias = None if biases is None else biases[first:]
     found = epilogue.gemm_grad(hidden, weight[first:], tile_bias, targets, first, transform, gradients)
     expected = torch.empty(tokens, last - first, device=DEVICE)
-    eager.grad(logits[:, first:], targets, first, tile_bias, transform, gradients, expected)
+    reference.grad(logits[:, first:], targets, first, tile_bias, transform, gradients, expected)
     assert found.dtype == dtype
     rounding = torch.finfo(dtype).eps * expected.abs() + torch.finfo(dtype).smallest_normal
     assert ((found.float() - expected).abs() <= rounding + 1e-5).all()
@@ -391,11 +391,11 @@ def test_backward_through_the_epilogue(tokens, vocab, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (selection.ROWS + 3, 9), (2, 5000)])
-@pytest.mark.parametrize("kernels", [plain, compiled], ids=["eager", "triton"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (37, 130), (reference.ROWS + 3, 9), (2, 5000)])
+@pytest.mark.parametrize("kernels", [reference, compiled], ids=["eager", "triton"])
 def test_rows_are_scattered(kernels, rows, size, dtype):
     """Each where its index says, rounded as PyTorch rounds, and nothing else is written."""
-    if kernels is compiled and rows > selection.ROWS and DEVICE.type == "cpu":
+    if kernels is compiled and rows > reference.ROWS and DEVICE.type == "cpu":
         pytest.skip("too large for Triton's interpreter")
     if kernels is compiled and dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip(TRUNCATES)
@@ -411,13 +411,13 @@ def test_rows_are_scattered(kernels, rows, size, dtype):
 
 
 def test_every_device_has_its_kernels():
-    """What is called on CUDA is there, with the arguments of the plain function."""
-    assert for_device(torch.device("cpu")) is plain
+    """What is called on CUDA is there, with the arguments of the reference function."""
+    assert for_device(torch.device("cpu")) is reference
     assert for_device(torch.device("cuda")) is compiled
-    names = {name for name, value in vars(plain).items() if inspect.isfunction(value)}
+    names = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
     assert len(names) == len({name for name, value in vars(compiled).items() if inspect.isfunction(value)}) > 10
     for name in names:
-        mine, other = (inspect.signature(getattr(module, name)).parameters for module in (compiled, plain))
+        mine, other = (inspect.signature(getattr(module, name)).parameters for module in (compiled, reference))
         assert list(mine)[: len(other)] == list(other), name
         assert all(more.default is not more.empty for more in list(mine.values())[len(other) :]), name
 

@@ -8,8 +8,8 @@ import torch
 import oracles
 from devices import TRUNCATES, skip_where_misread
 from liger_rl import LogitTransform
-from liger_rl.kernels import compiled, eager, gemm, plain
-from liger_rl.kernels.saved_exponentials import Kept, grad_at_targets
+from liger_rl.kernels import compiled, gemm, reference
+from liger_rl.kernels.reference import Kept, grad_at_targets
 from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ def fill(kernels, logits, bias, transform, dtype, tile_vocab, columns) -> Kept:
 def token_gradients(logits, targets, bias, transform, entropy) -> tuple[TokenGradients, torch.Tensor]:
     """-> those of a random loss, and dL/dlogits at the targets."""
     state = Fold.start(logits.shape[0], DEVICE, entropy=True)
-    eager.fold(logits, targets, 0, bias, transform, state)
+    reference.fold(logits, targets, 0, bias, transform, state)
     g, e = torch.randn(2, logits.shape[0]).to(DEVICE)
     statistics = state.finish(with_target=True)
     tokens = TokenGradients.of(statistics, g, e if entropy else None)
@@ -67,7 +67,7 @@ def relative(found, expected) -> float:
 @pytest.mark.parametrize(("tokens", "vocab", "tile_vocab", "columns", "transform", "bias", "entropy"), CASES)
 def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, entropy, dtype):
     logits, targets, biases = make(tokens, vocab, bias)
-    mine, other = (fill(k, logits, biases, transform, dtype, tile_vocab, columns) for k in (compiled, plain))
+    mine, other = (fill(k, logits, biases, transform, dtype, tile_vocab, columns) for k in (compiled, reference))
     assert other.values.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
     tolerance = torch.finfo(other.values.dtype).eps
     torch.testing.assert_close(mine.values, other.values, rtol=tolerance, atol=1e-6 * KEPT_ONE)
@@ -79,7 +79,7 @@ def test_triton_as_eager(tokens, vocab, tile_vocab, columns, transform, bias, en
         row_targets, at = (values if rows is None else values[rows] for values in (targets, at_target))
         for first in range(0, vocab, columns):
             outs = []
-            for kernels in (compiled, plain):
+            for kernels in (compiled, reference):
                 out = torch.full((row_targets.numel(), min(columns, vocab - first)), math.nan, device=DEVICE)
                 kernels.grad_kept(other, rows, first, row_targets, transform, some, at, out)
                 outs.append(out)
@@ -92,8 +92,8 @@ TRUNCATED = pytest.mark.skipif(DEVICE.type == "cpu", reason=TRUNCATES)
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
     [
-        (plain, torch.float32),
-        (plain, torch.bfloat16),
+        (reference, torch.float32),
+        (reference, torch.bfloat16),
         (compiled, torch.float32),
         pytest.param(compiled, torch.bfloat16, marks=TRUNCATED),
     ],
@@ -116,7 +116,7 @@ def test_gradient_in_the_exponentials_own_memory(
     assert relative(out, expected) < (1.1 * rounded if dtype == torch.bfloat16 else 1e-6)
 
 
-BOTH = pytest.mark.parametrize("kernels", [compiled, plain], ids=["triton", "eager"])
+BOTH = pytest.mark.parametrize("kernels", [compiled, reference], ids=["triton", "eager"])
 SOFTCAPS = [(1.0, 1.0, 1.0), (5.0, 0.5, 2.0), (30.0, 1.0, 1.0), (50.0, 1.3, 0.25), (1e4, 0.7, 1.0)]
 
 
@@ -138,9 +138,11 @@ def test_gradient_under_a_softcap(softcap, temperature, scale, entropy, dtype, k
     some, at = token_gradients(logits, targets, None, transform, entropy)
     expected = truth_of(logits, targets, None, transform, some)
     out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(fill(plain, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out)
+    kernels.grad_kept(
+        fill(reference, logits, None, transform, dtype, 256, 512), None, 0, targets, transform, some, at, out
+    )
     two_passes = torch.empty_like(logits)
-    eager.grad(logits, targets, 0, None, transform, some, two_passes)
+    reference.grad(logits, targets, 0, None, transform, some, two_passes)
     room = relative(expected.to(dtype), expected) if dtype == torch.bfloat16 else 2e-7
     assert relative(out, expected) < relative(two_passes, expected) + room
 
@@ -158,7 +160,9 @@ def test_a_target_whose_exponential_underflowed(entropy, below, dtype, kernels):
     transform = LogitTransform(softcap=below)
     some, at = token_gradients(logits, targets, None, transform, entropy)
     out = torch.full_like(logits, math.nan)
-    kernels.grad_kept(fill(plain, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out)
+    kernels.grad_kept(
+        fill(reference, logits, None, transform, dtype, 256, 256), None, 0, targets, transform, some, at, out
+    )
     expected = truth_of(logits, targets, None, transform, some)
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 if dtype == torch.float32 else 1e-4)
 
@@ -210,7 +214,7 @@ def test_banned_ids_and_large_logits(kernels, entropy):
     out = torch.full_like(logits, math.nan)
     kernels.grad_kept(found, None, 0, targets, LogitTransform(), some, at, out)
     expected = torch.empty_like(logits)
-    eager.grad(logits, targets, 0, None, LogitTransform(), some, expected)
+    reference.grad(logits, targets, 0, None, LogitTransform(), some, expected)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -249,7 +253,7 @@ def test_kept_in_the_epilogue_of_a_product(transform, bias, entropy, statistics_
     assert with_kept.target is not None
     for mine, other in zip(with_kept._replace(target=None), without, strict=True):
         assert mine is other is None or torch.equal(mine, other)
-    expected = fill(plain, gemm.matmul(hidden, weight.T), biases, transform, torch.bfloat16, 256, 512)
+    expected = fill(reference, gemm.matmul(hidden, weight.T), biases, transform, torch.bfloat16, 256, 512)
     torch.testing.assert_close(found.values, expected.values, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(found.peaks, expected.peaks, rtol=1e-5, atol=1e-5)
 

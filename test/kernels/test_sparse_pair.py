@@ -1,16 +1,15 @@
 """Bounds, tails and kept parts of two heads' gradient, beside the gradient itself in PyTorch.
 
-`test_divergence_kernels.py` holds bounds of each measure to float64, `test/head/test_divergence_tolerance.py` the whole
-backward.
+`test_divergence_kernels.py` holds bounds of each measure to float64, `test/engines/test_divergence_tolerance.py` the
+whole backward.
 """
 
 import pytest
 import torch
 
 from liger_rl import LogitTransform
-from liger_rl.kernels import divergence
-from liger_rl.kernels.devices import PORTABLE, TMA, family_of
-from liger_rl.kernels.divergence import (
+from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
@@ -22,12 +21,14 @@ from liger_rl.kernels.divergence import (
     Tile,
     TileSums,
 )
+from liger_rl.kernels.devices import PORTABLE, TMA, family_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from liger_rl.kernels import listing_triton, sparse_pair_triton
-from liger_rl.kernels.listing_triton import Span
-from liger_rl.kernels.pair_epilogue import Factors, Student
-from liger_rl.kernels.sparse_triton import ChosenParts
+from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
+from liger_rl.engines.pair.epilogue import Factors, Student
+from liger_rl.engines.sparse import listing_triton
+from liger_rl.engines.sparse.bounds_triton import ChosenParts
+from liger_rl.engines.sparse.listing_triton import Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter misreads bfloat16 descriptors

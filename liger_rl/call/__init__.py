@@ -1,0 +1,1 @@
+"""What a call is: its tensors and options, checked once."""

@@ -1,0 +1,257 @@
+"""A call of the head: its tensors and options, and every check of them. `rules` says which options exclude which."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_rl.call.checks import (
+    check_apart,
+    check_dense,
+    check_device,
+    check_head,
+    check_temperature,
+    check_tokens,
+)
+from liger_rl.call.dtensors import is_dtensor, low_rank_tensors, place_of
+from liger_rl.call.low_rank import LowRank, check_low_rank
+from liger_rl.call.options import HeadOptions
+from liger_rl.call.rules import check_left_alone
+from liger_rl.call.support import Support, check_usable
+from liger_rl.call.tokens import counted_tokens
+from liger_rl.distributed import VocabParallel
+
+MOST_IDS = 1024  # of a token: a program of the kernels holds them all, and pairs of them are compared
+
+
+class LogProbs(NamedTuple):
+    """Per-token results, float32, shaped like the tokens (B, T) or (N,), 0 at masked tokens."""
+
+    logps: Tensor
+    """log-probability of the target in nats, <= 0, differentiable. Of K targets (..., K), 0 at negative ones."""
+    entropy: Tensor | None
+    """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
+    log_sum_sq_probs: Tensor | None = None
+    """log sum_v p_v^2, <= 0, no gradient; None unless among `extras`, as the next two."""
+    mean_logits: Tensor | None = None
+    """Mean over the vocabulary of the transformed logits, no gradient."""
+    is_top1: Tensor | None = None
+    """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
+    missing_target: Tensor | None = None
+    """bool: the target was not among the ids that its token lists, and was added to them; None without a support."""
+    lse: Tensor | None = None
+    """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
+    topk_logps: Tensor | None = None
+    """(..., K) the K largest log-probabilities in descending order, no gradient; None unless asked for."""
+    topk_ids: Tensor | None = None
+    """(..., K) int64: their token ids, the smaller of equally likely ones first, -1 at masked tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCall:
+    """The tensors of a call and its options."""
+
+    hidden: Tensor  # (B, T, H) or (N, H)
+    weight: Tensor  # (V, H), or this rank's rows of it
+    targets: Tensor  # (B, T) or (N,); with K ids for each token (B, T, K) or (N, K), where `may_be_several`
+    mask: Tensor | None = None  # (B, T) or (N,)
+    bias: Tensor | None = None  # (V,)
+    low_rank: Sequence[LowRank] = ()
+    vocab_parallel: VocabParallel | None = None
+    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
+    # Like mask or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
+    needed_mask: Tensor | None = None
+    support: Support | None = None
+    options: HeadOptions
+    targets_name: str = "targets"  # the caller's name for them, for messages
+    may_be_several: bool = False
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """Everything that may be a tensor."""
+        given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
+        return (*given, *low_rank_tensors(self.low_rank))
+
+    @property
+    def several(self) -> bool:
+        """Whether each token has a list of targets."""
+        tensors = isinstance(self.targets, Tensor) and isinstance(self.hidden, Tensor)
+        return self.may_be_several and tensors and self.targets.dim() == self.hidden.dim()
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        """Whether gradients are wanted for hidden, weight and bias."""
+        enabled, bias = torch.is_grad_enabled(), self.bias is not None and self.bias.requires_grad
+        return enabled and self.hidden.requires_grad, enabled and self.weight.requires_grad, enabled and bias
+
+    @property
+    def head_needs(self) -> bool:
+        """Whether a gradient is wanted for anything that the head is made of."""
+        factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
+        return torch.is_grad_enabled() and any(
+            part is not None and part.requires_grad for part in (self.weight, self.bias, *factors)
+        )
+
+    @property
+    def rank(self) -> int:
+        """Columns of the low-rank terms together."""
+        return sum(term.a.shape[0] for term in self.low_rank)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a tolerance of "auto" gives way to what the call is given."""
+        beside = self.support, self.vocab_parallel, self.weight_grad
+        return self.several or any(part is not None for part in beside)
+
+    def check_together(self) -> None:
+        """Raise for what does not go together with a sharded head or low-rank terms."""
+        options = self.options
+        if self.low_rank:
+            check_left_alone(options, "with low_rank")
+        if self.vocab_parallel is not None:
+            check_left_alone(options, "with vocab_parallel")
+        if self.support is not None:
+            self._check_support(self.support)
+        if self.several:
+            self._check_several()
+
+    @property
+    def outside_of_graphs(self) -> str | None:
+        """The feature of the call that a graph of torch.compile does not hold; None if a graph holds the call."""
+        options = self.options
+        for feature, used in (
+            ("a support", self.support is not None),
+            ("a weight_grad", self.weight_grad is not None),
+            ("topk", options.topk is not None),
+            ("gather", options.gather is not None),
+            ("a temperature for each token", options.transform.per_token),
+            ("a sharded head", self.vocab_parallel is not None or any(map(is_dtensor, self.tensors))),
+        ):
+            if used:
+                return f"linear_logprobs with {feature}"
+        return None
+
+    def _check_several(self) -> None:
+        check_left_alone(self.options, "with several targets for each token")
+        if self.support is not None:
+            raise ValueError("support must be None with several targets for each token, got a Support")
+        if "is_top1" in self.options.extras:
+            raise ValueError("is_top1 must not be among extras with several targets for each token; topk=1 has the id")
+
+    def _check_support(self, support: Support) -> None:
+        check_usable(support, fixed_shape=self.options.fixed_shape)
+        check_left_alone(self.options, "with a support")
+
+    def check_tensors(self) -> torch.dtype:
+        """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
+        hidden, weight = self.hidden, self.weight
+        dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
+        check_low_rank(self.low_rank, hidden, weight)
+        first = self._first_targets()
+        check_tokens(first, self.mask, hidden.shape[:-1], hidden, "hidden", self.targets_name)
+        if isinstance(self.support, Support):
+            self.support.check_together(first, self.targets_name)
+        check_temperature(self.options.transform, first, self.targets_name)
+        return dtype
+
+    def _first_targets(self) -> Tensor:
+        """The first target of each token. Raises if several targets are no list of K ids for each token."""
+        targets, lead = self.targets, self.hidden.shape[:-1]
+        if not self.several:
+            return targets
+        if targets.shape[:-1] != lead or targets.shape[-1] == 0:
+            expected = "(B, T)" if len(lead) == 2 else "(N,)"
+            raise ValueError(
+                f"{self.targets_name} must be {expected} = {tuple(lead)} from hidden, or with K ids for each token, K "
+                f"at least 1, ({', '.join(map(str, lead))}, K), got {tuple(targets.shape)}"
+            )
+        if targets.shape[-1] > MOST_IDS:
+            raise ValueError(
+                f"{self.targets_name} must have at most {MOST_IDS} ids for each token, got {tuple(targets.shape)}"
+            )
+        return targets[..., 0]
+
+    def check_weight_grad(self, weight: Tensor) -> None:
+        """`weight` is the caller's, which may be a DTensor."""
+        given = self.weight_grad
+        if given is None:
+            return
+        check_dense("weight_grad", given)
+        if is_dtensor(weight) or is_dtensor(given):
+            raise ValueError(
+                "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
+                "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
+            )
+        if given.dtype != torch.float32:
+            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {given.dtype}")
+        if given.shape != weight.shape:
+            raise ValueError(
+                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(given.shape)}"
+            )
+        check_device("weight_grad", given, weight, "weight")
+        if not given.is_contiguous():
+            raise ValueError(f"weight_grad must be contiguous, got strides {given.stride()}")
+        if given.requires_grad:
+            raise ValueError("weight_grad must require no gradient, because it is added to in place")
+        if not weight.requires_grad:
+            raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
+        check_left_alone(self.options, "with weight_grad")
+        others = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
+        check_apart("weight_grad", given, **{name: t for name, t in others.items() if not is_dtensor(t)})
+        _check_reduced(given, weight)
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as the checks do."""
+        dtype = self.check_tensors()
+        targets = self.targets.amax(-1) if self.several else self.targets
+        live = counted_tokens(targets, self.mask, self.needed_mask)
+        return {
+            **self.options.facts(),
+            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
+            "the dtype of weight": self.weight.dtype,
+            "compute_dtype": dtype,
+            "bias": None if self.bias is None else self.bias.dtype,
+            "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "targets": tuple(self.targets.shape),
+            "the number of tokens that count": int(live.sum()),
+            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "requires_grad of hidden": self.hidden.requires_grad,
+            "the ids of support": None if self.support is None else self.support.token_ids.numel(),
+        }
+
+
+def check_topk(topk: int | None, vocab: int) -> None:
+    if topk is not None and topk > min(vocab, MOST_IDS):
+        raise ValueError(
+            f"topk must be at most {MOST_IDS}, and at most the {vocab} vocabulary entries of weight; got {topk}"
+        )
+
+
+def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
+    """ValueError where a DistributedDataParallel in its forward would reduce `weight.grad` and not weight_grad."""
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or not wrapper.require_backward_grad_sync or weight_grad is weight.grad:
+        return
+    if any(weight is parameter for parameter in wrapper.parameters()):
+        raise ValueError(
+            "weight_grad must be weight.grad within DistributedDataParallel, which reduces no other tensor over its "
+            "ranks, got another; where you reduce it, call the model in no_sync()"
+        )
+
+
+def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others: object) -> AbstractContextManager:
+    """The context in which an error of one rank is raised on every rank that has a part of the weight.
+
+    `others` are the call's other tensors.
+
+    Raises:
+        TypeError: what is not a sharded head.
+    """
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
+        raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")
+    place = vocab_parallel or place_of(weight, *others)
+    return nullcontext() if place is None else place.shared_errors(weight)

@@ -1,0 +1,224 @@
+"""Everything of a call of the head that is no tensor: its options, and the forms that engines and operators take."""
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from liger_rl.call.checks import (
+    auto_tolerance,
+    check_chunk,
+    check_compute_dtype,
+    check_extras,
+    check_flag,
+    check_gather,
+    check_tolerance,
+    check_transform,
+)
+from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
+from liger_rl.kernels.statistics import EXTRAS
+from liger_rl.kernels.transform import LogitTransform
+
+IDENTITY = LogitTransform()
+AGREED = ("entropy", "lse", "topk", "fixed_shape")  # between ranks that share a vocabulary
+Gather = Callable[..., AbstractContextManager]
+Tolerance = float | Literal["auto"]
+AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
+
+
+# Option -> check(name, value), which raises for a bad value. `rules` says which options exclude each other.
+CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "transform": lambda _name, value: check_transform(value),
+    "entropy": check_flag,
+    "lse": check_flag,
+    "topk": check_chunk,
+    "extras": check_extras,
+    "grad_tolerance": check_tolerance,
+    "compute_dtype": check_compute_dtype,
+    "gather": check_gather,
+    "chunk_tokens": check_chunk,
+    "chunk_vocab": check_chunk,
+    "fixed_shape": check_flag,
+    "batch_invariant": check_flag,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How a head's log-probabilities are computed, and what comes with them.
+
+    Attributes:
+        transform: temperature, softcap and scale of the logits.
+        entropy: also return each token's entropy, from the same pass.
+        lse: also return log sum_v exp z_v of each token, differentiable.
+        topk: K of at most 1024: also return the K largest log-probabilities of each token and their ids, in descending
+            order, without a gradient. Tiles of logits are then in memory.
+        extras: further statistics, among "log_sum_sq_probs", "mean_logits" and "is_top1".
+        grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own Euclidean norm, in [0, 1).
+            The backward then sums over a list of ids for each token, or runs exactly where lists would be long. 0 is
+            exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
+            docs/choosing.md says where a tolerance has an effect.
+        compute_dtype: dtype of the products' factors, whatever autocast says. None: autocast's, or the inputs' own.
+        gather: `gather(weight)` or `gather(weight, bias)` returns a context in which these are whole (DeepSpeed
+            ZeRO-3). Entered once in the forward and once in the backward.
+        chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
+        fixed_shape: never wait for the device, for CUDA graphs: every token goes through every product. A target
+            outside [0, V) masks its token instead of raising.
+        batch_invariant: a token's log-probability, entropy and extras depend on its own row, its target and the head
+            alone, bit for bit, on one device with one version of torch (`liger_rl.engines.dense.two_pass.invariant`).
+            Gradients may differ.
+
+    Raises:
+        TypeError, ValueError: an option by itself, or two that do not go together.
+    """
+
+    transform: LogitTransform = IDENTITY
+    entropy: bool = False
+    lse: bool = False
+    topk: int | None = None
+    extras: Collection[str] = ()
+    grad_tolerance: Tolerance = "auto"
+    compute_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    fixed_shape: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name, check in CHECKS.items():
+            check(name, getattr(self, name))
+        for name in EXCLUDING:
+            if getattr(self, name):
+                check_left_alone(self, f"with {name}")
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name."""
+        agreed: dict[str, object] = {name: getattr(self, name) for name in AGREED}
+        transform = "a temperature for each token" if self.transform.per_token else self.transform
+        return {"transform": transform, "extras": sorted(self.extras), **agreed}
+
+    @property
+    def named_tolerance(self) -> float:
+        """What must not stand beside some options: 0.0 for "auto", which gives way to them."""
+        return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
+
+    @property
+    def names_chunk(self) -> bool:
+        return self.chunk_tokens is not None or self.chunk_vocab is not None
+
+
+class HeadKeywords(TypedDict, total=False):
+    """The fields of `HeadOptions` as keywords of a function."""
+
+    transform: LogitTransform
+    entropy: bool
+    lse: bool
+    topk: int | None
+    extras: Collection[str]
+    grad_tolerance: Tolerance
+    compute_dtype: torch.dtype | None
+    gather: Gather | None
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    fixed_shape: bool
+    batch_invariant: bool
+
+
+KNOWN = tuple(HeadKeywords.__annotations__)
+EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
+# Options that change how it is computed, and not what. Frameworks pass them on.
+HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
+
+
+def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
+    """HeadOptions(**keywords); a TypeError that names `function` and lists what it knows for an unknown one."""
+    for name in keywords:
+        if name not in KNOWN:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
+    # torch.compile cannot trace a default that is an object of a class.
+    return HeadOptions(**{"transform": IDENTITY, **keywords})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(HeadOptions):
+    """The same, resolved: what every engine is given."""
+
+    grad_tolerance: float
+    compute_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """What was asked for has been checked; what became of it need not be."""
+
+
+def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
+    """`options` for an engine: in this dtype, and with this tolerance.
+
+    A tolerance of "auto" becomes 3e-4 where the options allow it. Whether it has an effect, the list of engines says.
+    """
+    if grad_tolerance is None:
+        grad_tolerance = options.named_tolerance
+        exact = options.lse or options.topk is not None or options.batch_invariant or options.fixed_shape
+        if options.grad_tolerance == "auto" and compute_dtype.itemsize == 2 and not (exact or options.names_chunk):
+            grad_tolerance = AUTO_TOLERANCE
+    resolutions = {"grad_tolerance": grad_tolerance, "compute_dtype": compute_dtype}
+    return EngineOptions(**{**{name: getattr(options, name) for name in KNOWN}, **resolutions})
+
+
+class OpOptions(NamedTuple):
+    """The same in types that an operator's schema has."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    entropy: bool
+    lse: bool
+    extras: str  # names with commas between
+    compute_dtype: torch.dtype
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    grad_tolerance: float
+    fixed_shape: bool
+    batch_invariant: bool
+    targets_name: str  # the caller's
+
+    def resolved(self) -> EngineOptions:
+        return EngineOptions(
+            transform=LogitTransform(temperature=self.temperature, softcap=self.softcap, scale=self.scale),
+            extras=frozenset(filter(None, self.extras.split(","))),
+            **{name: getattr(self, name) for name in SAME},
+        )
+
+
+# Fields that are the same in both.
+SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dtype") : -1])
+# As a schema, in the order of OpOptions.
+OP_OPTIONS = (
+    "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
+    "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
+    "bool fixed_shape, bool batch_invariant, str targets_name"
+)
+
+
+def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
+    """In the order of OpOptions, which torch 2.8 cannot trace the making of."""
+    transform = options.transform
+    assert not transform.per_token  # refused where the call is checked
+    return (
+        transform.temperature,
+        transform.softcap,
+        transform.scale,
+        options.entropy,
+        options.lse,
+        ",".join([name for name in EXTRAS if name in options.extras]),
+        options.compute_dtype,
+        options.chunk_tokens,
+        options.chunk_vocab,
+        options.grad_tolerance,
+        options.fixed_shape,
+        options.batch_invariant,
+        targets_name,
+    )

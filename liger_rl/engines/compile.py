@@ -1,0 +1,215 @@
+"""`linear_logprobs` as one operator: a graph of torch.compile holds it as one node and does not look inside.
+
+The number of tokens that count is known only while the operator runs. So its inputs and outputs cover all N tokens. The
+engine inside gets the tokens that count, and its results are put back in their places.
+
+Dynamo traces the callers of the operator. Torch 2.8 traces no `X | Y` in `isinstance` or in the annotations of a nested
+function, no slice, `_replace`, property or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's size.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.options import OP_OPTIONS, EngineOptions, OpOptions, flat_options
+from liger_rl.call.tokens import WAITING_OPERATOR, TokenSelection, live_tokens
+from liger_rl.engines.autograd import token_gradients
+from liger_rl.engines.dense import several, two_pass
+from liger_rl.engines.interface import Head
+from liger_rl.engines.sparse import certified as sparse
+from liger_rl.kernels import gemm
+from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TileStatistics, TokenStatistics
+from liger_rl.once import differentiable_once
+
+# In the order of Head, with a mask of the tokens that count for `live`.
+TENSORS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
+)
+DIFFERENTIABLE, TENSOR_COUNT = 5, 7
+# `bounded`: the forward keeps the statistics of tiles that a backward with a tolerance needs.
+SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
+GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
+# The outputs: six fields of TokenStatistics, three of TileStatistics, and (1,) bool on the host: whether the forward
+# made the tiles. If not, the backward is exact. The list has no None: an output that is not asked for is left out.
+STATISTICS = 6
+Outputs = list[Tensor | None]
+
+
+def _apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
+    """The arguments of SCHEMA -> the head, its options, `bounded`."""
+    hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
+    selection = TokenSelection(live.numel(), mask=live)
+    head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
+    return head, OpOptions(*arguments[TENSOR_COUNT:-1]), arguments[-1]
+
+
+def _asked_for(options: OpOptions, bounded: bool) -> list[bool]:
+    extras = [name in options.extras.split(",") for name in EXTRAS]
+    return [True, True, options.entropy, *extras, bounded, bounded, bounded and options.entropy, bounded]
+
+
+def _with_gaps(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
+    """The outputs, or their gradients -> ten of them, None where one was not asked for."""
+    rest = iter(values)
+    return [next(rest) if asked else None for asked in _asked_for(options, bounded)]
+
+
+def _empty(arguments: Sequence[Any]) -> Outputs:
+    head, options, bounded = _apart(arguments)
+    n, vocab = head.hidden.shape[0], head.weight.shape[0]
+    token, tile = (n,), (-(-vocab // BLOCK_VOCAB), n)
+    shapes = [head.targets.shape, *[token] * 5, *[tile] * 3, (1,)]
+    dtypes = [*[torch.float32] * 5, torch.bool, *[torch.float32] * 3, torch.bool]
+    devices = [*[head.hidden.device] * 9, torch.device("cpu")]
+    columns = zip(_asked_for(options, bounded), shapes, dtypes, devices, strict=True)
+    return [
+        torch.empty(shape, dtype=dtype, device=device) if asked else None for asked, shape, dtype, device in columns
+    ]
+
+
+def _engine(head: Head, bounded: bool) -> ModuleType:
+    if head.targets.dim() == 2:
+        return several
+    return sparse if bounded else two_pass
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
+    head, options, bounded = _apart(arguments)
+    if not options.fixed_shape:
+        vocab, name = head.weight.shape[0], options.targets_name
+        targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
+        live = live_tokens(targets, head.live.mask, vocab, "weight", targets_name=name)().selection
+        head = head._replace(live=live)
+    with gemm.without_autocast(head.hidden.device):
+        statistics, tiles = _engine(head, bounded).forward(head, options.resolved())
+    outputs, index = _empty(arguments), head.live.index
+    for place, value in enumerate(statistics[:STATISTICS]):
+        _put(outputs[place], value, index, dim=0)
+    for place, value in enumerate(tiles or [None] * 3, STATISTICS):
+        _put(outputs[place], value, index, dim=-1)
+    if bounded:
+        outputs[-1].fill_(tiles is not None)  # type: ignore[union-attr]
+    return [output for output in outputs if output is not None]
+
+
+def _put(output: Tensor | None, values: Tensor | None, index: Tensor | None, *, dim: int) -> None:
+    """Values of n tokens along `dim` -> the output's of N, 0 elsewhere; 0 everywhere without values."""
+    if output is None:
+        return
+    if values is None:
+        output.zero_()
+    elif index is None:
+        output.copy_(values)
+    else:
+        output.zero_().index_copy_(dim, index, values)
+
+
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    return [output for output in _empty(arguments) if output is not None]
+
+
+def _backward(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+) -> list[Tensor]:  # fmt: skip
+    """-> the gradients that are needed, in the order of `Head.differentiable`."""
+    head, options, bounded = _apart(arguments)
+    known = _with_gaps(outputs, options, bounded)
+    # 0 at tokens that do not count. One sync drops these together with the other tokens without a gradient.
+    grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy, grad_lse)]
+    if not options.fixed_shape:
+        everything = TokenSelection(head.targets.numel())
+        head = head._replace(targets=head.live.gather(head.targets), live=everything)
+    statistics = TokenStatistics(*known[:3])
+    tiles = TileStatistics(*known[STATISTICS:-1]) if bounded and bool(known[-1]) else None
+    engine = _engine(head, bounded)
+    gradients = token_gradients(engine, head, options.resolved(), statistics, tiles, grads, tuple(needs))
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+def _fake_backward(
+    grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    outputs: list[Tensor], needs: list[bool], *arguments: Any,
+) -> list[Tensor]:  # fmt: skip
+    inputs = zip(arguments[:DIFFERENTIABLE], needs, strict=True)
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, needed in inputs if needed]
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
+    _, ctx.options, ctx.bounded = _apart(inputs)
+    logps, lse, entropy, *others = _with_gaps(output, ctx.options, ctx.bounded)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(column for column in others if column is not None))
+    # The extras have no gradient, and a gradient does not need them.
+    known = logps, lse, entropy, *others[len(EXTRAS) :]
+    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in known if column is not None))
+
+
+def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, *_with_gaps(grads, ctx.options, ctx.bounded)[:3])
+
+
+@differentiable_once
+def _gradients(
+    ctx: Any, saved: Sequence[Any], grad_logps: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """-> one for each argument of SCHEMA."""
+    gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.options) + 1)
+    grads = grad_logps, grad_entropy, grad_lse
+    if any(grad is not None for grad in grads):
+        tensors, known = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
+        needs, options = list(ctx.needs_input_grad[:DIFFERENTIABLE]), ctx.options._replace(extras="")
+        backward = getattr(torch.ops.liger_rl, f"{name_of(fixed_shape=options.fixed_shape)}_backward")
+        values = iter(backward(*grads, known, needs, *tensors, *options, ctx.bounded))
+        gradients[:DIFFERENTIABLE] = [next(values) if needed else None for needed in needs]
+    return tuple(gradients)
+
+
+def name_of(*, fixed_shape: bool) -> str:
+    return "linear_logprobs_fixed_shape" if fixed_shape else "linear_logprobs"
+
+
+# Two operators that compute the same, because an operator has a tag or has it not. The tag keeps an operator that waits
+# for the device out of the CUDA graphs that torch.compile makes ("reduce-overhead"). They capture the other one.
+for _fixed in (False, True):
+    _tags = {} if _fixed else WAITING_OPERATOR
+    _name = f"liger_rl::{name_of(fixed_shape=_fixed)}"
+    _operator = torch.library.custom_op(_name, _forward, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]", **_tags)
+    _operator.register_fake(_fake_forward)
+    _operator.register_autograd(_differentiate, setup_context=_save)
+    torch.library.custom_op(
+        f"{_name}_backward", _backward, mutates_args=(), schema=f"({GRADS}, {SCHEMA}) -> Tensor[]", **_tags
+    ).register_fake(_fake_backward)
+
+
+def logprobs_in_graph(
+    head: Head,
+    options: EngineOptions,
+    *,
+    wants_gradient: bool,
+    targets_name: str,  # the caller's
+) -> dict[str, Tensor | None]:
+    """The fields of `LogProbs` of all N tokens, by name; `head.live` has the mask of the tokens that count.
+
+    The other tokens get 0. With `fixed_shape` they are undefined.
+
+    Raises:
+        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
+    """
+    tolerant = options.grad_tolerance != 0.0 and not options.names_chunk and head.low_inputs is None
+    bounded, flat = tolerant and wants_gradient, flat_options(options, targets_name)
+    operator = getattr(torch.ops.liger_rl, name_of(fixed_shape=options.fixed_shape))
+    tensors = head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight, head.targets, head.live.mask
+    values = iter(operator(*tensors, *flat, bounded))
+    # Copies, because the caller may write to its results and the backward needs the operator's as they are.
+    logps, lse = next(values).clone(), next(values).clone()
+    named: dict[str, Tensor | None] = {"logps": logps, "lse": lse if options.lse else None}
+    named["entropy"] = next(values).clone() if options.entropy else None
+    for name in EXTRAS:
+        value = next(values) if name in options.extras else None
+        # The operator gives the sum.
+        named[name] = value / head.weight.shape[0] if name == "mean_logits" and value is not None else value
+    return named

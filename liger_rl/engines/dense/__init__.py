@@ -1,0 +1,1 @@
+"""The exact engines: two passes, one pass, several targets."""

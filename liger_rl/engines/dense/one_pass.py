@@ -1,0 +1,318 @@
+"""Gradients made in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
+
+A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.saved_exponentials`). Once its statistics
+are complete the caller says what dL/dlogp and dL/dentropy are. The gradients are made at once: the exponentials turn
+into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.options import EngineOptions
+from liger_rl.call.rules import lacks as rule_lacks
+from liger_rl.call.tokens import TokenSelection
+from liger_rl.engines.dense import two_pass
+from liger_rl.engines.dense.totals import OnePassPlan, Totals
+from liger_rl.engines.interface import Gradients, Head, Needs, has_gradient, picked_rows
+from liger_rl.engines.shape import NO_GRADIENT, HeadShape
+from liger_rl.engines.tiles import free_tile_vocab, kind_of, spans
+from liger_rl.kernels import epilogue_for, for_device, gemm
+from liger_rl.kernels.devices import MIN_TOKENS, compiles, realigned
+from liger_rl.kernels.reference import Kept, grad_at_targets
+from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
+from liger_rl.once import differentiable_once
+
+# A chunk of one pass: its exponentials and the float32 gradient of its hidden states. On CUDA, with H = 4096 and
+# V = 128256, that is 2075 tokens, whose products run at full speed.
+CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
+# Each chunk reads and writes a sum of the weight's size. With fewer tokens, that costs more than one pass saves.
+MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}
+CHUNK_TOKENS_ALIGNMENT = 128
+# Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. The relative error of the gradient is
+# 2.4e-3 with one, 2.6e-3 with two, 2.9e-3 with three. It is larger where gradients of chunks partly cancel: 2.7e-3 to
+# 3.4e-3 for the tokens of three models, where a float32 sum has 2.1e-3 to 2.8e-3.
+MAX_ROUNDINGS = 2
+
+# (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
+GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def tile_entries(options: EngineOptions) -> int:
+    """Vocabulary entries that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
+    if options.chunk_vocab is None:
+        return BLOCK_VOCAB
+    return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
+
+
+def tile_vocab(vocab: int, options: EngineOptions) -> int:
+    """Columns of a tile of logits: whole tiles of `tile_entries`."""
+    if options.chunk_vocab is None:
+        return free_tile_vocab(vocab)
+    entries = tile_entries(options)
+    return options.chunk_vocab // entries * entries
+
+
+class OnePass(NamedTuple):
+    logps: Tensor  # (n,) of the live tokens
+    entropy: Tensor | None  # (n,)
+    gradients: Gradients  # for hidden, weight and bias
+    # Of a weight whose gradient is added in place in the backward: dL/dlogits (n, V) and the hidden states (n, H).
+    deferred: tuple[Tensor, Tensor] | None
+
+
+@torch.no_grad()
+def one_pass(
+    head: Head,
+    options: EngineOptions,
+    plan: OnePassPlan,
+    chunks: Sequence[slice],  # of the live tokens, one after the other
+    gradients_of: GradientsOf,
+    needs: Needs,  # for hidden, weight, bias
+    *,
+    select: bool,  # leave out rows without a gradient, at the price of one host sync a chunk
+) -> OnePass:
+    """Statistics and gradients: 2 n H V for the logits, as much for each gradient of the n' rows that have one."""
+    weight, device = head.weight, head.hidden.device
+    logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
+    entropy = torch.empty_like(logps) if options.entropy else None
+    in_place = head.weight_grad is not None and needs[1]
+    assert not in_place or len(chunks) <= 1
+    totals = Totals(head, plan, needs, in_place=in_place)
+    largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffer = Kept.empty(largest, weight.shape[0], device, options.compute_dtype, tile_entries(options))
+    with gemm.without_autocast(device):
+        for chunk in chunks:
+            index = chunk if head.live.index is None else head.live.index[chunk]
+            hidden = realigned(head.hidden[index].to(options.compute_dtype).contiguous())
+            rows = head._replace(hidden=hidden, targets=head.targets[index], live=TokenSelection(hidden.shape[0]))
+            kept = buffer.rows(slice(0, hidden.shape[0]))
+            statistics, _ = two_pass.forward(rows, _fold_options(hidden, weight, options), kept=kept)
+            logps[chunk] = statistics.logps
+            if entropy is not None:
+                assert statistics.entropy is not None
+                entropy[chunk] = statistics.entropy
+            tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
+            wanted = picked_rows(has_gradient(tokens)) if select and not in_place else None
+            at_target = grad_at_targets(tokens, statistics, options.transform)
+            _add_chunk(totals, kept, wanted, index, rows, tokens, at_target, options)
+    deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None
+    return OnePass(logps, entropy, totals.finish(), deferred)
+
+
+def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
+    """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
+    if options.chunk_vocab is None and epilogue_for(rows, weight) is not None:
+        return replace(options, chunk_tokens=None)
+    return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
+
+
+def _add_chunk(
+    totals: "Totals",
+    kept: Kept,
+    wanted: Tensor | None,  # rows of the chunk that have a gradient, None for all
+    index: Tensor | slice,  # of the chunk's rows in hidden
+    chunk: Head,  # m rows
+    tokens: TokenGradients,  # (m,) each
+    at_target: Tensor,  # (m,) as `grad_at_targets` gives it
+    options: EngineOptions,
+) -> None:
+    rows, weight, targets = chunk.hidden, chunk.weight, chunk.targets
+    if wanted is not None:
+        rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
+        index = wanted + index.start if isinstance(index, slice) else index[wanted]
+    if rows.shape[0] == 0:
+        return
+    vocab = weight.shape[0]
+    # One tile where nothing of the vocabulary's width is made on the way.
+    whole = wanted is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    width = vocab if whole else tile_vocab(vocab, options)
+    grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
+    for first, last in spans(vocab, width):
+        if wanted is None:
+            tile = kept.values[:, first:last].view(options.compute_dtype)
+        else:
+            tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
+        for_device(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
+        if grad_rows is not None:
+            product = gemm.write if first == 0 else gemm.accumulate
+            product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
+        totals.add_weight(first, last, tile, rows)
+        totals.add_bias(first, last, tile)
+    totals.empty = False
+    if grad_rows is not None:
+        assert totals.hidden is not None
+        if isinstance(index, slice):
+            totals.hidden[index] = grad_rows
+        else:
+            for_device(rows.device).scatter_rows(grad_rows, index, totals.hidden)
+
+
+class WithGradients(torch.autograd.Function):
+    """(value (), hidden, weight, bias) -> value, whose gradients are known already, up to the factor from above.
+
+    The second result is there for `differentiable_once` alone, which connects gradients to it.
+    """
+
+    @staticmethod
+    def forward(ctx, value, hidden, weight, bias, gradients, deferred, weight_grad):
+        ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
+        # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
+        ctx.gradients = gradients[:3]
+        anchor = value.new_empty(0)
+        ctx.save_for_backward(*(deferred or (None, None)), anchor)
+        return value.clone(), anchor
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, saved, factor, _):
+        logits, rows, _anchor = saved
+        factor = factor.float()
+        if logits is not None and rows is not None:
+            rows = (rows * factor).contiguous()
+            vocab = logits.shape[1]
+            for first, last in spans(vocab, free_tile_vocab(vocab)):
+                gemm.accumulate(ctx.weight_grad[first:last], logits[:, first:last].T, rows)
+        gradients = ctx.gradients
+        # A graph that is kept may be walked again. One that is not gives its tensors away, and accumulation copies a
+        # gradient that anything else refers to.
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not again:
+            ctx.gradients = None
+
+        def scaled(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            if again:
+                return gradient * factor
+            for_device(gradient.device).scale_(gradient, factor)
+            return gradient
+
+        hidden, weight, bias = map(scaled, gradients)
+        return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None
+
+
+class Room(NamedTuple):
+    """Tokens that a chunk of one pass may hold."""
+
+    beside: int  # next to a float32 sum of the weight's gradient
+    instead: int  # with the memory of that sum
+    rounded: bool  # the gradient is rounded after each chunk, so that there is no sum
+
+    @property
+    def tokens(self) -> int:
+        return self.instead if self.rounded else self.beside
+
+
+def lacks(shape: HeadShape) -> str | None:
+    """What one pass would need to be possible, and for "auto" to pay."""
+    if shape.passes == "two":
+        return 'passes="auto" or "one"'
+    impossible = shape.loss_lacks or _options_lack(shape) or _room_lacks(shape)
+    if impossible is not None or not shape.wants_gradient:
+        return impossible or NO_GRADIENT
+    return None if shape.passes == "one" else _pay_lacks(shape)
+
+
+def _options_lack(shape: HeadShape) -> str | None:
+    """What an option or a dtype rules out."""
+    options, transform = shape.options, shape.options.transform
+    made = [options.compute_dtype]
+    made += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
+    lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
+    if lacking is not None:
+        return lacking
+    if transform.per_token:
+        return "one temperature for all tokens"
+    if transform.softcap is not None and transform.softcap < transform.temperature:
+        return (
+            f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
+            "that are too much alike do not give back their logits"
+        )
+    if torch.float16 in made:
+        return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
+    return "a head without low_rank terms" if shape.rank else None
+
+
+def _room_lacks(shape: HeadShape) -> str | None:
+    room, together = _room(shape).tokens, _together(shape)
+    if room >= together:
+        return None
+    why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
+    return f"room in one chunk for {together} tokens {why}; it holds {room}, unless chunk_tokens says more"
+
+
+def _pay_lacks(shape: HeadShape) -> str | None:
+    room, enough = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
+    if shape.options.names_chunk:
+        return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
+    if room.tokens < enough:
+        return f"chunks of {enough} tokens to pay, and has room for {room.tokens}"
+    if shape.sum_bytes and room.beside < shape.tokens:
+        return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
+    return None
+
+
+def _together(shape: HeadShape) -> int:
+    return shape.tokens if shape.in_place else min(shape.together, shape.tokens)
+
+
+def _room(shape: HeadShape) -> Room:
+    options, sums = shape.options, shape.sum_bytes
+    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    kept += 4 * shape.hidden_size
+    chunk_bytes, named = CHUNK_BYTES[kind_of(shape.device)], options.chunk_tokens
+    beside, instead = (named or max(1, (chunk_bytes + freed) // kept) for freed in (0, sums))
+    # Each chunk but the last may stay `together - 1` tokens short of being full.
+    short = (MAX_ROUNDINGS - 1) * (_together(shape) - 1)
+    fullest = min(shape.tokens, math.ceil((shape.tokens + short) / MAX_ROUNDINGS))
+    return Room(beside, instead, sums > 0 and instead >= fullest)
+
+
+def chunks_of(shape: HeadShape) -> OnePassPlan:
+    """The chunks of as many tokens as the shape has; the call has room for them."""
+    tokens, room = shape.tokens, _room(shape)
+    chunks = math.ceil(tokens / room.tokens)
+    even = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    summed = shape.weight_dtype if room.rounded else torch.float32
+    return OnePassPlan(
+        chunk_tokens=max(1, min(room.tokens, even + _together(shape) - 1, tokens)),
+        sum_dtype=summed if shape.needs[1] else None,
+    )
+
+
+def epilogue_lacks(shape: HeadShape) -> str | None:
+    """What the epilogue would need of one pass, which makes no copy of the weight."""
+    if shape.epilogue_lacks is not None:
+        return shape.epilogue_lacks
+    if shape.casts_weight:
+        return "a weight in the products' dtype in one pass"
+    enough = shape.options.chunk_vocab is None and chunks_of(shape).chunk_tokens >= MIN_TOKENS
+    return None if enough else f"chunks of {MIN_TOKENS} tokens or more, and no chunk_vocab"
+
+
+def workspace(shape: HeadShape) -> int:
+    """The fullest chunk's exponentials, hidden states and their gradient, with a tile's width of gradients."""
+    n, options, c, size = shape.tokens, shape.options, shape.options.compute_dtype.itemsize, shape.hidden_size
+    entries = tile_entries(options)
+    width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // entries) * entries)
+    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
+    per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
+    copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
+    apart = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))  # products that are not added where they belong
+    fixed = shape.base_bytes + width * size * (shape.column_bytes + apart)
+    if shape.bias:
+        fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
+    if epilogue_lacks(shape) is None:  # but few tokens of a last chunk have float32 tiles after all
+        fixed += shape.logit_bytes * MIN_TOKENS * width
+        per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
+    else:
+        per_token += (shape.logit_bytes + (0 if compiles(shape.device) else 12)) * width
+    room = _room(shape)
+    # Where fewer tokens count, chunks may be fewer and fuller, and do without a sum.
+    summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)
+    return fixed + max(summed, per_token * min(room.instead, n))

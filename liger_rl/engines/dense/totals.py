@@ -1,0 +1,69 @@
+"""What engines that make gradients in the forward add them to, chunk by chunk of the tokens."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from liger_rl.engines.interface import Gradients, Head, Needs
+from liger_rl.kernels import gemm
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
+
+    chunk_tokens: int
+    sum_dtype: torch.dtype | None
+    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
+
+
+class Totals:
+    """Gradients while chunks are added to them."""
+
+    def __init__(self, head: Head, plan: OnePassPlan, needs: Needs, *, in_place: bool) -> None:
+        hidden, weight, bias = head.hidden, head.weight, head.bias
+        self.hidden_like = hidden if needs[0] else None
+        self.weight: Tensor | None = None
+        if needs[1] and not in_place:
+            self.weight = torch.empty(weight.shape, dtype=plan.sum_dtype, device=weight.device)
+        self.bias = None
+        if bias is not None and needs[2]:
+            self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
+        self.empty = True  # nothing was added yet: the first product is written, and nothing need be cleared for it
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """Cleared at its first use, behind the first product, which need not wait for it."""
+        if self.hidden_like is None:
+            return None
+        return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
+
+    def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
+        if self.weight is None:
+            return
+        out = self.weight[first:last]
+        if out.dtype == torch.float32:
+            (gemm.write if self.empty else gemm.accumulate)(out, tile.T, rows)
+        elif out.is_cuda and out.dtype == rows.dtype:
+            # The product's accumulators are float32, and what they are added to is rounded once.
+            torch.mm(tile.T, rows, out=out) if self.empty else out.addmm_(tile.T, rows)
+        else:
+            product = gemm.matmul(tile.T, rows)
+            out.copy_(product if self.empty else product + out)
+
+    def add_bias(self, first: int, last: int, tile: Tensor) -> None:
+        if self.bias is not None:
+            self.bias[first:last] += gemm.column_sums(tile)
+
+    def finish(self) -> Gradients:
+        weight, bias = self.weight, self.bias
+        if weight is not None and self.empty:
+            weight.zero_()
+        return Gradients(
+            self.hidden,
+            None if weight is None else weight.to(self.dtypes[0]),
+            None if bias is None else bias.to(self.dtypes[1]),
+        )

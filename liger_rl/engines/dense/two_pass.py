@@ -1,0 +1,359 @@
+"""Two passes: per-token softmax statistics of hidden @ weight.T, and its gradients, one tile of logits at a time.
+
+The forward folds tiles into a few numbers per token. The backward drops the tokens without a gradient, recomputes
+the tiles of the others and turns each into its two products at once. Vocabulary tiles are the outer loop of both,
+so that a tile of the weight is read, and under autocast converted, once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from liger_rl.call.low_rank import LowRankRows
+from liger_rl.call.options import EngineOptions
+from liger_rl.engines.interface import Gradients, Head, Needs, with_gradient
+from liger_rl.engines.shape import BYTES_PER_TOKEN, HeadShape
+from liger_rl.engines.tiles import Tiles, plan_tiles, spans
+from liger_rl.kernels import epilogue_for, for_device, gemm, reference
+from liger_rl.kernels.devices import MIN_TOKENS, STATISTICS_BYTES, compiles
+from liger_rl.kernels.reference import Kept
+from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+
+INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
+NOWHERE = -1  # the target of a token that has none in the tiles
+
+# (float32 logits of a tile, its tokens, first vocabulary entry, bias of its entries, transform of its tokens)
+Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
+
+
+def forward(
+    head: Head,
+    options: EngineOptions,
+    *,
+    with_tiles: bool = False,
+    kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its entries
+) -> tuple[TokenStatistics, TileStatistics | None]:
+    """Statistics of every token, in a forward's one product (2 n (H + r) V), and of tiles where they are asked for.
+
+    With kept exponentials they include the target's own logit, which these cannot always give back. Those of tiles are
+    made in the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without
+    them a backward is exact.
+    """
+    rows = head.gathered(options.compute_dtype)
+    n = rows.hidden.shape[0]
+    rows, options = invariant(rows, options) if kept is None else (rows, options)
+    shard, epilogue, tiles = rows.shard, fold_epilogue(rows, options), None
+    if epilogue is None:
+        statistics = fold_tiles(rows, options, kept=kept).finish(with_target=kept is not None)
+    else:
+        over_ranks = None if shard is None else lambda fold: fold.over_ranks(shard.maximum, shard.total)
+        statistics, tiles = epilogue.gemm_fold(
+            rows.hidden, rows.weight, rows.bias, rows.targets, options.transform, entropy=options.entropy,
+            extras=options.extras, with_tiles=with_tiles, kept=kept, over_parts=over_ranks,
+        )  # fmt: skip
+    return statistics if rows.hidden.shape[0] == n else statistics.first(n), tiles
+
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    _statistics: TokenStatistics,
+    _saved: None,
+    tokens: TokenGradients,  # (n,) each, of the tokens that count
+    needs: Needs,
+    *,
+    count: int | None = None,  # of the tokens with a gradient, where the host knows it
+) -> Gradients:
+    live, tokens = with_gradient(head.live, tokens, count)
+    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
+    return gradients(
+        with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs
+    ).of_all_tokens(live, head)
+
+
+def with_factor(rows: Head, options: EngineOptions) -> Head:
+    """Gathered rows, with a copy of the weight in their dtype where only its own keeps it from the product of our own.
+
+    To round a float32 weight in that product's registers takes longer: 24.8 ms of a fold where a copy's takes 11.3.
+    """
+    # The copy is laid out as the rows are, which stand for it.
+    if rows.weight.dtype == rows.hidden.dtype or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
+        return rows
+    return rows.with_weight_in(rows.hidden.dtype)
+
+
+def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
+    """The module that folds in the epilogue of the product; None where tiles of logits are needed, or nothing has it.
+
+    It reads the whole weight, which is joined with a low-rank term only tile by tile.
+    """
+    free = not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
+    return epilogue_for(rows.hidden, rows.weight) if free else None
+
+
+def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
+    """As `forward` of gathered rows, from tiles of logits in memory, which are shown to `seen`; over all ranks."""
+    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
+    n, vocab = hidden.shape[0], weight.shape[0]
+    low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
+    kernels = for_device(hidden.device)
+    if low_rank is not None:
+        hidden = low_rank.beside_rows(hidden)
+    # Eager kernels work on float32 copies of a tile; Triton's read it once.
+    bytes_per_logit = 4 if compiles(hidden.device) else 12
+    tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
+    state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
+    for first, last in spans(vocab, tiles.vocab):
+        weight_tile = weight[first:last].to(options.compute_dtype)
+        if low_rank is not None:
+            weight_tile = low_rank.beside_tile(weight_tile, first)
+        bias_tile = None if bias is None else bias[first:last]
+        for start, stop in spans(n, tiles.tokens):
+            part = slice(start, stop)
+            logits = gemm.matmul(hidden[part], weight_tile.T)
+            transform = rows.transform(options, part)
+            kernels.fold(logits, targets[part], first, bias_tile, transform, state.take(part))
+            if kept is not None:
+                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
+            for look in seen:
+                look(logits, part, first, bias_tile, transform)
+            del logits  # or it would stay alive while the next tile is allocated
+    shard = rows.shard
+    return state if shard is None else state.over_ranks(shard.maximum, shard.total)
+
+
+def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
+    """With `batch_invariant`, rows and tiles that make each token's statistics a function of its own row and the head
+    alone, bit for bit. Without it, what is given.
+
+    A sum of floats depends on its order, and libraries choose the order of a product's sums by its shape: by how many
+    tokens there are. Two things are fixed here. Where the product of our own applies, every tile of it is computed in
+    one way, and it is taken whatever the number of tokens is; elsewhere every product has one shape,
+    (INVARIANT_TOKENS, H) times the same tiles of the weight. Tokens are made up to that with rows of zeros. What is
+    left to the library is to treat all rows of one product alike, wherever they lie. The tests shuffle rows to see that
+    it does; numpy's OpenBLAS is one that does not.
+    """
+    if not options.batch_invariant:
+        return with_factor(rows, options), options
+    weight, whole = rows.weight, with_factor(_made_up(rows, MIN_TOKENS), options)
+    if fold_epilogue(whole, options) is None:
+        whole = _made_up(rows, INVARIANT_TOKENS)
+        (vocab, hidden_size), device = weight.shape, weight.device
+        free = replace(options, chunk_tokens=None, chunk_vocab=None)
+        bytes_per_logit = 4 if compiles(device) else 12
+        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, free, bytes_per_logit=bytes_per_logit)
+        options = replace(free, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
+    return whole, options
+
+
+def _made_up(rows: Head, multiple: int) -> Head:
+    """With rows of zeros up to a multiple."""
+    missing = -rows.hidden.shape[0] % multiple
+    if not missing:
+        return rows
+    temperatures = None if rows.temperatures is None else pad(rows.temperatures, (0, missing), value=1.0)
+    hidden, targets = pad(rows.hidden, (0, 0, 0, missing)), rows.targets
+    targets = pad(targets, (*[0, 0] * (targets.dim() - 1), 0, missing))
+    return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
+
+
+# (first vocabulary entry, last, first row, last) -> dL/dx of a tile in the compute dtype
+TileGradient = Callable[[int, int, int, int], Tensor]
+
+
+def gradients(
+    rows: Head,
+    options: EngineOptions,
+    tokens: TokenGradients | None,  # None beside `known`
+    needs: Needs,
+    *,
+    known: TileGradient | None = None,  # in place of recomputed tiles
+    tiles: Tiles | None = None,
+    vocab: int | None = None,  # entries that count; the others get 0
+) -> Gradients:
+    """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
+    weight. Of several targets, `tokens.at_target` (n, K) is dL/dx itself, as the same number where an id is repeated.
+
+    The gradients of hidden and of the low-rank inputs are float32 rows. With a sharded vocabulary they are summed over
+    the ranks during the last product for the weight.
+    """
+    hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
+    low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
+    n, vocab = hidden.shape[0], weight.shape[0] if vocab is None else vocab
+    several = None
+    if targets.dim() == 2:
+        assert tokens is not None
+        several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
+        targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
+    factor = hidden  # what a tile of logits is recomputed from
+    if low_rank is not None:
+        low_inputs = low_rank.inputs.to(options.compute_dtype)
+        if known is None:
+            factor = low_rank.beside_rows(hidden)
+            hidden = factor[:, : hidden.shape[1]]
+    kernels = for_device(hidden.device)
+    free = not options.names_chunk and rows.temperatures is None
+    epilogue = epilogue_for(factor, weight) if free else None
+    bytes_per_gradient = options.compute_dtype.itemsize
+    bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
+    tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
+    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
+    in_place = rows.weight_grad is not None
+    grad_weight = rows.weight_grad if needs[1] else None
+    if needs[1] and not in_place:
+        grad_weight = unwritten(weight, vocab, rows.weight_dtype)
+    grad_bias = unwritten(bias, vocab) if bias is not None and needs[2] else None
+    grad_inputs = grad_low = None
+    if low_rank is not None:
+        grad_inputs = torch.zeros_like(low_rank.inputs, dtype=torch.float32) if needs[3] else None
+        grad_low = unwritten(low_rank.weight, vocab) if needs[4] else None
+
+    token_spans, vocab_spans = spans(n, tiles.tokens), spans(vocab, tiles.vocab)
+    pending = None
+    if rows.shard is not None:
+        pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
+        vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
+    for first, last in vocab_spans:
+        weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
+        parts = len(token_spans)
+        weight_total = _WeightTotal(
+            grad_weight, first, last, parts=parts, compute_dtype=options.compute_dtype, add=in_place
+        )
+        low_total = _WeightTotal(grad_low, first, last, parts=parts, compute_dtype=options.compute_dtype)
+        if low_rank is not None:
+            low_tile = low_rank.weight[first:last].to(options.compute_dtype)
+            if known is None:
+                factor_tile = low_rank.beside_tile(weight_tile, first)
+        bias_tile, bias_total = None if bias is None else bias[first:last], None
+        if grad_bias is not None:
+            bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
+        for start, stop in token_spans:
+            part = slice(start, stop)
+            if known is not None:
+                tile = known(first, last, start, stop)
+            else:
+                assert tokens is not None
+                ids, some = targets[part], tokens.take(part)
+                if epilogue is not None:
+                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
+                else:
+                    logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
+                    tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, part), some, tile)
+                    del logits
+            if several is not None:
+                kernels.put(tile, several[0][part], several[1][part], first)
+            if grad_hidden is not None:
+                gemm.accumulate(grad_hidden[part], tile, weight_tile)
+            if low_rank is not None and grad_inputs is not None:
+                gemm.accumulate(grad_inputs[part], tile, low_tile)
+            if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
+                pending.start()
+            weight_total.add(tile, hidden[part])
+            if low_rank is not None:
+                low_total.add(tile, low_inputs[part])
+            if bias_total is not None:
+                bias_total += gemm.column_sums(tile)
+            del tile
+        weight_total.store()
+        low_total.store()
+        if grad_bias is not None and bias_total is not None:
+            grad_bias[first:last] = bias_total
+    if pending is not None:
+        pending.wait()
+    return Gradients(grad_hidden, None if in_place else grad_weight, grad_bias, grad_inputs, grad_low)
+
+
+def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
+    """For a gradient of the first `vocab` rows; the others get 0."""
+    out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
+    out[vocab:] = 0
+    return out
+
+
+class _WeightTotal:
+    """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once.
+
+    With `add`, the sum goes on from what a float32 `grad_weight` holds.
+    """
+
+    def __init__(
+        self,
+        grad_weight: Tensor | None,
+        first: int,
+        last: int,
+        *,
+        parts: int,
+        compute_dtype: torch.dtype,
+        add: bool = False,
+    ) -> None:
+        self.out = None if grad_weight is None else grad_weight[first:last]
+        self.total: Tensor | None = None
+        if self.out is not None and self.out.dtype == torch.float32:
+            self.total = self.out if add else self.out.zero_()
+        elif self.out is not None and (parts != 1 or not self.out.is_cuda or self.out.dtype != compute_dtype):
+            self.total = torch.zeros_like(self.out, dtype=torch.float32)
+
+    def add(self, tile: Tensor, hidden: Tensor) -> None:
+        if self.out is None:
+            return
+        if self.total is not None:
+            gemm.accumulate(self.total, tile.T, hidden)
+        else:
+            # One part: the product's own float32 accumulators are the sum, so it may round on its way out.
+            torch.mm(tile.T, hidden, out=self.out)
+
+    def store(self) -> None:
+        if self.out is not None and self.total is not None and self.total is not self.out:
+            self.out.copy_(self.total)
+
+
+def lacks(shape: HeadShape) -> str | None:
+    """Two passes take every call."""
+    return None
+
+
+def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
+    """The forward's and the backward's."""
+    logit, gradient, options = 12, 12, shape.options
+    if compiles(shape.device):
+        logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.epilogue_of_two_lacks is None else 4)
+    first = INVARIANT_TOKENS if options.batch_invariant else shape.tokens
+    sizes = shape.vocab, shape.hidden_size, shape.device, options
+    return (
+        plan_tiles(first, *sizes, bytes_per_logit=logit),
+        plan_tiles(shape.tokens, *sizes, bytes_per_logit=gradient),
+    )
+
+
+def workspace(shape: HeadShape) -> int:
+    """Selected hidden states with their gradient, and the larger tile of the two directions."""
+    options, c = shape.options, shape.options.compute_dtype.itemsize
+    zeros = MIN_TOKENS * options.batch_invariant  # rows that make up a fixed shape
+    n = shape.tokens + zeros
+    epilogue, gradient = shape.epilogue_of_two_lacks is None, c * shape.wants_gradient
+    tiles = tiles_of(shape) if shape.wants_gradient else tiles_of(shape)[:1]
+    columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors, split and aligned
+    one_product = shape.cuda and shape.tokens <= tiles[-1].tokens and not shape.casts_weight
+    summed = 4 * (shape.wants_gradient and (shape.sum_bytes > 0 or shape.rank > 0) and not one_product)
+
+    def tile_bytes(tile: Tiles) -> int:
+        logits = tile.tokens * (shape.logit_bytes + gradient)
+        if epilogue:  # few tokens that count have float32 tiles after all
+            logits = max(tile.tokens * gradient, MIN_TOKENS * (shape.logit_bytes + gradient))
+        bias = 4 * (4 + tile.tokens // gemm.SUMMED_ROWS) * shape.bias
+        return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias)
+
+    tile = max(map(tile_bytes, tiles))
+    if epilogue:
+        tile = max(tile, STATISTICS_BYTES) + shape.vocab * shape.hidden_size * c * shape.casts_weight
+    copied = shape.dtype != options.compute_dtype or shape.rank > 0 or options.batch_invariant
+    rows = n * (shape.dtype.itemsize + c * copied + 4 * shape.needs[0])
+    rows += shape.widened_bytes * min(n, tiles[-1].tokens)
+    rows += 0 if compiles(shape.device) else min(n, reference.ROWS) * shape.dtype.itemsize
+    return shape.base_bytes + BYTES_PER_TOKEN * zeros + columns * rows + tile

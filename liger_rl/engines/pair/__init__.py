@@ -1,0 +1,1 @@
+"""Two heads: divergences and the exact KL penalty."""

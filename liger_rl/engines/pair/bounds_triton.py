@@ -1,0 +1,309 @@
+"""Two heads with a tolerance, as Triton kernels: bounds of a gradient's parts, and the parts that are kept.
+
+A part is one token's dL/dlogits in one tile of TILE_VOCAB entries. With the x and y of `divergence.TileSums`, w = dL/d
+divergence and g = dL/dlogp of the token, and three factors a, b and s of the token and tile, every measure has
+
+    dL/dz_v = w (b y_v - a x_v) - g s x_v + g 1[v = target]
+
+    forward   p_v - q_v                      a = -exp(peak - lse)           b = -exp(teacher_peak - teacher_lse)
+    reverse   p_v (log p_v - log q_v - K)    a = s (K - h)                  b = s
+    mixture   (1 - beta) p_v (log p_v - log m_v - S)    a = (1 - beta) S    b = 1 - beta
+
+with s = exp(peak - lse), and 1 of a mixture, K the reverse divergence, S that of the student from the mixture, and h =
+(peak - lse) - (teacher_peak - teacher_lse), what a log-ratio around the peaks is short of. So the forward's five sums
+give a part's own sum of squares, without the target's term. Bounds such as |p - q| <= p + q would know less: they are
+large wherever the heads agree on what is likely. With A = w a + g s and B = w b,
+
+    sum_v (B y_v - A x_v)^2 = B^2 yy - 2 A B xy + A^2 xx,    sum_v (B y_v - A x_v) = B y - A x
+
+What float32 may have lost is added to the first, so that heads whose difference is rounding keep everything. The norm
+of the target's part is between |g| less the norm of the rest and the sum of the two.
+
+`sparse.bounds_triton` chooses parts by these bounds. A softcap's derivative is in none of them. Under a softcap, and
+where entropies have a gradient, the gradient is exact.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.engines.pair.epilogue import Factors, Student
+from liger_rl.engines.pair.reference import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
+from liger_rl.engines.pair.tile_epilogues import divergence_gradient, with_other_gradients
+from liger_rl.engines.sparse.bounds_triton import (
+    BOUND_TILES,
+    BOUND_TOKENS,
+    BOUND_WARPS,
+    CUTS,
+    ChosenParts,
+    padded_tiles,
+)
+from liger_rl.engines.sparse.listing_triton import STORED_UNIT, Span, TileLists, rows_of_tile
+from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.softmax import flushed_exp, transformed
+from liger_rl.kernels.statistics import PartBounds, Tail
+from liger_rl.kernels.transform import LogitSteps
+
+# Tokens and entries of a program's products, of which there are two in registers. One H200, H = 2048, 9.6% kept, in
+# TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. With the teacher's logits in memory, read by the
+# student's product of 256 entries, 436.
+ROWS, ENTRIES, WARPS = 128, 128, 8
+
+# What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
+# nat of the normalisers.
+SLACK_OF_SUM, SLACK, SLACK_OF_LSE = tl.constexpr(2.0**-17), tl.constexpr(2.0**-17), tl.constexpr(2.0**-22)
+LOST = tl.constexpr(2.0**-58)  # of a part's norm, to squares that are too small for float32, where factors are up to 1
+OF_FORWARD, OF_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(MIXTURE)
+
+
+@triton.jit
+def _positive(x):
+    """0 where x is less. NaN stays NaN."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def _bounds_kernel(
+    sums,  # `TileSums`
+    tokens,  # `PairGradients`, (n,) each
+    targets,  # (n,)
+    out,  # `PartBounds`
+    tiles,
+    count,
+    beta,
+    KIND: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = token < count
+    grad = tl.load(tokens.grad + token, mask=live, other=0.0)
+    wanted = grad != 0.0
+    unit = tl.abs(grad)
+    if tokens.grad_logps is not None:
+        of_logps = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
+        wanted |= of_logps != 0.0
+        unit += tl.abs(of_logps)
+    unit = tl.where(wanted, unit, 1.0)
+    w = (grad / unit)[:, None]
+    g = 0.0
+    if tokens.grad_logps is not None:
+        g = (of_logps / unit)[:, None]
+        target_tile = (tl.load(targets + token, mask=live, other=0) // TILE_VOCAB)[:, None]
+    lse = tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
+    teacher_lse = tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
+    known = SLACK + SLACK_OF_LSE * (tl.abs(lse) + tl.abs(teacher_lse))
+    value = 0.0
+    if KIND != OF_FORWARD:
+        value = tl.load(tokens.value + token, mask=live, other=0.0)[:, None]
+    least = tl.zeros((TOKENS,), tl.float32)
+    size = tl.zeros((TOKENS,), tl.float64)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        inside = live[:, None] & (tile < tiles)[None, :]
+        place = token.to(tl.int64)[:, None] * tiles + tile[None, :]
+        if KIND == OF_MIXTURE:
+            s = 1.0
+            of_p = 1.0 - beta
+            a = of_p * value
+            b = of_p
+        else:
+            log_s = tl.load(sums.peak + place, mask=inside, other=0.0) - lse
+            log_t = tl.load(sums.teacher_peak + place, mask=inside, other=0.0) - teacher_lse
+            s = tl.exp(log_s)
+            of_p = s
+            if KIND == OF_FORWARD:
+                a = -s
+                b = -tl.exp(log_t)
+            else:
+                a = s * (value - (log_s - log_t))
+                b = s
+        xx = tl.load(sums.xx + place, mask=inside, other=0.0)
+        of_s = g * s
+        of_b = w * b
+        of_a = w * a + of_s
+        largest = tl.abs(w * a) + tl.abs(of_s)
+        of_x = largest * largest * xx
+        of_y = of_b * of_b * tl.load(sums.yy + place, mask=inside, other=0.0)
+        cross = 2.0 * of_a * of_b * tl.load(sums.xy + place, mask=inside, other=0.0)
+        energy = of_a * of_a * xx + of_y - cross
+        rough = SLACK_OF_SUM * (of_x + of_y)
+        amplitude = known * (tl.sqrt(of_x) + tl.abs(w * of_p) * tl.sqrt(xx) + tl.sqrt(of_y))
+        most = tl.sqrt(_positive(energy) + rough) + amplitude + LOST
+        lower = _positive(tl.sqrt(_positive(energy - rough)) - amplitude)
+        rest = of_b * tl.load(sums.y + place, mask=inside, other=0.0)
+        rest -= of_a * tl.load(sums.x + place, mask=inside, other=0.0)
+        if tokens.grad_logps is not None:
+            here = tile[None, :] == target_tile
+            over = tl.abs(g) - most
+            under = lower - tl.abs(g)
+            # No comparison holds for NaN, which is to stay NaN.
+            apart = _positive(tl.where(over < under, under, over))
+            lower = tl.where(here, apart, lower)
+            most += tl.where(here, tl.abs(g), 0.0)
+            rest += tl.where(here, g, 0.0)
+        tl.store(out.most + tile.to(tl.int64)[None, :] * count + token[:, None], most, mask=inside)
+        tl.store(out.rest + tile.to(tl.int64)[None, :] * count + token[:, None], rest, mask=inside)
+        lower = tl.where(inside, lower, 0.0)
+        least += tl.sum(lower * lower, 1)
+        size += tl.sum(tl.where(inside, tl.abs(rest), 0.0), 1).to(tl.float64)
+    size *= unit
+    tl.store(out.least + token, least, mask=live)
+    tl.store(out.unit + token, tl.where(wanted, unit, 0.0), mask=live)
+    tl.store(out.size + token, tl.where(wanted & (size < float("inf")), size, 0.0), mask=live)
+
+
+def part_bounds(sums: TileSums, measure: Measure, tokens: PairGradients, targets: Tensor) -> PartBounds:
+    """Of the forward's sums over tiles; `targets` (n,) are read where log-probabilities have a gradient."""
+    (n, tiles), device = sums.x.shape, sums.x.device
+    assert all(part is None or part.is_contiguous() for part in sums)
+    bounds = PartBounds.empty(n, tiles, device, targets=False)
+    with on(device):
+        _bounds_kernel[(triton.cdiv(n, BOUND_TOKENS),)](
+            sums, tokens.contiguous(), targets.contiguous(), bounds, tiles, n, measure.beta,
+            KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, TOKENS=BOUND_TOKENS, TILES=BOUND_TILES, num_warps=BOUND_WARPS,
+        )  # fmt: skip
+    return bounds
+
+
+@triton.jit
+def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: tl.constexpr, CUTS: tl.constexpr):
+    tile = tl.program_id(0)
+    entry = tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+    place = grads + entry
+    total = tl.zeros((TILE_VOCAB,), tl.float32)
+    for sample in range(SAMPLES):
+        size = tl.abs(tl.load(place, mask=entry < vocab, other=0.0)) * tl.load(scales + sample)
+        total += tl.where(size < float("inf"), size, 0.0)  # one token's NaN must not reach the gradients of others
+        place += vocab
+    known = tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1)
+    for _ in range(CUTS):
+        total = tl.minimum(total, 2.0 * tl.sum(total) / known)
+    whole = tl.sum(total)
+    # Finite numbers may add up to what is not.
+    share = tl.where((whole > 0.0) & (whole < float("inf")), total / whole, 0.0)
+    tl.store(tail.entries + entry, share)
+    tl.store(tail.squares + tile, tl.sum(share * share))
+
+
+def tail_of(grads: Tensor, scales: Tensor) -> Tail:
+    """A tile's entries share a rest as |dL/dx| of drawn tokens (SAMPLES, V), times their scales, add up.
+
+    Sums are cut to about twice their mean. The few large entries of a tile are those that tokens list: they are not
+    left out, and a rest that went to them would be dropped (`sparse.listing_triton.write_lists`).
+    """
+    assert grads.is_contiguous()
+    samples, vocab = grads.shape
+    tail = Tail.empty(padded_tiles(vocab, TILE_VOCAB), TILE_VOCAB, grads.device)
+    with on(grads.device):
+        _tail_kernel[(tail.squares.numel(),)](
+            grads, scales, tail, vocab, TILE_VOCAB=TILE_VOCAB, SAMPLES=samples, CUTS=CUTS
+        )
+    return tail
+
+
+@triton.jit
+def _logits(
+    hidden, weight, bias, size, steps, row, first, vocab,
+    ENTRIES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """-> transformed logits (rows, ENTRIES) of gathered rows; past the last entry they are noise."""
+    total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
+    for step in range(tl.cdiv(size, STEP)):
+        left = load_picked(hidden, row, step * STEP, STEP)
+        total = tl.dot(left, load(weight, first, step * STEP, ENTRIES, STEP).T, total)
+    if bias is not None:
+        column = first + tl.arange(0, ENTRIES)
+        total += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    z, _square = transformed(total, steps)
+    return z
+
+
+@triton.jit(do_not_specialize=["base", "width"])
+def _parts_kernel(
+    out,  # (room, TILE_VOCAB) float16
+    hidden,  # a `matrix` (n, H), for pointers
+    weight,  # a `matrix` (vocab, H)
+    bias,
+    size,  # H
+    steps,
+    teacher_hidden,
+    teacher_weight,
+    teacher_bias,
+    teacher_size,
+    teacher_steps,
+    targets,
+    tokens,  # `PairGradients`, (n,) each
+    chosen,  # `ChosenParts`
+    lists,  # `TileLists`
+    base,
+    width,  # tokens of the span
+    tiles,
+    count,
+    vocab,
+    beta,
+    KIND: tl.constexpr,
+    TILE_VOCAB: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STEP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # Neighbours share their rows.
+    slices: tl.constexpr = TILE_VOCAB // ENTRIES
+    entry = tl.program_id(0) % slices * ENTRIES
+    tile, row, inside = rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
+    if tile < tiles:
+        first = tile * TILE_VOCAB + entry
+        z = _logits(hidden, weight, bias, size, steps, row, first, vocab, ENTRIES, STEP)
+        t = _logits(
+            teacher_hidden, teacher_weight, teacher_bias, teacher_size, teacher_steps, row, first, vocab, ENTRIES, STEP
+        )
+        log_p = z - tl.load(tokens.lse + row)[:, None]
+        log_q = t - tl.load(tokens.teacher_lse + row)[:, None]
+        p = flushed_exp(log_p)
+        value = 0.0
+        if KIND != OF_FORWARD:
+            value = tl.load(tokens.value + row)[:, None]
+        grad = divergence_gradient(log_p, log_q, p, flushed_exp(log_q), value, beta, KIND)
+        grad *= tl.load(tokens.grad + row)[:, None]
+        column = first + tl.arange(0, ENTRIES)
+        grad = with_other_gradients(grad, p, log_p, row, inside, tl.load(targets + row), column, tokens)
+        grad *= STORED_UNIT / tl.load(chosen.scale + row)[:, None]
+        part = tl.load(chosen.starts + row) - base
+        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
+        place = out + part[:, None] * TILE_VOCAB + entry + tl.arange(0, ENTRIES)[None, :]
+        tl.store(place, tl.where((column < vocab)[None, :], grad, 0.0).to(tl.float16), mask=inside[:, None])
+
+
+def make_parts(
+    student: Student,  # of the whole vocabulary; targets are read where log-probabilities have a gradient
+    teacher: Factors,
+    measure: Measure,
+    tokens: PairGradients,  # (n,) each; entropies have no gradient
+    chosen: ChosenParts,
+    lists: TileLists,
+    span: Span,
+    out: Tensor,  # (span.room or more, TILE_VOCAB) float16
+) -> None:
+    """The span's kept parts of dL/dz, targets' entries too, in units of the tokens' scales over UNIT."""
+    (tiles, n), family = chosen.rank.shape, family_of(out.device)
+    own, other = (
+        (
+            matrix(hidden, 1, family.step, tma=False),
+            matrix(weight, ENTRIES, family.step, tma=family.tma),
+            None if bias is None else bias.contiguous(),
+            hidden.shape[1],
+            LogitSteps.of(transform),
+        )
+        for hidden, weight, bias, transform in (student.factors, teacher)
+    )
+    with on(out.device):
+        _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
+            out, *own, *other, student.targets.contiguous(), tokens.contiguous(), chosen, lists,
+            span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
+            KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
+            TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,18 @@
+"""Which kernels fold and differentiate a pair of tiles."""
+
+from types import ModuleType
+
+import torch
+
+from liger_rl.kernels import devices
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """The module of `fold_pair`, `mix_pair` and `grad_pair`: `tiles_triton`, or `reference` without Triton."""
+    if devices.compiles(device):
+        from liger_rl.engines.pair import tiles_triton
+
+        return tiles_triton
+    from liger_rl.engines.pair import reference
+
+    return reference

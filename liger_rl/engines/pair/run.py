@@ -1,0 +1,471 @@
+"""A call of two heads: its tensors, its checks, and its way into autograd."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.checks import (
+    check_count,
+    check_device,
+    check_floating,
+    check_head,
+    check_tokens,
+    check_transform,
+)
+from liger_rl.call.dtensors import localized_pair, low_rank_tensors
+from liger_rl.call.head_call import shared_errors
+from liger_rl.call.low_rank import LowRank, check_low_rank, low_rank_factors
+from liger_rl.call.options import IDENTITY, Gather, HeadOptions, Tolerance, resolved
+from liger_rl.call.rules import NOT_TOGETHER, check_left_alone
+from liger_rl.call.tokens import TokenSelection, counted_tokens, live_tokens
+from liger_rl.distributed import VocabParallel, VocabShard
+from liger_rl.engines.dense.one_pass import WithGradients
+from liger_rl.engines.graphs import outside_of_graphs
+from liger_rl.engines.interface import Gradients, Head, whole_head
+from liger_rl.engines.pair import certified as sparse_pair
+from liger_rl.engines.pair import two_heads as engine
+from liger_rl.engines.pair.products import PairProducts
+from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
+from liger_rl.engines.pair.two_heads import Pair, PairGradientsOf, PairOptions, PairValues
+from liger_rl.kernels import gemm
+from liger_rl.kernels.transform import LogitTransform
+from liger_rl.once import differentiable_once
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+BETA = 0.5
+
+
+class Divergence(NamedTuple):
+    """Per-token results, float32, shaped like the tokens, 0 at masked tokens."""
+
+    divergence: Tensor
+    """In nats, >= 0, differentiable."""
+    logps: Tensor | None
+    """Student's log-probability of the target in nats, <= 0, differentiable; None without targets."""
+    entropy: Tensor | None
+    """Entropy of the student's distribution in nats, >= 0, differentiable; None unless asked for."""
+    teacher_logps: Tensor | None
+    """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
+    loss: Tensor | None = None
+    """(): sum of token_weights * divergence, differentiable, and then nothing else is; None without token_weights."""
+
+
+class PairKeywords(TypedDict, total=False):
+    """The fields of `HeadOptions` that two heads have, as keywords of a function."""
+
+    transform: LogitTransform
+    entropy: bool
+    grad_tolerance: Tolerance
+    compute_dtype: torch.dtype | None
+    gather: Gather | None
+    chunk_tokens: int | None
+    chunk_vocab: int | None
+    fixed_shape: bool
+
+
+class DivergenceKeywords(PairKeywords, total=False):
+    """These, and what else of `linear_divergence` is no tensor."""
+
+    beta: float
+    teacher_transform: LogitTransform
+    vocab: int | None
+
+
+KNOWN = tuple(DivergenceKeywords.__annotations__)
+# What linear_logprobs takes and two heads do not, and why.
+WITHOUT = {
+    **NOT_TOGETHER["with two heads"],
+    "support": "the divergence is over the whole vocabulary",
+    "weight_grad": "the weight's gradient is returned to autograd",
+}
+
+
+def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
+    """HeadOptions(**keywords). An option that two heads do not have raises a TypeError that names `function`."""
+    for name in keywords:
+        if name in WITHOUT:
+            raise TypeError(f"{function} takes no {name}: {WITHOUT[name]}")
+        if name not in KNOWN:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
+    return HeadOptions(**keywords)
+
+
+def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
+    """Raise if gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
+    wanted = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
+    if wanted and torch.float16 in (compute_dtype, *wanted):
+        raise ValueError(
+            "token_weights must be None with float16 products or gradients, because what is made before the loss is "
+            "scaled vanishes in float16; use bfloat16 or float32, or weigh the divergence yourself, in two passes"
+        )
+
+
+def measure_of(kind: str, beta: float) -> Measure:
+    """The divergence of that name. "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+        raise TypeError(f"beta must be a number, got {type(beta).__name__}")
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta must be in [0, 1], got {beta}")
+    if kind != "jsd":
+        if beta != BETA:
+            raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
+        return Measure(FORWARD if kind == "forward_kl" else REVERSE)
+    # In float32, in which kernels take it, a beta so near to 1 is 1.
+    (share,) = struct.unpack("f", struct.pack("f", beta))
+    if share in (0.0, 1.0):
+        return Measure(FORWARD if share == 0.0 else REVERSE)
+    return Measure(MIXTURE, share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceCall:
+    """The tensors of a call and its options."""
+
+    hidden: Tensor  # (B, T, H) or (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    low_rank: Sequence[LowRank] = ()
+    teacher_hidden: Tensor  # (B, T, H') or (N, H')
+    teacher_weight: Tensor  # (V', H')
+    teacher_bias: Tensor | None = None  # (V',)
+    teacher_transform: LogitTransform = IDENTITY
+    measure: Measure
+    mask: Tensor | None = None  # (B, T) or (N,)
+    targets: Tensor | None = None  # (B, T) or (N,)
+    vocab: int | None = None
+    token_weights: Tensor | None = None  # (B, T) or (N,)
+    vocab_parallel: VocabParallel | None = None
+    options: HeadOptions
+    # The teacher's tensors may require a gradient, and get none all the same.
+    teacher_may_require_grad: bool = False
+    # Whether a tolerance of "auto" is more than 0 where products have the epilogue.
+    auto_tolerance: bool = False
+    # The caller's names, for messages.
+    teacher_name: str = "teacher_"
+    targets_name: str = "targets"
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """Everything that may be a tensor."""
+        teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
+        return (*own, *teacher, *low_rank_tensors(self.low_rank))
+
+    def check_before_gather(self) -> None:
+        """Raise for what can be seen of tensors that need not be whole."""
+        check_transform(self.teacher_transform)
+        named = f"{self.teacher_name}transform", self.teacher_transform
+        for name, transform in (("transform", self.options.transform), named):
+            if transform.per_token:
+                raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
+        if self.vocab is not None:
+            check_count("vocab", self.vocab, least=1)
+        parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
+        teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
+        if torch.is_grad_enabled() and not self.teacher_may_require_grad:
+            for name, tensor in teacher.items():
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    raise ValueError(
+                        f"{name} must require no gradient, because only the student's side gets one; detach it, or run "
+                        "the teacher under torch.no_grad() with its parameters frozen"
+                    )
+
+    def check(self) -> tuple[torch.dtype, torch.dtype]:
+        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
+        asked, teacher = self.options.compute_dtype, (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+        dtype = check_head(self.hidden, self.weight, self.bias, asked)
+        teacher_dtype = check_head(*teacher, asked, self.teacher_name)
+        if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
+            raise ValueError(
+                f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
+                f"{tuple(self.teacher_hidden.shape)}"
+            )
+        check_device(f"{self.teacher_name}hidden", self.teacher_hidden, self.hidden, "hidden")
+        check_low_rank(self.low_rank, self.hidden, self.weight)
+        if self.vocab_parallel is None:
+            self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
+        shape = self.hidden.shape[:-1]
+        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
+        targets = targets if self.targets is None else self.targets
+        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
+        if self.token_weights is not None:
+            self._check_token_weights(self.token_weights)
+            check_range(dtype, self.hidden, self.weight, self.bias)
+        return dtype, teacher_dtype
+
+    def entries(self, entries: int, teacher_entries: int) -> int:
+        """How many of the vocabulary count, of so many in each weight; raises where that is not clear."""
+        if self.vocab is None and entries != teacher_entries:
+            raise ValueError(
+                f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
+                f"{teacher_entries}; where both are padded, vocab= says how many count"
+            )
+        vocab = entries if self.vocab is None else self.vocab
+        if vocab > min(entries, teacher_entries):
+            raise ValueError(
+                f"vocab must be at most the {min(entries, teacher_entries)} rows of the smaller weight, got {vocab}"
+            )
+        return vocab
+
+    def facts(self) -> dict[str, object]:
+        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
+        dtype, teacher_dtype = self.check()
+        targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
+        live = counted_tokens(targets, self.mask)
+        return {
+            "kind and beta": self.measure,
+            **self.options.facts(),
+            f"{self.teacher_name}transform": self.teacher_transform,
+            "vocab": self.vocab,
+            "hidden": f"{tuple(self.hidden.shape)} in {self.hidden.dtype}",
+            f"{self.teacher_name}hidden": f"{tuple(self.teacher_hidden.shape)} in {self.teacher_hidden.dtype}",
+            "the dtypes of products": (dtype, teacher_dtype),
+            "bias": None if self.bias is None else self.bias.dtype,
+            "low_rank": [term.a.shape[0] for term in self.low_rank],
+            "the number of tokens that count": int(live.sum()),
+            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "requires_grad of hidden": self.hidden.requires_grad,
+        }
+
+    def _check_token_weights(self, given: Tensor) -> None:
+        shape = self.hidden.shape[:-1]
+        check_floating("token_weights", given)
+        if given.shape != shape:
+            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(given.shape)}")
+        check_device("token_weights", given, self.hidden, "hidden")
+        if given.requires_grad:
+            raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
+        if self.vocab_parallel is not None:
+            raise ValueError(
+                "token_weights must be None with a sharded head: no rank has logits of the whole vocabulary"
+            )
+        if self.low_rank:
+            raise ValueError("low_rank must be empty with token_weights: one pass makes no gradient of such a term")
+        check_left_alone(self.options, "with token_weights")
+
+
+@contextmanager
+def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
+    """The checked call on this rank and as engines take it, and the context in which its heads are whole."""
+    tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
+    with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
+        given.check_before_gather()
+        call = localized_pair(given)
+    with _whole(call.options.gather, call):
+        entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
+            # Its rows cover the vocabulary from the same ids on.
+            other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
+            entries, teacher_entries = shard.vocab, other_shard.vocab
+        dtype, teacher_dtype = call.check()
+        vocab = call.entries(entries, teacher_entries)
+        pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
+        # Kernels of parts read weights as they are.
+        as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
+        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, own)):
+            own = replace(own, grad_tolerance=call.options.named_tolerance)
+        other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
+        yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)
+
+
+def divergence_of(given: DivergenceCall) -> Divergence:
+    """From a call to its results."""
+    return outside_of_graphs(_divergence_of)(given)
+
+
+def _divergence_of(given: DivergenceCall) -> Divergence:
+    with paired(given) as (call, pair, options):
+        if call.token_weights is None:
+            return in_two_passes(call, pair, options)
+        factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
+        found, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+        live = pair.student.live
+        loss = (factors * live.gather(found.divergence.reshape(-1))).sum()
+        return found._replace(loss=with_gradients(call, loss, gradients))
+
+
+def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
+    if pair.student.wants_gradient:
+        found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
+    else:
+        with gemm.without_autocast(call.hidden.device):
+            found = _results(engine.forward(pair, options))
+    return _spread(pair.student.live, call.hidden.shape[:-1], found)
+
+
+def in_one_pass(
+    call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
+) -> tuple[Divergence, Gradients | None]:
+    """Results without a gradient, and the gradients for `with_gradients`, None where nothing wants one."""
+    inputs = call.hidden, call.weight, call.bias
+    needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
+    gradients = None
+    with torch.no_grad(), gemm.without_autocast(call.hidden.device):
+        if any(needs):
+            values, gradients = engine.one_pass(pair, options, gradients_of, needs)
+        else:
+            values = engine.forward(pair, options)
+    return _spread(pair.student.live, call.hidden.shape[:-1], _results(values)), gradients
+
+
+def in_one_pass_if_free(
+    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
+) -> tuple[Divergence, Tensor | None]:
+    """For a loss on_divergence * divergence.sum() + on_logps * logps.sum(), whose factors are (): its values.
+
+    In one pass these values have no gradient. The second result is then a 0 () that has the loss's gradients: add it to
+    the loss. In two passes it is None.
+    """
+    return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
+
+
+def _in_one_pass_if_free(
+    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
+) -> tuple[Divergence, Tensor | None]:
+    def gradients_of(_part: slice, values: Tensor, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
+        grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(values)
+        return on_divergence.expand_as(values), grad_logps, None
+
+    with paired(given) as (call, pair, options):
+        if not one_pass_is_free(call, pair, options):
+            return in_two_passes(call, pair, options), None
+        found, gradients = in_one_pass(call, pair, options, gradients_of)
+        return found, with_gradients(call, on_divergence.new_zeros(()), gradients)
+
+
+def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
+    """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
+    weight's gradient."""
+    own, weight = options.student, pair.student.weight
+    if call.low_rank or pair.student.shard is not None:
+        return False
+    if own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+        return False
+    if not weight.requires_grad or weight.dtype == torch.float32:
+        return True
+    # Ranks that gather a head together must all take as many passes, and none knows the others' tokens.
+    if own.gather is not None or weight.dtype != own.compute_dtype:
+        return False
+    return pair.student.live.count <= engine.one_pass_tokens(pair, options)
+
+
+def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
+    """A loss () without a gradient -> itself with the gradients that `in_one_pass` made."""
+    if gradients is None:
+        return loss
+    return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
+
+
+def _results(values: PairValues) -> tuple[Tensor | None, ...]:
+    statistics = values.statistics
+    return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
+
+
+def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
+    """Of the tokens that count -> of all, 0 at the others."""
+    divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
+    assert divergence is not None
+    return Divergence(divergence, *others)
+
+
+@contextmanager
+def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> Iterator[None]:
+    """The context in which both heads are whole, where they are sharded outside of it."""
+    teacher = heads.teacher_weight, heads.teacher_bias
+    with whole_head(gather, heads.weight, heads.bias), whole_head(gather, *teacher):
+        yield
+
+
+class _Weights(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+
+
+def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
+    """Of flat tensors and this rank's part of the vocabulary."""
+    hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
+    ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
+    if call.targets is not None:
+        ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    n = ids.numel()
+    if call.options.fixed_shape:
+        live = TokenSelection(n, mask=(counted_tokens(ids, call.mask) & (ids < vocab)).reshape(-1))
+    elif call.mask is None and call.targets is None and call.token_weights is None:
+        live = TokenSelection(n)
+    else:
+        wanted = None if call.token_weights is None else call.token_weights != 0
+        source = "weight" if call.vocab is None else "vocab"
+        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
+    inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
+    targets, here = ids.view(-1), vocab
+    if shard is not None:
+        targets = shard.local(targets)
+        here = min(max(vocab - shard.place.vocab_start, 0), call.weight.shape[0], call.teacher_weight.shape[0])
+    student = Head(hidden, call.weight, call.bias, inputs, low_weight, targets, live, shard=shard)
+    teacher_hidden = call.teacher_hidden.reshape(-1, call.teacher_hidden.shape[-1]).detach()
+    teacher = Head(teacher_hidden, call.teacher_weight, call.teacher_bias, None, None, targets, live)
+    return Pair(student, teacher, here)
+
+
+class LinearDivergence(torch.autograd.Function):
+    """The engine's values of the tokens that count, and the gradients of divergence, logps and entropy for all that is
+    differentiable of the student.
+
+    Sharded heads must be whole around the forward, whose caller has read their shapes before; the backward enters
+    `options.student.gather` by itself, once for each head.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, options):
+        ctx.set_materialize_grads(False)
+        with gemm.without_autocast(hidden.device):
+            bounded = options.student.grad_tolerance > 0 and sparse_pair.applies(pair, options)
+            divergence, statistics, value, tile_sums = engine.forward(pair, options, bounded=bounded)
+        teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
+        ctx.save_for_backward(
+            hidden, weight, bias, low_inputs, low_weight, pair.student.targets,
+            teacher.hidden, teacher.weight, teacher.bias,
+            *known, statistics.logps, statistics.entropy, *(tile_sums or ()),
+        )  # fmt: skip
+        ctx.live, ctx.vocab, ctx.options, ctx.shard = pair.student.live, pair.vocab, options, pair.student.shard
+        if statistics.teacher_logps is not None:
+            ctx.mark_non_differentiable(statistics.teacher_logps)
+        copies = [None if part is None else part.clone() for part in (divergence, statistics.logps, statistics.entropy)]
+        return *copies, statistics.teacher_logps
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, saved, *grads):
+        hidden, weight, bias, low_inputs, low_weight, targets, *of_teacher = saved[:9]
+        student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
+        teacher_hidden, teacher_weight, teacher_bias = of_teacher
+        teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
+        found = Gradients()
+        if any(grad is not None for grad in grads[:3]):
+            weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
+            with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
+                pair = Pair(student, teacher, ctx.vocab)
+                tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
+                found = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
+        return *found, None, None
+
+
+def _token_gradients(
+    saved: Sequence[Tensor | None],  # lse, teacher's lse, value, logps, entropy
+    grads: Sequence[Tensor | None],  # of divergence, logps, entropy
+) -> PairGradients:
+    lse, teacher_lse, value, logps, entropy = saved
+    assert lse is not None
+    assert teacher_lse is not None
+    statistics = PairStatistics(lse, teacher_lse, entropy, logps, None, None)
+    return PairGradients.of(statistics, value, *grads[:3])

@@ -1,0 +1,314 @@
+"""Fold and gradient of a pair of tiles, a student's and a teacher's logits, in Triton: a program per row or its part.
+
+The signatures and formulas are those of `liger_rl.engines.pair.reference`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair.reference import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
+from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, gradient, moment_around, times_derivative, transformed
+from liger_rl.kernels.tile_triton import BLOCK, WARPS, loaded
+from liger_rl.kernels.transform import LogitSteps
+
+NO_SUMS = TileSums._make([None] * 7)
+
+
+@triton.jit
+def _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside):
+    """-> z, t and tanh^2 of the student; -inf outside the tiles, None is all inside."""
+    z, square = transformed(loaded(logits, bias, column, inside), steps)
+    t, _square = transformed(loaded(teacher_logits, teacher_bias, column, inside), teacher_steps)
+    if inside is not None:
+        # Only now, so that a softcap cannot make the lanes past the end finite again.
+        z = tl.where(inside, z, float("-inf"))
+        t = tl.where(inside, t, float("-inf"))
+    return z, t, square
+
+
+@triton.jit
+def _weighted(weight, values):
+    """As `divergence._weighted`, of a row."""
+    return tl.sum(tl.where(weight > 0.0, weight * values, 0.0))
+
+
+@triton.jit
+def _gap_around(gap, kept, shift, total):
+    """As `divergence._around`."""
+    return tl.where(kept > 0.0, kept * (gap + shift * total), 0.0)
+
+
+@triton.jit
+def _store_sums(tiles, place, x, y):
+    """Of one block, a tile of its own."""
+    tl.store(tiles.x + place, tl.sum(x))
+    tl.store(tiles.y + place, tl.sum(y))
+    tl.store(tiles.xx + place, tl.sum(x * x))
+    tl.store(tiles.xy + place, tl.sum(x * y))
+    tl.store(tiles.yy + place, tl.sum(y * y))
+
+
+@triton.jit
+def _fold_block(
+    logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside,
+    peak, total, teacher_peak, teacher_total, gap, moment, tiles, place, KIND: tl.constexpr, MOMENT: tl.constexpr,
+):  # fmt: skip
+    """-> the running numbers of a `PairFold` but the targets with one block more."""
+    z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+    new_peak = tl.maximum(peak, tl.max(z))
+    new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
+    lower = peak - new_peak
+    teacher_lower = teacher_peak - new_teacher_peak
+    kept = tl.exp(lower)
+    teacher_kept = tl.exp(teacher_lower)
+    a = z - new_peak
+    b = t - new_teacher_peak
+    exp = tl.exp(a)
+    teacher_exp = tl.exp(b)
+    if MOMENT:
+        moment = moment_around(new_peak, peak, kept, total, moment)
+        moment += tl.sum(exp * tl.maximum(a, LOWEST_LOG_PROBABILITY))
+    if KIND == FORWARD:
+        gap = _gap_around(gap, teacher_kept, teacher_lower - lower, teacher_total) + _weighted(teacher_exp, b - a)
+    elif KIND == REVERSE:
+        gap = _gap_around(gap, kept, lower - teacher_lower, total) + _weighted(exp, a - b)
+    if tiles.x is not None:
+        tl.store(tiles.peak + place, new_peak)
+        tl.store(tiles.teacher_peak + place, new_teacher_peak)
+        _store_sums(tiles, place, exp, teacher_exp if KIND == FORWARD else tl.where(exp > 0.0, exp * (a - b), 0.0))
+    total = total * kept + tl.sum(exp)
+    teacher_total = teacher_total * teacher_kept + tl.sum(teacher_exp)
+    return new_peak, total, new_teacher_peak, teacher_total, gap, moment
+
+
+@triton.jit(do_not_specialize=["first"])
+def _fold_pair_kernel(
+    logits,
+    stride,  # elements between two rows
+    bias,
+    steps,
+    teacher_logits,
+    teacher_stride,
+    teacher_bias,
+    teacher_steps,
+    targets,
+    state,  # `PairFold`, updated
+    tiles,  # `TileSums`, a block of columns each, or one of Nones
+    tiles_stride,
+    columns,
+    first,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    MOMENT: tl.constexpr = state.moment is not None
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride
+    teacher_logits += token * teacher_stride
+    peak = tl.load(state.peak + token)
+    total = tl.load(state.sum_exp + token)
+    teacher_peak = tl.load(state.teacher_peak + token)
+    teacher_total = tl.load(state.teacher_sum_exp + token)
+    gap = 0.0
+    moment = 0.0
+    if state.gap is not None:
+        gap = tl.load(state.gap + token)
+    if MOMENT:
+        moment = tl.load(state.moment + token)
+    if state.target is not None:
+        target = tl.load(targets + token).to(tl.int64) - first
+        hit = (target >= 0) & (target < columns)
+        z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, target, hit)
+        tl.store(state.target + token, z, mask=hit)
+        tl.store(state.teacher_target + token, t, mask=hit)
+    place = token * tiles_stride
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
+            logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, start + tl.arange(0, BLOCK), None,
+            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
+        )  # fmt: skip
+    # What is left of the row apart, so that the loop needs no mask.
+    for start in range(whole, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
+            logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, column < columns,
+            peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
+        )  # fmt: skip
+    tl.store(state.peak + token, peak)
+    tl.store(state.sum_exp + token, total)
+    tl.store(state.teacher_peak + token, teacher_peak)
+    tl.store(state.teacher_sum_exp + token, teacher_total)
+    if state.gap is not None:
+        tl.store(state.gap + token, gap)
+    if MOMENT:
+        tl.store(state.moment + token, moment)
+
+
+@triton.jit
+def _mix_pair_kernel(
+    logits,
+    stride,
+    bias,
+    steps,
+    teacher_logits,
+    teacher_stride,
+    teacher_bias,
+    teacher_steps,
+    lse,
+    teacher_lse,
+    sums,  # `MixtureSums`, updated
+    tiles,  # as in `_fold_pair_kernel`
+    tiles_stride,
+    columns,
+    beta,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride
+    teacher_logits += token * teacher_stride
+    norm = tl.load(lse + token)
+    teacher_norm = tl.load(teacher_lse + token)
+    student_sum = tl.load(sums.student + token)
+    teacher_sum = tl.load(sums.teacher + token)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+        log_p = z - norm
+        log_q = t - teacher_norm
+        over, teacher_over = over_mixture(log_q - log_p, beta)
+        p = tl.exp(log_p)
+        if tiles.x is not None:
+            _store_sums(tiles, token * tiles_stride + start // BLOCK, p, tl.where(p > 0.0, p * over, 0.0))
+        student_sum += _weighted(p, over)
+        teacher_sum += _weighted(tl.exp(log_q), teacher_over)
+    tl.store(sums.student + token, student_sum)
+    tl.store(sums.teacher + token, teacher_sum)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _grad_pair_kernel(
+    logits,
+    stride,
+    bias,
+    steps,
+    teacher_logits,
+    teacher_stride,
+    teacher_bias,
+    teacher_steps,
+    out,
+    out_stride,
+    targets,
+    tokens,  # `PairGradients`
+    columns,
+    first,
+    beta,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride
+    teacher_logits += token * teacher_stride
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    z, t, square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
+    log_p = z - tl.load(tokens.lse + token)
+    log_q = t - tl.load(tokens.teacher_lse + token)
+    p = tl.exp(log_p)
+    value = 0.0
+    if KIND != FORWARD:
+        value = tl.load(tokens.value + token)
+    grad = divergence_gradient(log_p, log_q, p, tl.exp(log_q), value, beta, KIND)
+    grad *= tl.load(tokens.grad + token)
+    ENTROPY: tl.constexpr = tokens.grad_entropy is not None
+    if (tokens.grad_logps is not None) | ENTROPY:
+        g = 0.0
+        e = 0.0
+        entropy = 0.0
+        at_target = 0.0
+        hit = column < 0
+        if tokens.grad_logps is not None:
+            g = tl.load(tokens.grad_logps + token)
+            at_target = tl.load(tokens.at_target + token)
+            hit = column == tl.load(targets + token).to(tl.int64) - first
+        if ENTROPY:
+            e = tl.load(tokens.grad_entropy + token)
+            entropy = tl.load(tokens.entropy + token)
+        grad += gradient(p, log_p, hit, at_target, g, e, entropy, ENTROPY)
+    grad = times_derivative(grad, square, steps)
+    tl.store(out + token * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def fold_pair(
+    student: Tile,
+    teacher: Tile,
+    targets: Tensor,
+    first: int,
+    measure: Measure,
+    state: PairFold,
+    sums: TileSums | None = None,
+) -> None:
+    """As `divergence.fold_pair`; the last dimension of logits must be contiguous, here as in the others."""
+    n, columns = student.logits.shape
+    if n:
+        with on(student.logits.device):
+            _fold_pair_kernel[(n,)](
+                *_given(student), *_given(teacher), targets.contiguous(), state,
+                *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
+                KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
+            )  # fmt: skip
+
+
+def mix_pair(
+    student: Tile,
+    teacher: Tile,
+    measure: Measure,
+    lse: Tensor,
+    teacher_lse: Tensor,
+    sums: MixtureSums,
+    tiles: TileSums | None = None,
+) -> None:
+    """As `divergence.mix_pair`."""
+    n, columns = student.logits.shape
+    if n:
+        with on(student.logits.device):
+            _mix_pair_kernel[(n,)](
+                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
+                BLOCK=_block(columns), num_warps=WARPS,
+            )  # fmt: skip
+
+
+def grad_pair(
+    student: Tile, teacher: Tile, targets: Tensor, first: int, measure: Measure, tokens: PairGradients, out: Tensor
+) -> None:
+    """As `divergence.grad_pair`."""
+    assert out.stride(-1) == 1
+    n, columns = student.logits.shape
+    if n:
+        block = _block(columns)
+        with on(student.logits.device):
+            _grad_pair_kernel[(n, triton.cdiv(columns, block))](
+                *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
+                columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+            )  # fmt: skip
+
+
+def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
+    """A tile as kernels take it."""
+    assert tile.logits.stride(-1) == 1
+    bias = None if tile.bias is None else tile.bias.contiguous()
+    return tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform)
+
+
+def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
+    """Sums and the elements between two tokens of them, as kernels take them."""
+    assert BLOCK == TILE_VOCAB
+    return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
+
+
+def _block(columns: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(columns))

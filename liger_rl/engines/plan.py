@@ -1,0 +1,196 @@
+"""Which engine makes a call of the head, in which tiles, and why: from shapes alone.
+
+`ENGINES` is in order: the first engine whose `lacks` says None runs. A plan and a real call both ask `path_for`. Each
+engine has one formula of its workspace: an upper bound of the memory that a call takes apart from its inputs, results
+and gradients. The tests hold it against measured memory.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from liger_rl.call import checks
+from liger_rl.call.checks import Passes
+from liger_rl.call.options import HeadKeywords, options_of, resolved
+from liger_rl.call.rules import check_left_alone
+from liger_rl.engines.dense import one_pass, several, two_pass
+from liger_rl.engines.shape import NO_GRADIENT, HeadShape
+from liger_rl.engines.sparse import certified as sparse
+from liger_rl.engines.tiles import Tiles
+from liger_rl.kernels.devices import family_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ENGINES: dict[str, ModuleType] = {
+    "several targets": several,
+    "sparse": sparse,
+    "one pass": one_pass,
+    "two passes": two_pass,
+}
+
+
+def path_for(shape: HeadShape) -> tuple[str, list[str]]:
+    """The name of the first engine that takes the call, and what each engine before it needs.
+
+    Raises:
+        ValueError: passes="one" where one pass is not possible. Without a gradient there is no pass to choose.
+    """
+    refusals: list[str] = []
+    for path, engine in ENGINES.items():
+        needed = engine.lacks(shape)
+        if needed is None:
+            return path, refusals
+        if engine is one_pass and shape.passes == "one" and needed != NO_GRADIENT:
+            raise ValueError(f'passes="one" needs {needed}')
+        refusals.append(f"{path}: needs {needed}")
+    raise AssertionError("two passes take every call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan:
+    """What `linear_logprobs` or `FusedLinearGRPOLoss` would do; `str` of it says so in a few lines."""
+
+    path: str
+    """"several targets", "sparse", "one pass" or "two passes"."""
+    reason: str
+    """What each engine before this one needs; on a GPU also what the product's epilogue needs where it is not taken."""
+    epilogue: bool
+    """Whether the work is in the product's epilogue, with no float32 tile in memory."""
+    family: str | None
+    """How that product reads memory: "tma" or "portable" (with pointers). None without an epilogue."""
+    tiles: Tiles
+    """Upper bounds of a tile's sides; of one pass, its chunk. With `batch_invariant`, the forward has its own."""
+    extra_bytes: int
+    """Peak of the memory apart from inputs, results and gradients, at most."""
+
+    def __str__(self) -> str:
+        kind = "chunks" if self.path == "one pass" else "tiles"
+        work = f"in the product's epilogue ({self.family})" if self.epilogue else "in float32 tiles of logits"
+        sides = f"{kind} of up to {self.tiles.tokens} tokens x {self.tiles.vocab} vocabulary entries"
+        return f"{self.path}, {work}, {sides}\nextra memory up to {self.extra_bytes / 2**20:.1f} MiB\n{self.reason}"
+
+
+def _plan(shape: HeadShape) -> LinearPlan:
+    path, remarks = path_for(shape)
+    forward, backward = two_pass.tiles_of(shape)
+    tiles = backward if shape.options.batch_invariant else Tiles(*map(max, forward, backward))
+    lacks = shape.epilogue_of_two_lacks
+    if path == "one pass":
+        chunks, lacks = one_pass.chunks_of(shape), one_pass.epilogue_lacks(shape)
+        tiles = Tiles(chunks.chunk_tokens, shape.vocab)
+        if chunks.sum_dtype is not None:
+            remarks.append(f"the weight's gradient is summed in {str(chunks.sum_dtype).split('.')[1]}")
+    elif lacks is None and shape.casts_weight:
+        remarks.append(f"products read a copy of the weight in {str(shape.options.compute_dtype).split('.')[1]}")
+    if shape.cuda and lacks is not None:
+        remarks.append(f"no epilogue, which needs {lacks}")
+    return LinearPlan(
+        path=path,
+        reason="; ".join(remarks),
+        epilogue=lacks is None,
+        family=None if lacks else family_of(shape.device).name,
+        tiles=tiles,
+        extra_bytes=ENGINES[path].workspace(shape),
+    )
+
+
+class PlanKeywords(HeadKeywords, total=False):
+    """How the tensors lie, and the fields of `HeadOptions`."""
+
+    contiguous: tuple[bool, bool]
+    aligned: bool
+
+
+def plan_linear_logprobs(
+    tokens: int,
+    vocab: int,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cuda",
+    needs: tuple[bool, bool] = (True, True),
+    bias: bool = False,
+    rank: int = 0,
+    weight_grad: bool = False,
+    passes: Passes = "two",
+    together: int = 1,
+    **options: "Unpack[PlanKeywords]",
+) -> LinearPlan:
+    """Which engine `linear_logprobs` or `FusedLinearGRPOLoss` takes for these shapes, why, and in how much memory.
+
+    The first of these engines that takes the call runs:
+
+    1. "several targets", with `topk`.
+    2. "sparse", with a `grad_tolerance` above 0 and products in an epilogue.
+    3. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
+       "auto" takes it if no chunk is named, a chunk has room for 512 tokens (256 on CPU), and a 16-bit weight's
+       gradient needs no float32 sum of 4VH bytes over several chunks.
+    4. "two passes".
+
+    A chunk of one pass takes 544 MiB (64 MiB on CPU). If one or two chunks hold all tokens with the sum's memory, they
+    get that memory, and the gradient is rounded after each of them.
+
+    A product with an epilogue needs an NVIDIA GPU of compute capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit
+    products, aligned rows, 512 tokens or more, and no named chunk. A weight in another dtype than the
+    products' is copied (2VH bytes) once in each direction of two passes. Other calls make float32 tiles of logits.
+
+    A tolerance saves nothing where lists of ids get long. The exact backward then runs. A plan cannot tell, because it
+    knows no distribution.
+
+    Args:
+        tokens, vocab, hidden_size: N, V, H.
+        dtype, weight_dtype: of hidden and weight (None: the same).
+        device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
+        needs: whether a gradient is wanted of hidden, and of weight.
+        bias, rank: whether there is a bias; columns of low-rank terms together.
+        weight_grad: whether the weight's gradient is added to a tensor of the caller's.
+        passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
+        together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
+            for a sequence-local one of rows (B, T), N for any other.
+        options: the fields of `HeadOptions`. `contiguous`, a pair like needs (True, True): whether rows lie densely.
+            `aligned` (True): whether the weight's rows start at multiples of 16 bytes; those of a view (FSDP1) may not.
+
+    Raises:
+        TypeError, ValueError: a bad argument; options that do not go together; passes="one" where it is not possible.
+    """
+    counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "rank": rank, "together": together}
+    for name, count in counts.items():
+        checks.check_count(name, count, least=0 if name in ("tokens", "rank") else 1)
+    for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
+        if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
+    lies, dense = options.pop("aligned", True), options.pop("contiguous", (True, True))
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": lies}
+    for name, pair in (("needs", needs), ("contiguous", dense)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
+        flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
+    for name, flag in flags.items():
+        checks.check_flag(name, flag)
+    checks.check_passes(passes)
+    head_options = options_of("plan_linear_logprobs", options)
+    for given, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
+        if given:
+            check_left_alone(head_options, name)
+    return _plan(
+        HeadShape(
+            tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
+            device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), bias=bias, rank=rank,
+            in_place=weight_grad, contiguous=(dense[0], dense[1]), aligned=lies, passes=passes, together=together,
+            options=resolved(head_options, head_options.compute_dtype or dtype),
+            auto_tolerance=head_options.grad_tolerance == "auto",
+        )
+    )  # fmt: skip
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device must be a torch.device or the name of one, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error

@@ -1,0 +1,196 @@
+"""From a call to its log-probabilities: which tokens count, which engine and tiles, and the way into autograd."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.dtensors import localized
+from liger_rl.call.head_call import HeadCall, LogProbs, check_topk, shared_errors
+from liger_rl.call.host_answer import HostAnswer
+from liger_rl.call.low_rank import low_rank_factors
+from liger_rl.call.options import EngineOptions, resolved
+from liger_rl.call.support import Support, kept
+from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.tokens import (
+    LiveTokens,
+    TokenSelection,
+    check_temperatures,
+    counted_tokens,
+    improper_temperatures,
+    live_tokens,
+)
+from liger_rl.distributed import VocabShard
+from liger_rl.engines.autograd import VALUES, linear_values
+from liger_rl.engines.compile import logprobs_in_graph
+from liger_rl.engines.graphs import break_graph, outside_of_graphs
+from liger_rl.engines.interface import Head, whole_head
+from liger_rl.engines.plan import ENGINES, path_for
+from liger_rl.engines.shape import HeadShape
+from liger_rl.engines.sparse import support as support_engine
+from liger_rl.kernels.segments import BAD_MASKS, BAD_TARGETS, COUNTED
+
+
+def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
+    """Log-probabilities of the needed tokens: the others get 0 as masked ones do, but their ids are looked at.
+
+    Args:
+        dtype: what `call.check_tensors` returned, where these tensors have been checked before.
+    """
+    if torch.compiler.is_compiling():
+        feature = call.outside_of_graphs
+        if feature is None:
+            return _in_graph(call)
+        break_graph(feature)
+    return outside_of_graphs(_in_eager_mode)(call, dtype)
+
+
+def _in_graph(call: HeadCall) -> LogProbs:
+    """By the operator."""
+    call.check_together()
+    dtype = call.check_tensors()
+    targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    ids = targets.amax(-1) if call.several else targets
+    options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
+    live = _masked(call, ids, call.weight.shape[0])
+    head = _head(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
+    values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
+    # The operator puts 0 at tokens that do not count, except with fixed_shape.
+    live = live if call.options.fixed_shape else TokenSelection(live.total)
+    return _log_probs(values, live, ids.shape)
+
+
+def _in_eager_mode(given: HeadCall, dtype: torch.dtype | None) -> LogProbs:
+    original = given.weight
+    with shared_errors(given.vocab_parallel, original, *given.tensors):
+        call = localized(given)
+    with shared_errors(call.vocab_parallel, original):
+        call.check_together()
+    options, shard = call.options, None
+
+    def facts() -> dict[str, object]:
+        call.check_weight_grad(original)
+        return call.facts()
+
+    with whole_head(options.gather, call.weight, call.bias):
+        if call.vocab_parallel is not None:
+            shard = call.vocab_parallel.shard_of(call.weight, facts, known_by=original)
+        if dtype is None or call is not given:
+            dtype = call.check_tensors()
+        call.check_weight_grad(original)
+        targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+        vocab = call.weight.shape[0] if shard is None else shard.vocab
+        check_topk(options.topk, vocab)
+        # One that is negative if all of them are, and too large if any of them is.
+        ids = targets.amax(-1) if call.several else targets
+        engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
+        if call.support is not None:
+            return _over_support(call, call.support, ids, engine_options, shard)
+        selected = None
+        if not options.fixed_shape:
+            selected = _asked(call, ids, vocab)
+        engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
+        flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
+        if call.several:
+            flat_targets = targets.view(-1, targets.shape[-1])
+        # As late as possible: from this sync on the device waits for the host to launch the product.
+        live = _masked(call, ids, vocab) if selected is None else selected().selection
+        head = _head(call, flat_targets, live, shard)
+        values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
+    return _log_probs(values, live, ids.shape)
+
+
+def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:
+    """Values of the live tokens, by name -> of all tokens, 0 at the others."""
+    columns = {name: None if value is None else live.spread(value, shape) for name, value in values.items()}
+    topk_ids = values.get("topk_ids")
+    if topk_ids is not None:
+        columns["topk_ids"] = live.spread(topk_ids + 1, shape) - 1  # -1 elsewhere
+    return LogProbs(**columns)  # type: ignore[arg-type]
+
+
+def _over_support(
+    call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
+) -> LogProbs:
+    """Over each token's own ids; that of a token that lists none is the whole vocabulary."""
+    # `flatten` gives what is flat itself, where another view of it would take the host as long as a launch.
+    flat, n = ids.flatten(), ids.numel()
+    vocab = call.weight.shape[0] if shard is None else shard.vocab
+    shape = call.targets.shape
+
+    def listed_ids() -> ListedIds:
+        flat_mask, wanted = (None if part is None else part.flatten() for part in (call.mask, call.needed_mask))
+        slots = support_engine.support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
+        return ListedIds(slots, None if options.fixed_shape else _checked(call, ids, vocab, support, slots.numbers))
+
+    if options.fixed_shape:
+        listed = listed_ids()
+    else:
+        temperature = call.options.transform.temperature
+        values = call.targets, call.mask, call.needed_mask, temperature if isinstance(temperature, Tensor) else None
+        place = None if shard is None else shard.place.vocab_start
+        rest = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
+        listed = kept(support, values, rest, listed_ids)
+    # The mask itself is for the products of low-rank terms alone.
+    mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
+    head = _head(call, flat, TokenSelection(n, mask=mask), shard)
+    head = head._replace(listed=listed)
+    results = linear_values(head, options, support_engine)
+    # A copy, because the support may keep its slots and the caller may write to what it gets.
+    named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
+    if flat.shape != shape:
+        named = {name: None if part is None else part.view(shape) for name, part in named.items()}
+    return LogProbs(**named)  # type: ignore[arg-type]
+
+
+def _checked(
+    call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor
+) -> Callable[[], tuple[list[int], int]]:
+    """Ask the device for `Slots.numbers`; the check of a `ListedIds`."""
+    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
+    answer = HostAnswer(torch.cat([counts, *improper]) if improper else counts)
+
+    def check() -> tuple[list[int], int]:
+        numbers = answer.wait().tolist()
+        if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
+            _asked(call, ids, vocab)()  # which says what is wrong
+        return numbers, support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
+
+    return check
+
+
+def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
+    """`live_tokens`, and the check of temperatures in the same sync."""
+    improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
+    wait = live_tokens(
+        ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=improper, targets_name=call.targets_name
+    )
+
+    def answer() -> LiveTokens:
+        found = wait()
+        if improper:
+            check_temperatures(found.counts[-1])
+        return found
+
+    return answer
+
+
+def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
+    """The tokens that count, each in its place."""
+    needed = call.needed_mask
+    if not call.options.fixed_shape and needed is not None:
+        # The operator raises for an id outside of the vocabulary, so those are needed too.
+        needed = torch.logical_or(ids >= vocab, needed)
+    mask = counted_tokens(ids, call.mask, needed)
+    if call.options.fixed_shape:
+        mask = mask & (ids < vocab)
+    return TokenSelection(ids.numel(), mask=mask.reshape(-1))
+
+
+def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
+    """Of flat tensors."""
+    hidden = call.hidden.flatten(0, -2)
+    inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)
+    given = call.options.transform.temperature
+    temperatures = given.reshape(-1).float() if isinstance(given, Tensor) else None
+    return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)

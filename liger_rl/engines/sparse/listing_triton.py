@@ -1,0 +1,442 @@
+"""From kept parts of a gradient to a list of entries for each token, as Triton kernels.
+
+`bounds_triton` says which parts are kept. Then
+
+1. `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
+2. `find_limits` finds, for each token, the largest size under which its entries may be left out together;
+3. `write_lists` lists the larger entries, and writes the sum of the others as the part's rest;
+4. `order_by_id` puts the entries of all tokens in the order of their ids.
+
+Every kernel writes what one program owns, in a fixed order: no atomics, the same bits on every run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.engines.sparse.bounds_triton import ChosenParts
+from liger_rl.engines.sparse.slots_triton import first_of
+from liger_rl.kernels.devices import family_of, on
+from liger_rl.kernels.matrix_triton import load, load_picked, matrix
+from liger_rl.kernels.segments import Segments
+from liger_rl.kernels.softmax import flushed_exp, gradient, times_slope, token_terms, transformed
+from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
+from liger_rl.kernels.tile_epilogues import part_of
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+LISTED_TOKENS = 1024  # that a program lists at a time
+ROWS = 128  # tokens of a product
+COUNTED, COUNTING_WARPS = 4096, 8  # entries that a program counts at a time
+WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program that writes
+ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program that orders
+UNIT = 2.0**15  # what a part stores for an entry as large as the bound of all; float16 ends at twice as much
+LEVEL_BITS = 7  # of a float16 that a level leaves out: eight levels for each power of 2
+STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
+LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
+
+
+class Lists(NamedTuple):
+    """The listed entries of consecutive tokens: a token's target first, then its tiles and ids, ascending."""
+
+    ids: Tensor  # (E,) int32
+    coefficients: Tensor  # (E,) float32, dL/dx
+    tokens: Tensor  # (E,) int32
+
+    @classmethod
+    def empty(cls, entries: int, device: torch.device) -> "Lists":
+        dtypes = torch.int32, torch.float32, torch.int32
+        return cls(*(torch.empty(entries, dtype=dtype, device=device) for dtype in dtypes))
+
+
+class Span(NamedTuple):
+    """Consecutive tokens, `first` to `last`, and room for their parts from number `base` on.
+
+    Where they keep more parts than there is room for, no kernel writes any. So a span may be listed before the host
+    knows how many parts there are.
+    """
+
+    first: int
+    last: int
+    base: int
+    room: int
+
+
+class TileLists(NamedTuple):
+    """The tokens of a span that keep each tile, and the tile and the token of each of the span's parts."""
+
+    tokens: Tensor  # (tiles, tokens of the span) int32
+    counts: Tensor  # (tiles,) int32
+    tile_of: Tensor  # (room,) int32
+    token_of: Tensor  # (room,) int32
+
+
+@triton.jit
+def _parts_of(chosen, last, base, room):
+    """-> how many parts a span has; -1 where there is no room for them."""
+    parts = tl.load(chosen.starts + last) - base
+    return tl.where(parts <= room, parts, -1)
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
+def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    width = last - first
+    at = 0
+    # No tokens where there is no room.
+    stop = tl.where(_parts_of(chosen, last, base, room) > 0, last, first)
+    for start in range(first, stop, STEP):
+        token = start + tl.arange(0, STEP)
+        inside = token < last
+        rank = tl.load(chosen.rank + tile * count + token, mask=inside, other=-1).to(tl.int32)
+        kept = rank >= 0
+        number = kept.to(tl.int32)
+        tl.store(lists.tokens + tile * width + at + tl.cumsum(number, 0) - number, token, mask=kept)
+        part = tl.load(chosen.starts + token, mask=kept, other=0) + rank - base
+        tl.store(lists.tile_of + part, (tile + tl.zeros((STEP,), tl.int64)).to(tl.int32), mask=kept)
+        tl.store(lists.token_of + part, token, mask=kept)
+        at += tl.sum(number, 0)
+    tl.store(lists.counts + tile, at)
+
+
+def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
+    tiles, n = chosen.rank.shape
+    sizes = (tiles, span.last - span.first), (tiles,), (span.room,), (span.room,)
+    lists = TileLists(*(torch.empty(size, dtype=torch.int32, device=chosen.rank.device) for size in sizes))
+    with on(chosen.rank.device):
+        _list_tiles_kernel[(tiles,)](chosen, lists, *span, n, LISTED_TOKENS)
+    return lists
+
+
+@triton.jit
+def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """-> a tile, some of the tokens that keep it, and which of them there are; no tile past the last chunk."""
+    tile = tl.arange(0, TILES)
+    kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
+    chunks = tl.cdiv(kept, ROWS)
+    here = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    before = tl.sum(tl.where(tile < here, chunks, 0), 0)
+    place = (chunk - before) * ROWS + tl.arange(0, ROWS)
+    inside = place < tl.sum(tl.where(tile == here, kept, 0), 0)
+    return here, tl.load(lists.tokens + here.to(tl.int64) * width + place, mask=inside, other=0), inside
+
+
+@triton.jit(do_not_specialize=["base", "width"])
+def _parts_kernel(
+    out,  # (room, TILE_VOCAB) float16
+    hidden,  # a `matrix` (n, H), for pointers
+    weight,  # a `matrix` (V, H)
+    bias,
+    targets,
+    gradients,  # `TokenGradients`, (n,) each
+    chosen,  # `ChosenParts`
+    lists,  # `TileLists`
+    base,
+    width,  # tokens of the span
+    tiles,
+    count,
+    vocab,
+    size,  # H
+    steps,
+    PARTS: tl.constexpr,  # of a tile, one after the other
+    TILE_VOCAB: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    tile, row, inside = rows_of_tile(tl.program_id(0), lists, tiles, width, ROWS, TILES)
+    if tile < tiles:
+        first = tile * TILE_VOCAB
+        part = tl.load(chosen.starts + row) - base
+        part += tl.load(chosen.rank + tile.to(tl.int64) * count + row).to(tl.int64)
+        logits = tl.zeros((ROWS, TILE_VOCAB), tl.float32)
+        for step in range(tl.cdiv(size, STEP)):
+            left = load_picked(hidden, row, step * STEP, STEP)
+            logits = tl.dot(left, load(weight, first, step * STEP, TILE_VOCAB, STEP).T, logits)
+        lse = tl.load(gradients.lse + row)[:, None]
+        target = (tl.load(targets + row) - first)[:, None]
+        per_scale = STORED_UNIT / tl.load(chosen.scale + row)[:, None]
+        g, e, entropy = token_terms(gradients, row, inside)
+        ENTROPY: tl.constexpr = gradients.grad_entropy is not None
+        if ENTROPY:
+            e = e[:, None]
+            entropy = entropy[:, None]
+        for half in tl.static_range(PARTS):
+            x = part_of(logits, half, PARTS)
+            column = half * x.shape[1] + tl.arange(0, x.shape[1])
+            known = (column < vocab - first)[None, :]
+            if bias is not None:
+                x += tl.load(bias + first + column, mask=column < vocab - first, other=0.0).to(tl.float32)[None, :]
+            z, square = transformed(x, steps)
+            log_p = z - lse
+            grad = gradient(flushed_exp(log_p), log_p, None, 0.0, g[:, None], e, entropy, ENTROPY)
+            if steps.cap is not None:
+                grad *= 1.0 - square
+            grad = tl.where(known & (column[None, :] != target), grad * per_scale, 0.0)
+            tl.store(out + part[:, None] * TILE_VOCAB + column[None, :], grad.to(tl.float16), mask=inside[:, None])
+
+
+def make_parts(
+    hidden: Tensor,  # (n, H) in the compute dtype
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (n,)
+    tokens: TokenGradients,  # (n,) each
+    transform: LogitTransform,
+    chosen: ChosenParts,
+    lists: TileLists,
+    span: Span,
+    out: Tensor,  # (span.room or more, BLOCK_VOCAB) float16
+) -> None:
+    """The span's kept parts of dL/dz, in units of the tokens' scales over UNIT; 0 at targets."""
+    tiles, n = chosen.rank.shape
+    family = family_of(hidden.device)
+    halved = transform.softcap is not None or tokens.grad_entropy is not None
+    with on(hidden.device):
+        _parts_kernel[(span.room // ROWS + tiles,)](
+            out, matrix(hidden, 1, family.step, tma=False), matrix(weight, BLOCK_VOCAB, family.step, tma=family.tma),
+            None if bias is None else bias.contiguous(), targets.contiguous(), tokens.contiguous(), chosen, lists,
+            span.base, span.last - span.first, tiles, n, weight.shape[0], hidden.shape[1], LogitSteps.of(transform),
+            PARTS=max(family.parts, 2 if halved else 1), TILE_VOCAB=BLOCK_VOCAB, ROWS=ROWS, STEP=family.step,
+            TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=8,
+        )  # fmt: skip
+
+
+# --- from parts to lists ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _level(value):
+    """-> the largest level whose size is no larger than `value` >= 0."""
+    return tl.minimum(value, LARGEST_HALF).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> BITS
+
+
+@triton.jit
+def _size(level):
+    """-> of a level: a float16 whose last BITS are 0."""
+    return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _is_listed(value, limit):
+    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # no comparison holds for NaN, which is listed
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "room"])
+def _limits_kernel(
+    parts,  # (room, TILE_VOCAB) float16
+    chosen,  # `ChosenParts`
+    limits,  # (n,) float32: the largest size that is not listed
+    counts,  # (room,) int32, zeros: entries that are listed
+    first,
+    last,
+    base,
+    room,
+    TILE_VOCAB: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    token = first + tl.program_id(0)
+    begin = (tl.load(chosen.starts + token) - base) * TILE_VOCAB
+    end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
+    end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
+    tolerated = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
+    tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # of NaN, too
+    # All entries that are no larger than the lowest fit in any case, and one that is larger than the highest does not.
+    low = _level(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
+    high = _level(tl.sqrt(tolerated)) + 1
+    # Three levels at a time: the parts are read a third of the times that halving takes.
+    while low + 1 < high:
+        step = tl.maximum((high - low) // 4, 1)
+        first_level = low + step
+        second_level = tl.minimum(low + 2 * step, high)
+        third_level = tl.minimum(low + 3 * step, high)
+        under_first = tl.zeros((COUNTED,), tl.float32)
+        under_second = tl.zeros((COUNTED,), tl.float32)
+        under_third = tl.zeros((COUNTED,), tl.float32)
+        for start in range(begin, end, COUNTED):
+            place = start + tl.arange(0, COUNTED)
+            value = tl.abs(tl.load(parts + place, mask=place < end, other=0.0).to(tl.float32))
+            square = value * value
+            under_first += tl.where(value <= _size(first_level), square, 0.0)
+            under_second += tl.where(value <= _size(second_level), square, 0.0)
+            under_third += tl.where(value <= _size(third_level), square, 0.0)
+        first_fits = tl.sum(under_first) <= tolerated
+        second_fits = tl.sum(under_second) <= tolerated
+        third_fits = tl.sum(under_third) <= tolerated
+        most = high
+        high = tl.where(
+            first_fits, tl.where(second_fits, tl.where(third_fits, most, third_level), second_level), first_level
+        )
+        low = tl.where(
+            first_fits, tl.where(second_fits, tl.where(third_fits, third_level, second_level), first_level), low
+        )
+        low = tl.minimum(low, most - 1)
+    limit = _size(low)
+    tl.store(limits + token, limit)
+    PARTS: tl.constexpr = COUNTED // TILE_VOCAB
+    column = tl.arange(0, TILE_VOCAB)[None, :]
+    for start in range(begin // TILE_VOCAB, end // TILE_VOCAB, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = part < end // TILE_VOCAB
+        value = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
+        number = tl.sum(_is_listed(value, limit).to(tl.int32), 1)
+        tl.store(counts + part, number, mask=inside)
+
+
+@triton.jit(do_not_specialize=["most", "first", "last", "base", "room"])
+def _write_kernel(
+    parts,  # (room, TILE_VOCAB) float16
+    chosen,  # `ChosenParts`
+    of,  # `TileLists`
+    entries,  # (V,) shares of the tail
+    targets,  # (n,) ids, or None where parts include them
+    at_target,  # (n,) float32
+    limits,  # (n,) float32
+    before,  # (parts of all spans + 1,) int64: listed entries of all parts before each, but targets
+    lists,  # `Lists` with room for `most`
+    starts,  # (n + 1,) int64: the first entry of each token
+    most,
+    first,
+    last,
+    base,
+    room,
+    width,  # padded tiles
+    steps,
+    TILE_VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    blocks = tl.cdiv(room, PARTS)
+    count = _parts_of(chosen, last, base, room)
+    if tl.program_id(0) >= blocks:
+        # No name of the other branch: there it has another shape.
+        row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
+        listed = (row < last) & (count >= 0)
+        reached = (row <= last) & (count >= 0)
+        start = tl.load(before + tl.load(chosen.starts + row, mask=reached, other=0), mask=reached, other=0)
+        if targets is not None:
+            start += row
+            listed = listed & (start < most)
+            tl.store(lists.ids + start, tl.load(targets + row, mask=listed, other=0).to(tl.int32), mask=listed)
+            tl.store(lists.coefficients + start, tl.load(at_target + row, mask=listed, other=0.0), mask=listed)
+            tl.store(lists.tokens + start, row, mask=listed)
+        tl.store(starts + row, start, mask=reached)
+    elif tl.program_id(0) * PARTS < count:
+        part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
+        inside = part < count
+        column = tl.arange(0, TILE_VOCAB)[None, :]
+        token, tile = (
+            tl.load(of.token_of + part, mask=inside, other=first),
+            tl.load(of.tile_of + part, mask=inside, other=0),
+        )
+        stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
+        kept = _is_listed(stored, tl.load(limits + token)[:, None])
+        grad = stored.to(tl.float32) * (tl.load(chosen.scale + token) / STORED_UNIT)[:, None]
+        left = tl.where(kept, 0.0, grad)
+        rest = tl.sum(left, 1)
+        share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
+        # The rest stands in for its entries where it is closer to them than nothing.
+        away = left - rest[:, None] * share
+        helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
+        rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
+        tl.store(chosen.rest + token.to(tl.int64) * width + tile, rest, mask=inside)
+        at = tl.load(before + base + part, mask=inside, other=0)
+        if targets is not None:
+            at += token + 1
+        number = kept.to(tl.int32)
+        place = at[:, None] + (tl.cumsum(number, 1) - number)
+        kept = kept & (place < most)
+        tl.store(lists.ids + place, tile[:, None] * TILE_VOCAB + column, mask=kept)
+        tl.store(lists.coefficients + place, times_slope(grad, steps), mask=kept)
+        tl.store(lists.tokens + place, token[:, None] + tl.zeros((PARTS, TILE_VOCAB), tl.int32), mask=kept)
+
+
+class Limits(NamedTuple):
+    """What tokens list."""
+
+    sizes: Tensor  # (n,) float32: the largest stored size that is not listed
+    before: Tensor  # (room + 1,) int64: listed entries of all parts before each, targets apart
+
+    @classmethod
+    def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
+        before = torch.zeros(room + 1, dtype=torch.int64, device=device)
+        return cls(torch.empty(n, dtype=torch.float32, device=device), before)
+
+
+def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
+    """For each token of the span the largest size under which its entries may be left out together.
+
+    `parts` is (span.room or more, width). Earlier spans have written theirs.
+    """
+    counts = torch.zeros(span.room, dtype=torch.int32, device=parts.device)
+    with on(parts.device):
+        _limits_kernel[(span.last - span.first,)](
+            parts, chosen, out.sizes, counts, *span,
+            TILE_VOCAB=parts.shape[1], COUNTED=COUNTED, num_warps=COUNTING_WARPS,
+        )  # fmt: skip
+    before = out.before[span.base + 1 : span.base + span.room + 1]
+    torch.cumsum(counts, 0, out=before)
+    if span.base:
+        before += out.before[span.base]
+
+
+def write_lists(
+    parts: Tensor,
+    chosen: ChosenParts,  # whose rests get what is left out of the kept parts
+    of_parts: TileLists,
+    tail: Tail,
+    limits: Limits,
+    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, where parts leave them out
+    span: Span,
+    transform: LogitTransform,
+    out: Lists,  # of all spans; what there is no room for is left out
+    starts: Tensor,  # (n + 1,) int64: the first entry of each token of the span, and of the token after it
+) -> None:
+    tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
+    with on(parts.device):
+        _write_kernel[(triton.cdiv(span.room, width) + triton.cdiv(tokens + 1, WRITTEN_TOKENS),)](
+            parts, chosen, of_parts, tail.entries, *(targets or (None, None)), limits.sizes, limits.before, out, starts,
+            out.ids.numel(), *span, chosen.rest.shape[1], LogitSteps.of(transform),
+            TILE_VOCAB=parts.shape[1], PARTS=width, TOKENS=WRITTEN_TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "rows", "searches"])
+def _by_id_kernel(
+    ids,  # (count,) int32, ascending
+    order,  # (count,) int64: where they were before
+    lists,  # `Lists`
+    coefficients,  # (count,)
+    tokens,  # (count,)
+    starts,  # (rows + 1,) int64
+    count,
+    rows,
+    searches,  # that find a position
+    STEP: tl.constexpr,
+):
+    blocks = tl.cdiv(count, STEP)
+    if tl.program_id(0) < blocks:
+        place = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+        inside = place < count
+        before = tl.load(order + place, mask=inside, other=0)
+        tl.store(coefficients + place, tl.load(lists.coefficients + before, mask=inside, other=0.0), mask=inside)
+        tl.store(tokens + place, tl.load(lists.tokens + before, mask=inside, other=0), mask=inside)
+    else:
+        row = (tl.program_id(0) - blocks).to(tl.int64) * STEP + tl.arange(0, STEP)
+        tl.store(starts + row, first_of(row, ids, count, searches), mask=row <= rows)
+
+
+def order_by_id(lists: Lists, rows: int) -> tuple[Segments, Tensor, Tensor]:
+    """-> the entries of each of so many ids, coefficients and tokens. An id's entries keep the order of the lists."""
+    ids, order = torch.sort(lists.ids, stable=True)
+    coefficients, tokens = torch.empty_like(lists.coefficients), torch.empty_like(lists.tokens)
+    starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)
+    count = ids.numel()
+    with on(ids.device):
+        _by_id_kernel[(triton.cdiv(count, ORDERED) + triton.cdiv(rows + 1, ORDERED),)](
+            ids, order, lists, coefficients, tokens, starts, count, rows, count.bit_length(),
+            STEP=ORDERED, num_warps=ORDERING_WARPS,
+        )  # fmt: skip
+    return Segments(starts, ids, by_id=True), coefficients, tokens

@@ -1,0 +1,209 @@
+"""The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
+
+It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
+longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
+wrong values do no harm. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
+
+It keeps every token in its place. A row that is empty stands for the whole vocabulary, so its token takes two passes.
+These are made here and not by the caller, so that a backward gathers the weight once whatever rows there are.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.call.options import EngineOptions
+from liger_rl.call.support import Support
+from liger_rl.call.support_slots import ListedIds
+from liger_rl.call.tokens import TokenSelection
+from liger_rl.distributed import VocabShard
+from liger_rl.engines.dense import two_pass
+from liger_rl.engines.interface import Gradients, Head, Needs
+from liger_rl.engines.sparse import slots
+from liger_rl.kernels.devices import compiles
+from liger_rl.kernels.segments import Factors, Rows, Slots
+from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
+
+
+class Saved(NamedTuple):
+    """What the backward needs of the forward, beside the statistics and the slots."""
+
+    logits: Tensor  # (S,) float32, transformed
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The module whose kernels of a support run on `device`."""
+    if compiles(device):
+        from liger_rl.engines.sparse import slots_triton
+
+        return slots_triton
+    return slots
+
+
+def support_slots(
+    support: Support,
+    targets: Tensor,  # (N,) ids of the whole vocabulary
+    mask: Tensor | None,  # (N,) bool or 0/1: the tokens that count; None for those of targets >= 0
+    wanted: Tensor | None,  # (N,) or (B,), as the mask: which of them are wanted
+    weight: Tensor,  # (V', H): its rows are the shard's, where there is one
+    options: EngineOptions,
+    shard: VocabShard | None = None,
+) -> Slots:
+    """Where logits are wanted: each token's target, and the distinct ids of its row beside it.
+
+    `numbers` of the result say what `Support.check_values` needs; `full` says which tokens the dense path must take.
+    A target that is not in its row is added. Nothing here raises for values, and bad ones do no harm.
+    """
+    number = weight.shape[0]
+    part = Rows(number, 0, number) if shard is None else Rows(number, shard.place.vocab_start, shard.vocab)
+    return kernels_for(targets.device).make_slots(
+        support.token_ids,
+        support.offsets,
+        targets,
+        mask,
+        wanted,
+        part=part,
+        keep_single="mean_logits" in options.extras,
+        distinct=support.distinct,
+    )
+
+
+def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
+    """Statistics of all N tokens; `head.targets` are ids of the whole vocabulary.
+
+    A token with one id has log-probability 0 and entropy 0. So has one that does not count. Collectives, with a shard:
+    one maximum and one sum, twice where a row is empty.
+    """
+    listed = head.listed
+    assert listed is not None
+    statistics, saved = _over_ids(head, listed, options)
+    full = listed.full  # which waits
+    if full is not None:
+        whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
+        statistics = TokenStatistics._make(
+            None if part is None or there is None else part.index_copy(0, full, there)
+            for part, there in zip(statistics, whole, strict=True)
+        )
+    return statistics, saved
+
+
+def _over_whole_vocabulary(head: Head, full: Tensor) -> Head:
+    """The tokens whose row is empty."""
+    targets = head.targets if head.shard is None else head.shard.local(head.targets)
+    return head._replace(targets=targets, live=TokenSelection(targets.numel(), index=full), listed=None)
+
+
+def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
+    """Statistics over the tokens' own ids, 0 for a token whose row is empty."""
+    slots, targets, shard = listed.slots, head.targets, head.shard
+    kernels = kernels_for(targets.device)
+    logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
+    given = {"entropy": options.entropy, "extras": options.extras}
+    if shard is None:
+        statistics, sizes = kernels.statistics(logits, slots, targets, **given)
+    else:
+        fold, sizes = kernels.fold(logits, slots, targets, **given)
+        statistics = kernels.finished(fold.over_ranks(shard.maximum, shard.total), slots)
+    if sizes is not None and statistics.sum_logits is not None:
+        # The sum that a whole vocabulary would have with the same mean, by which callers take the mean.
+        whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
+        statistics = statistics._replace(sum_logits=whole)
+    return statistics, Saved(logits)
+
+
+def _factors(head: Head) -> Factors:
+    """Rows whose numbers lie side by side, which kernels read."""
+    parts = (p if p is None or p.stride(-1) == 1 else p.contiguous() for p in head.differentiable)
+    return Factors._make(parts)
+
+
+def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
+    """The kernels of slots make `at_target` of the log-probabilities, so what is given for it is not read."""
+    return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
+
+
+def backward(
+    head: Head,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    saved: Saved,
+    tokens: TokenGradients,  # (N,) each, as `tokens_of` makes them
+    needs: Needs,
+) -> Gradients:
+    """Summed in float32 and rounded once. With an empty row, rounded once more in the sum with two passes' gradients.
+
+    Without an empty row, only the listed rows of `weight_grad` are touched. With a shard, gradients of hidden and
+    low_inputs are summed over the ranks, during the sums for the weight.
+    """
+    listed = head.listed
+    assert listed is not None
+    grads = tokens.grad_logps, tokens.grad_entropy
+    found, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
+    if full is None:
+        return found
+    tokens = TokenGradients.of(statistics, *grads).take(full)
+    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
+    return Gradients._make(
+        None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
+    )
+
+
+def _by_ids(
+    head: Head,
+    listed: ListedIds,
+    options: EngineOptions,
+    statistics: TokenStatistics,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
+) -> Gradients:
+    """Gradients of the tokens that list ids."""
+    hidden, weight, bias, low_inputs, low_weight = _factors(head)
+    kernels, shard, slots = kernels_for(hidden.device), head.shard, listed.slots
+    in_order = needs[1] or needs[2] or needs[4]
+    grad_weight = grad_bias = grad_low = None
+    coefficients, pairs = kernels.slot_gradients(
+        saved.logits,
+        slots,
+        statistics,
+        grads,
+        options.transform.of_logits,
+        head.temperatures,
+        listed.by_id() if in_order else None,
+    )
+
+    def by_token(table: Tensor | None, left: Tensor | None, needed: bool) -> Tensor | None:
+        if table is None or left is None or not needed:
+            return None
+        out = torch.empty_like(left, dtype=left.dtype if shard is None else torch.float32)
+        segments = slots.by_token._replace(all_short=listed.all_short)
+        kernels.segment_sums(segments, coefficients, slots.ids, table, out)
+        return out
+
+    grad_hidden, grad_inputs = by_token(weight, hidden, needs[0]), by_token(low_weight, low_inputs, needs[3])
+    pending = None
+    if shard is not None:
+        pending = shard.pending_sum(grad_hidden, grad_inputs)
+        pending.start()
+    if pairs is not None:
+        if needs[1] and head.weight_grad is not None:
+            kernels.segment_sums(*pairs, hidden, head.weight_grad, add=True)
+        elif needs[1]:
+            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            kernels.segment_sums(*pairs, hidden, grad_weight)
+        if bias is not None and needs[2]:
+            grad_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            ones = torch.ones(1, 1, device=bias.device).expand(slots.kinds.numel(), 1)
+            kernels.segment_sums(*pairs, ones, grad_bias[:, None])
+        if low_inputs is not None and low_weight is not None and needs[4]:
+            grad_low = torch.empty(low_weight.shape, dtype=low_weight.dtype, device=low_weight.device)
+            kernels.segment_sums(*pairs, low_inputs, grad_low)
+    if pending is not None:
+        pending.wait()
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden.to(hidden.dtype)
+    if grad_inputs is not None and low_inputs is not None:
+        grad_inputs = grad_inputs.to(low_inputs.dtype)
+    return Gradients(grad_hidden, grad_weight, grad_bias, grad_inputs, grad_low)

@@ -1,1 +1,0 @@
-"""The vocabulary side: log-probabilities and their gradients from an lm_head. It knows no RL."""

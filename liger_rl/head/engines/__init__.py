@@ -1,1 +1,0 @@
-"""Ways to compute the head's statistics and gradients."""

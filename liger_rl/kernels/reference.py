@@ -1,0 +1,394 @@
+"""THE formulas, in PyTorch: the specification of every shared kernel, and what runs on CPU and without Triton.
+
+With z the transformed logits and p = exp(z - lse):
+
+    logp = z_y - lse,  entropy = lse - sum_v p_v z_v
+    dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
+    dL/dx_v = dL/dz_v dz_v/dx_v,  z = softcap tanh(scale x / softcap) / temperature
+
+`fold` and `grad` work on a tile of the vocabulary, `fold_rows` and `grad_rows` on whole rows of given logits. These are
+(N, V), or (B, P, V) with any strides between rows, for targets (N,), or (B, T) with T <= P. A token counts where its
+mask is not 0 and its target is an id in [0, V). The logits of other tokens, NaN included, change nothing.
+
+`keep` and `grad_kept` are for one pass. They keep exp(z - peak) and the peaks: the largest z of every few vocabulary
+entries. The probability of an entry is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with
+bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding. As multiples of 1 / KEPT_ONE
+they use all of float16's exponents. Only exponentials under 2^-39 of a tile's largest underflow. Under a softcap the
+gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of a value, 2^-11 in
+float16, dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap. For softcap >=
+temperature, which one pass asks for, this adds less to the gradient's error than rounding it to bfloat16, unless all
+likely ids are within 1% of the cap.
+
+`keep_largest` orders logits by one int64 key of a logit and its id. Of equal logits the smaller id has the larger key,
+so the largest keys of a token are the same in any order of tiles and ranks.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.kernels.devices import empty_rows
+from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics
+from liger_rl.kernels.transform import LogitTransform
+
+# exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned id) is NaN.
+LOWEST_LOG_PROBABILITY = -200.0
+
+
+def fold(
+    logits: Tensor,  # (n, v) any float dtype
+    targets: Tensor,  # (n,) token ids of the whole vocabulary
+    first: int,  # vocabulary id of the tile's first column
+    bias: Tensor | None,  # (v,)
+    transform: LogitTransform,
+    state: Fold,  # (n,) each, updated in place
+) -> None:
+    z = transformed(logits, bias, transform)
+    peak = torch.maximum(state.peak, z.amax(-1))
+    kept = (state.peak - peak).exp_()
+    shifted = z - peak[:, None]
+    column, hit = _target_column(targets, first, z.shape[-1])
+    if state.sum_logits is not None:
+        state.sum_logits.add_(z.sum(-1))
+    if state.rival is not None:
+        before = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
+        torch.maximum(state.rival, torch.where(before, z, -math.inf).amax(-1), out=state.rival)
+    if state.moment is None:
+        exp = shifted.exp_()
+    else:
+        shifted.clamp_(min=LOWEST_LOG_PROBABILITY)
+        exp = shifted.exp()
+        moment = state.moment + (state.peak - peak) * state.sum_exp
+        state.moment.copy_(kept * moment + (exp * shifted).sum(-1))
+    state.sum_exp.mul_(kept).add_(exp.sum(-1))
+    if state.sum_sq_exp is not None:
+        state.sum_sq_exp.mul_(kept.square()).add_(exp.square().sum(-1))
+    state.peak.copy_(peak)
+    state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
+
+
+def grad(
+    logits: Tensor,  # as in fold
+    targets: Tensor,
+    first: int,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each
+    out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves
+) -> None:
+    z = transformed(logits, bias, transform)
+    log_p, at_target = z - tokens.lse[:, None], tokens.at_target
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        p = log_p.exp_()
+    else:
+        p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
+        column = _target_column(targets, first, z.shape[-1])[0][:, None]
+        p_there, log_p_there = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
+        at_target = at_target - p_there * ((log_p_there + tokens.entropy) * tokens.grad_entropy)
+    grad_z = grad_beside_targets(log_p, p, tokens)
+    put_at_targets(grad_z, at_target, targets, first)
+    out.copy_(times_derivative(grad_z, z, transform))
+
+
+def grad_beside_targets(
+    log_p: Tensor,  # (n, v) read and overwritten for a gradient of the entropy alone; finite
+    p: Tensor,  # (n, v) overwritten
+    tokens: TokenGradients,  # (n,) each
+) -> Tensor:
+    """-> dL/dz (n, v) in float32, wrong at the targets."""
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        return p.mul_(-tokens.grad_logps[:, None])
+    # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
+    grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
+    return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
+
+
+def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
+    """grad (n, v) = at_target (n,) in the targets' columns, for targets in [first, first + v)."""
+    column, hit = _target_column(targets, first, grad.shape[-1])
+    beside = grad.gather(-1, column[:, None]).squeeze(-1)
+    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, beside)[:, None])
+
+
+def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
+    """p (log p + entropy), which is 0 for a banned id: exp(-inf) times -inf would be NaN."""
+    log_p = log_p.clamp(min=LOWEST_LOG_PROBABILITY)
+    return log_p.exp() * (log_p + entropy)
+
+
+def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
+    """(n,) dL/dz at the target."""
+    if tokens.grad_entropy is None or tokens.entropy is None:
+        return tokens.at_target
+    return tokens.at_target - tokens.grad_entropy * entropy_term(logps, tokens.entropy)
+
+
+def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """-> column of the target in the tile, clamped into it, and whether it is really there."""
+    column = targets - first
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    """z in float32; may be `logits` itself, so the caller must not write to it."""
+    x = logits.float()
+    if bias is not None:
+        x = x + bias.float()
+    z = x
+    if transform.softcap is not None:
+        z = (x * (transform.scale / transform.softcap)).tanh_().mul_(transform.softcap)
+    elif transform.scale != 1.0:
+        z = x * transform.scale
+    if isinstance(transform.temperature, Tensor):
+        return z / transform.temperature[:, None]
+    return z if transform.temperature == 1.0 else z / transform.temperature
+
+
+def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
+    """tanh^2 of transformed logits z under a softcap."""
+    assert transform.softcap is not None
+    heat = transform.temperature / transform.softcap
+    return (z * (heat[:, None] if isinstance(heat, Tensor) else heat)).square_()
+
+
+def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
+    """dL/dx in the memory of grad_z: dz/dx = scale / temperature (1 - tanh^2)."""
+    if transform.softcap is not None:
+        grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
+    factor = transform.scale / transform.temperature
+    if isinstance(factor, Tensor):
+        return grad_z.mul_(factor[:, None])
+    return grad_z if factor == 1.0 else grad_z.mul_(factor)
+
+
+class Kept(NamedTuple):
+    """The exponentials of n tokens over the whole vocabulary."""
+
+    values: Tensor  # (n, V) float16 or float32, KEPT_ONE exp(z - peak)
+    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every id is banned
+    tile_vocab: int  # vocabulary entries in a tile, a power of two
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device, compute_dtype: torch.dtype, tile_vocab: int) -> "Kept":
+        dtype = torch.float32 if compute_dtype == torch.float32 else torch.float16
+        values = empty_rows(n, vocab, dtype, device)
+        return cls(values, torch.empty(-(-vocab // tile_vocab), n, dtype=torch.float32, device=device), tile_vocab)
+
+    @staticmethod
+    def bytes_per_token(vocab: int, compute_dtype: torch.dtype, tile_vocab: int) -> int:
+        return vocab * compute_dtype.itemsize + 4 * -(-vocab // tile_vocab)
+
+    def rows(self, rows: slice) -> "Kept":
+        """Views of some tokens."""
+        return Kept(self.values[rows], self.peaks[:, rows], self.tile_vocab)
+
+    def from_column(self, first: int) -> tuple[Tensor, Tensor]:
+        """Views of the values and peaks from the first column of a tile on."""
+        return self.values[:, first:], self.peaks[first // self.tile_vocab :]
+
+
+def keep(
+    logits: Tensor,  # (n, v) float32
+    first: int,  # vocabulary id of the first column; begins a tile
+    bias: Tensor | None,  # (v,)
+    transform: LogitTransform,
+    kept: Kept,  # (n, V), columns `first` on are written
+) -> None:
+    z = transformed(logits, bias, transform)
+    columns, tile_vocab = z.shape[1], kept.tile_vocab
+    z = torch.nn.functional.pad(z, (0, -columns % tile_vocab), value=-torch.inf).view(z.shape[0], -1, tile_vocab)
+    peaks = z.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
+    tile = first // tile_vocab
+    kept.peaks[tile : tile + peaks.shape[1]] = peaks.T
+    kept.values[:, first : first + columns] = (z - peaks[..., None]).exp_().mul_(KEPT_ONE).flatten(1)[:, :columns]
+
+
+def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
+    """(n,) float32 dL/dlogits at the targets, from the forward's statistics, which include the targets' logits.
+
+    The exponential of a target may have underflowed, and its gradient is large then.
+    """
+    grad = target_gradient(tokens, statistics.logps)
+    if transform.softcap is not None:
+        assert statistics.target is not None
+        grad = grad * (1.0 - tanh_square(statistics.target, transform))
+    return grad * (transform.scale / transform.temperature)
+
+
+def grad_kept(
+    kept: Kept,
+    rows: Tensor | None,  # (n,) positions of the tokens with a gradient among the kept ones; None is all
+    first: int,  # vocabulary id of the first column of `out`; begins a tile
+    targets: Tensor,  # (n,)
+    transform: LogitTransform,
+    tokens: TokenGradients,  # (n,) each; `at_target` is not read
+    at_target: Tensor,  # (n,) as `grad_at_targets` gives it
+    out: Tensor,  # (n, v) any float dtype; without `rows` it may be the memory of the same columns of the values
+) -> None:
+    values, peaks = kept.from_column(first)
+    values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
+    if rows is not None:
+        values, peaks = values[rows], peaks[:, rows]
+    exp, peaks = values.float() / KEPT_ONE, peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
+    # Any finite logarithm does where a value underflowed, because the probability is 0 there.
+    log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
+    lse = tokens.lse[:, None]
+    p = (peaks - lse).exp_().mul_(exp)
+    log_p = (log_exp + (peaks - lse)).clamp_(min=LOWEST_LOG_PROBABILITY)
+    grad_z = grad_beside_targets(log_p, p, tokens)
+    grad = times_derivative(grad_z, log_exp + peaks, transform)
+    put_at_targets(grad, at_target, targets, first)
+    out.copy_(grad)
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, a () float32 tensor. With a factor of 1 a GPU does not read the values."""
+    values.mul_(factor)
+
+
+FLOAT32_BYTES = 16 << 20  # bound of a float32 copy of some rows
+
+
+def fold_rows(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
+) -> TokenStatistics:
+    """-> (tokens,) each, of the flattened targets. A token that does not count has 0, and an lse of +inf."""
+    counts, flat_targets = _counted(logits, targets, mask), targets.flatten().long()
+    columns = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
+    for tokens, rows in _pieces(logits, targets):
+        state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
+        fold(logits[rows], flat_targets[tokens], 0, None, _of_tokens(transform, tokens), state)
+        piece = state.finish()
+        for column, values in zip(columns, (piece.logps, piece.lse, piece.entropy), strict=False):
+            column[tokens] = values
+    columns.masked_fill_(~counts, 0.0)
+    columns[1].masked_fill_(~counts, math.inf)
+    return TokenStatistics(columns[0], columns[1], columns[2] if entropy else None)
+
+
+def grad_rows(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    transform: LogitTransform,
+    statistics: TokenStatistics,  # of fold_rows
+    grads: tuple[Tensor, Tensor | None],  # (tokens,) float32, of log-probabilities and entropies
+    out: Tensor,  # shaped like the logits: every row is written, 0 without a gradient
+) -> None:
+    (grad_logps, grad_entropy), flat_targets = grads, targets.flatten().long()
+    has_gradient = grad_logps != 0 if grad_entropy is None else (grad_logps != 0) | (grad_entropy != 0)
+    has_gradient = has_gradient & _counted(logits, targets, mask)
+    gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
+    for tokens, rows in _pieces(logits, targets):
+        gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
+        tokens_transform = _of_tokens(transform, tokens)
+        grad(logits[rows], flat_targets[tokens], 0, None, tokens_transform, gradients.take(tokens), gradient)
+        out[rows] = gradient.masked_fill_(~has_gradient[tokens, None], 0.0).to(out.dtype)
+    if logits.dim() == 3:
+        out[:, targets.shape[1] :] = 0
+
+
+def _of_tokens(transform: LogitTransform, tokens: slice) -> LogitTransform:
+    temperature = transform.temperature
+    return transform.of_tokens(temperature.flatten()[tokens]) if isinstance(temperature, Tensor) else transform
+
+
+def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+    """(tokens,) bool."""
+    targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    counts = (targets >= 0) & (targets < logits.shape[-1])
+    return (counts if mask is None else counts & (mask != 0)).flatten()
+
+
+def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """A few tokens at a time, with the indices of their rows of logits."""
+    step = max(1, FLOAT32_BYTES // (4 * logits.shape[-1]))
+    for first in range(0, targets.numel(), step):
+        last = min(first + step, targets.numel())
+        yield slice(first, last), torch.unravel_index(torch.arange(first, last, device=logits.device), targets.shape)
+
+
+ROWS = 2048  # scattered at a time, so that their converted copy stays small
+
+
+def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
+
+    Args:
+        targets: (B, T) or (N,) integer ids.
+        mask: shaped like targets, or None; its values should be 0 or 1.
+        vocab: number of ids; larger targets are counted as outside.
+        wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
+
+    Returns:
+        (N,) int64, whose first n entries are the flat positions, ascending, and (4,) int64: n; the number of tokens
+        that count with a target outside the vocabulary; the largest of these targets, or 0; the number of mask values
+        other than 0 and 1.
+    """
+    targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)
+    live = counted if wanted is None else torch.logical_and(counted, wanted)
+    outside = counted & (targets >= vocab)
+    n = live.sum()
+    improper = n - n if mask is None or mask.dtype == torch.bool else ((mask != 0) & (mask != 1)).sum()
+    largest = (targets * outside).max() if targets.numel() else n
+    numbers = torch.stack([n, outside.sum(), largest, improper])
+    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number.
+    return torch.argsort(live.reshape(-1), descending=True, stable=True), numbers
+
+
+def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
+    """out[index] = rows, for float32 rows (n, H), an index (n,) without repeats and out (N, H) of any float dtype."""
+    for first in range(0, rows.shape[0], ROWS):
+        part = slice(first, first + ROWS)
+        out.index_copy_(0, index[part], rows[part].to(out.dtype))
+
+
+ID_BITS = 32
+LARGEST_ID = (1 << ID_BITS) - 1
+LEAST_KEY = -(1 << 63)
+
+
+def no_keys(n: int, count: int, device: torch.device) -> Tensor:
+    """(n, count) int64 under every key of a logit, and no two of a token the same."""
+    return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
+
+
+def keys_of(z: Tensor, ids: Tensor) -> Tensor:
+    """(n, v) float32 and (v,) int64 -> (n, v) int64. As with `torch.topk`, NaN is the largest."""
+    bits = torch.where(z == 0, 0.0, z).view(torch.int32)  # 0 and -0 are the same
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << ID_BITS) | (LARGEST_ID - ids)
+
+
+def taken_apart(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """-> float32 logits and int64 ids."""
+    ordered = (keys >> ID_BITS).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), LARGEST_ID - (keys & LARGEST_ID)
+
+
+def keep_largest(
+    logits: Tensor,  # (n, v) float32
+    first: int,  # vocabulary id of the tile's first column
+    bias: Tensor | None,  # (v,)
+    transform: LogitTransform,
+    keys: Tensor,  # (n, K) int64, updated: the largest of all tiles so far, in any order
+) -> None:
+    ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+    found = keys_of(transformed(logits, bias, transform), ids)
+    keys.copy_(torch.cat([keys, found], dim=1).topk(keys.shape[1], sorted=False).values)
+
+
+def put(
+    tile: Tensor,  # (n, v) any float dtype
+    ids: Tensor,  # (n, K) int64; those outside of the tile are left out
+    values: Tensor,  # (n, K) float32, the same number where a token's id is repeated
+    first: int,  # id of the tile's first column
+) -> None:
+    """tile[i, ids[i, k] - first] = values[i, k]"""
+    column = ids - first
+    row, place = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
+    tile[row, column[row, place]] = values[row, place].to(tile.dtype)

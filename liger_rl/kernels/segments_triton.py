@@ -1,0 +1,341 @@
+"""Logits at listed ids, and sums over segments of them, as Triton kernels; the formulas are those of `segments`.
+
+A long segment is split over programs, in pieces of a size that the numbers of tokens, slots and columns decide. The
+first piece belongs to the segment's own program, and the rest is cut at fixed positions. At most one segment has a rest
+in such a cut, because another one that starts there has its first piece there. So the host needs no length of any
+segment, and sums have one order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_rl.kernels.devices import on
+from liger_rl.kernels.segments import LONG_ROW, PARTIAL_BYTES, Base, Factors, Segments, Slots
+from liger_rl.kernels.softmax import transformed
+from liger_rl.kernels.transform import LogitSteps, LogitTransform
+
+
+class Launch(NamedTuple):
+    """The shape of a program."""
+
+    slots: int  # gathered rows of a step
+    columns: int  # of a step, at most
+    warps: int
+    piece: int  # positions of a segment that its own program takes
+    segments: int = 1  # of a program
+
+
+# docs/notes/kernels.md has the times of these shapes and of others.
+DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
+# Rows of tokens that a sampler gives are seldom long, and then a launch for the rest of them is left out.
+BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
+# A few tokens with thousands of ids would keep all others waiting.
+BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
+# Of ids there are many, most of them in no row.
+BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
+ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
+
+
+@triton.jit
+def _span(program, of_position, starts, count, piece):
+    """-> the segment of a program, and the positions of it that are the program's.
+
+    Programs under `count` have the first piece of their segment. The others have what is cut at their position.
+    """
+    own = program < count
+    position = (program - count) * piece
+    found = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
+    known = (found >= 0) & (found < count)
+    segment = tl.where(own, program, tl.where(known, found, 0))
+    begin = tl.load(starts + segment)
+    end = tl.load(starts + segment + 1)
+    first = tl.where(own, begin, tl.maximum(position, begin + piece))
+    last = tl.where(own, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
+    return segment, first, tl.where(own | known, last, first)
+
+
+@triton.jit
+def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """-> (SLOTS,) dots of `left` (columns,) and some rows of `right`."""
+    total = tl.zeros((SLOTS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < columns
+        ours = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
+        theirs = right + row[:, None] * right_stride + column[None, :]
+        total += tl.load(theirs, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32) * ours[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _dots_kernel(
+    hidden,
+    hidden_stride,
+    weight,
+    weight_stride,
+    bias,
+    low_inputs,
+    low_inputs_stride,
+    low_weight,
+    low_weight_stride,
+    slot_ids,
+    slot_tokens,
+    starts,
+    temperatures,
+    logits,
+    tokens,
+    rows,
+    columns,
+    rank,
+    steps,  # LogitSteps
+    PIECE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    token, first, last = _span(tl.program_id(0).to(tl.int64), slot_tokens, starts, tokens, PIECE)
+    for start in range(first, last, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
+        wanted = row < rows
+        if tl.max(wanted.to(tl.int32)) > 0:
+            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, wanted, columns, SLOTS, COLUMNS)
+            if low_inputs is not None:
+                ours = low_inputs + token * low_inputs_stride
+                x += _dots(ours, low_weight, low_weight_stride, row, wanted, rank, SLOTS, RANK)
+            if bias is not None:
+                x += tl.load(bias + row, mask=wanted, other=0.0).to(tl.float32)
+            z, _square = transformed(x, steps)
+            if temperatures is not None:
+                z = z / tl.load(temperatures + token)
+            tl.store(logits + slot, z, mask=wanted)
+
+
+def dots(
+    factors: Factors,
+    slots: Slots,
+    transform: LogitTransform,
+    temperatures: Tensor | None,
+    launch: Launch = DOTS,
+) -> Tensor:
+    """As `support.dots`; the last dimensions must be contiguous."""
+    hidden, weight, bias, low_inputs, low_weight = factors
+    n, positions = slots.kinds.numel(), slots.ids.numel()
+    logits = torch.empty(positions, dtype=torch.float32, device=hidden.device)
+    if n == 0 or weight.shape[0] == 0:
+        return logits
+    columns = hidden.shape[1]
+    rank = 1 if low_inputs is None else low_inputs.shape[1]
+    with on(hidden.device):
+        _dots_kernel[(n + triton.cdiv(positions, launch.piece),)](
+            hidden,
+            hidden.stride(0),
+            weight,
+            weight.stride(0),
+            None if bias is None else bias.contiguous(),
+            low_inputs,
+            0 if low_inputs is None else low_inputs.stride(0),
+            low_weight,
+            0 if low_weight is None else low_weight.stride(0),
+            slots.ids,
+            slots.tokens,
+            slots.starts,
+            temperatures,
+            logits,
+            n,
+            slots.rows,
+            columns,
+            rank,
+            LogitSteps.of(transform),
+            PIECE=launch.piece,
+            SLOTS=launch.slots,
+            COLUMNS=_columns(columns, launch),
+            RANK=_columns(rank, launch),
+            num_warps=launch.warps,
+        )
+    return logits
+
+
+def _columns(columns: int, launch: Launch) -> int:
+    return min(launch.columns, max(16, 1 << (columns - 1).bit_length()))
+
+
+@triton.jit
+def _weighted_rows(
+    coefficients, indices, table, stride, first, last, column, inside, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """-> (COLUMNS,) float32, coefficients times rows of the table, added up from `first` to `last`."""
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(first, last, SLOTS):
+        place = start + tl.arange(0, SLOTS)
+        coefficient = tl.load(coefficients + place, mask=place < last, other=0.0)
+        wanted = coefficient != 0.0
+        # Not masked by the coefficients, so that the two loads do not wait for each other.
+        row = tl.load(indices + place, mask=place < last, other=0).to(tl.int64)
+        values = table + row[:, None] * stride + column[None, :]
+        values = tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(values * coefficient[:, None], 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["count", "piece"])
+def _pieces_kernel(
+    coefficients,
+    indices,
+    table,
+    table_stride,
+    starts,
+    of_position,
+    partial,  # (pieces, columns) float32
+    count,
+    columns,
+    piece,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    cut = tl.program_id(0).to(tl.int64)
+    _segment, first, last = _span(cut + count, of_position, starts, count, piece)
+    if first < last:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < columns
+        total = _weighted_rows(coefficients, indices, table, table_stride, first, last, column, inside, SLOTS, COLUMNS)
+        tl.store(partial + cut * columns + column, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "piece"])
+def _sums_kernel(
+    coefficients,
+    indices,
+    table,
+    table_stride,
+    starts,
+    partial,
+    base,  # (count / base_width, columns) float32, or None
+    shares,  # (count,) float32 of it, or None
+    base_width,
+    out,  # (count, columns)
+    out_stride,
+    count,
+    columns,
+    piece,
+    ADD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * SEGMENTS
+    segment = first + tl.arange(0, SEGMENTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    known = segment < count
+    begins = tl.load(starts + segment, mask=known, other=0)
+    ends = tl.load(starts + segment + 1, mask=known, other=0)
+    empty = begins == ends
+    if not ADD:
+        # Most ids are in no row. Together, these wait for memory once.
+        bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
+        if base is not None:
+            base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
+            bases = tl.load(base_rows, mask=known[:, None] & inside[None, :], other=0.0)
+            if shares is not None:
+                bases *= tl.load(shares + segment, mask=known, other=0.0)[:, None]
+        rows = out + segment[:, None] * out_stride + column[None, :]
+        tl.store(rows, bases.to(out.dtype.element_ty), mask=(known & empty)[:, None] & inside[None, :])
+    number = tl.cumsum((empty == 0).to(tl.int32), 0)
+    for which in range(tl.max(number)):
+        here = (number == which + 1) & (empty == 0)
+        row = tl.sum(tl.where(here, segment, 0))
+        begin = tl.sum(tl.where(here, begins, 0))
+        end = tl.sum(tl.where(here, ends, 0))
+        last = tl.minimum(end, begin + piece)
+        total = _weighted_rows(coefficients, indices, table, table_stride, begin, last, column, inside, SLOTS, COLUMNS)
+        if end > last:
+            after = (end - 1) // piece + 1
+            for start in range(last // piece, after, SLOTS):
+                cut = start + tl.arange(0, SLOTS)
+                values = partial + cut[:, None] * columns + column[None, :]
+                total += tl.sum(tl.load(values, mask=(cut < after)[:, None] & inside[None, :], other=0.0), 0)
+        place = out + row * out_stride + column
+        if base is not None:
+            start_row = tl.load(base + row // base_width * columns + column, mask=inside, other=0.0)
+            if shares is not None:
+                start_row *= tl.load(shares + row)
+            total += start_row
+        if ADD:
+            total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def segment_sums(
+    segments: Segments,
+    coefficients: Tensor,
+    indices: Tensor,
+    table: Tensor,
+    out: Tensor,
+    *,
+    add: bool = False,
+    base: Base | None = None,
+    launch: Launch | None = None,
+) -> None:
+    """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
+    assert base is None or base.rows.is_contiguous()
+    assert table.stride(-1) == 1
+    assert out.stride(-1) == 1
+    if launch is None:
+        if segments.by_id:
+            launch = ADDED_BY_ID if add else BY_ID
+        else:
+            launch = BY_TOKEN if segments.all_short else BY_LONG_TOKEN
+    positions, columns = coefficients.numel(), table.shape[1]
+    if segments.number == 0 or columns == 0:
+        return
+    piece = piece_of(positions, columns, launch)
+    pieces = triton.cdiv(positions, piece)
+    partial = coefficients  # which nothing reads where no segment is cut
+    width = _columns(columns, launch)
+    slots = launch.slots * (launch.columns // width)  # as many numbers of a step, however few the columns are
+    slabs = triton.cdiv(columns, width)
+    common = (coefficients, indices, table, table.stride(0), segments.starts)
+    with on(out.device):
+        if not segments.all_short:
+            partial = torch.empty(pieces, columns, dtype=torch.float32, device=out.device)
+            _pieces_kernel[(pieces, slabs)](
+                *common,
+                segments.of_position,
+                partial,
+                segments.number,
+                columns,
+                piece,
+                SLOTS=slots,
+                COLUMNS=width,
+                num_warps=launch.warps,
+            )
+        _sums_kernel[(triton.cdiv(segments.number, launch.segments), slabs)](
+            *common,
+            partial,
+            None if base is None else base.rows,
+            None if base is None else base.shares,
+            1 if base is None else base.width,
+            out,
+            out.stride(0),
+            segments.number,
+            columns,
+            piece,
+            ADD=add,
+            SLOTS=slots,
+            COLUMNS=width,
+            SEGMENTS=launch.segments,
+            num_warps=launch.warps,
+        )
+
+
+def piece_of(positions: int, columns: int, launch: Launch) -> int:
+    """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
+    piece = launch.piece
+    while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
+        piece *= 2
+    return piece

@@ -1,0 +1,275 @@
+"""The columns of a batch: checked and aligned once, so that losses need not look again."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.options import number
+from liger_rl.losses.segments import Segments, segment_sum
+
+# A ratio of e^40 is 2e17. The bound keeps products of two ratios finite in float32, and 0 * ratio from being NaN.
+MAX_LOG_RATIO = 40.0
+# One entry per token, in a PolicyBatch and in an AlignedBatch.
+COLUMNS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_ratio")
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), at most e^40."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedBatch:
+    """The batch that losses compute with.
+
+    Every column has the shape and dtype of the log-probabilities. It is 0 wherever the mask is 0.
+    """
+
+    advantages: Tensor
+    mask: Tensor
+    """bool"""
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_ratio: Tensor | None
+    importance_ratio_per_sequence: bool
+    segments: Segments | None
+    num_sequences: int | Tensor | None
+    num_items_in_batch: int | float | Tensor | None
+    entropy: Tensor | None = None
+    """In nats, without gradient, if the caller has it."""
+
+    def cleaned(self, dtype: torch.dtype) -> "AlignedBatch":
+        """Detached copies of the columns in `dtype`, 0 where the mask is 0; the mask as bool."""
+        masked = self.mask == 0
+        columns = {name: getattr(self, name) for name in (*COLUMNS, "entropy")}
+        clean: dict[str, Any] = {
+            name: column.detach().to(dtype).masked_fill(masked, 0.0)
+            for name, column in columns.items()
+            if column is not None
+        }
+        return replace(self, **clean, mask=~masked)
+
+    def take(self, positions: Tensor | slice, *, sequences: bool) -> "AlignedBatch":
+        """The tokens at flat positions of (B, T) or (N,). The divisors stay those of the whole batch.
+
+        (n,) positions give packed tokens; with `sequences` each keeps its row of a padded batch as its segment.
+        (b, w) positions of (B, T) give rows.
+        """
+        shape = self.mask.shape
+        columns: dict[str, Any] = {}
+        for name in ("mask", *COLUMNS, "entropy"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column.expand(shape).reshape(-1)[positions]
+        segments = self.segments
+        if len(shape) == 2 and sequences:
+            if isinstance(positions, slice):
+                positions = torch.arange(positions.start, positions.stop, device=self.mask.device)
+            segments = Segments(index=positions // max(shape[1], 1), count=shape[0])
+        elif segments is not None:
+            segments = replace(segments, index=segments.index[positions])
+        return replace(self, **columns, segments=segments)
+
+    def log_ratio(self, logps: Tensor) -> Tensor:
+        """logp - old, differentiable. Without old log-probabilities, old is logp without gradient."""
+        return logps - (logps.detach() if self.old_per_token_logps is None else self.old_per_token_logps)
+
+    def ratio(self, logps: Tensor) -> Tensor:
+        """exp(logp - old), at most e^40, differentiable."""
+        return bounded_exp(self.log_ratio(logps))
+
+    def check_sequences(self) -> None:
+        """Raises ValueError for packed tokens without segments."""
+        if self.mask.dim() == 1 and self.segments is None:
+            raise ValueError(
+                "segments must say which sequence each packed token belongs to, because something here is per "
+                "sequence; got None (or give (B, T) tensors, one sequence a row)"
+            )
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """The sum over each token's sequence: (B, T) -> (B, 1), packed (N,) -> (N,). Masked values must be 0."""
+        if values.dim() == 2:
+            return values.sum(-1, keepdim=True)
+        self.check_sequences()
+        assert self.segments is not None
+        return segment_sum(values, self.segments)
+
+    def sequence_length(self) -> Tensor:
+        """Tokens that count in each token's sequence, at least 1."""
+        return self.sequence_sum(self.mask.to(self.advantages.dtype)).clamp(min=1)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """The mean over the tokens that count in each token's sequence. Masked values must be 0."""
+        return self.sequence_sum(values) / self.sequence_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch:
+    """The columns of a batch: one entry per token, (B, T), or packed (N,).
+
+    Columns are dense tensors. A loss reads them detached: a column that requires grad gets no gradient.
+
+    Attributes:
+        advantages: (B,) one per sequence, or (B, T) / (N,) one per token.
+        completion_mask: (B, T) or (N,), bool or 0/1, the tokens that count; None counts all. `ppo_loss_fn` refuses
+            other values of a mask in CPU memory. A mask on another device is not read: there any value but 0 counts
+            the token.
+        old_per_token_logps: log-probabilities in nats under the policy that sampled. None means the current ones,
+            detached (ratio 1).
+        ref_per_token_logps: log-probabilities in nats under the reference policy, for the KL penalty.
+        sampling_per_token_logps: log-probabilities in nats that the sampler (an inference engine) reported, NaN where
+            it has none. For `SamplerCorrection` and `OffPolicySequenceMask`.
+        importance_ratio: trainer over sampler probability, (B, T) / (N,) per token, or (B,) / (B, 1) per sequence. It
+            multiplies the policy term, without gradient.
+        segments: which sequence each token of a packed batch belongs to, for losses per sequence.
+        num_sequences: divisor of means over sequences; None is B, or segments.count.
+        num_items_in_batch: tokens of the whole optimiser step (all micro-batches, all ranks), for the reductions that
+            divide by it.
+
+    Both divisors are a finite number of at least 1, or a 0-dim real tensor. A tensor's value is not read, because that
+    would wait for the device. A value under 1 counts as 1.
+    """
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    importance_ratio: Tensor | None = None
+    segments: Segments | None = None
+    num_sequences: int | Tensor | None = None
+    num_items_in_batch: int | float | Tensor | None = None
+
+    def checked(self, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """Every column in `shape`, (B, T) or (N,), and a mask in any case. Values stay as they are until
+        `AlignedBatch.cleaned`.
+
+        Raises:
+            TypeError: a column is not a dense tensor of real numbers, or a divisor not a number.
+            ValueError: a column's shape or device does not fit, or a divisor's value.
+        """
+        if len(shape) not in (1, 2):
+            raise ValueError(f"per_token_logps must be (B, T) or (N,), got {tuple(shape)}")
+        columns: dict[str, Any] = {}
+        for name in ("completion_mask", *COLUMNS):
+            column = getattr(self, name)
+            needed = column is not None or name == "advantages"
+            columns[name] = _column(name, column, shape, device) if needed else None
+        mask, ratio = columns.pop("completion_mask"), self.importance_ratio
+        if self.segments is not None:
+            _check_segments(self.segments, shape, device)
+        num_sequences = _divisor("num_sequences", self.num_sequences, device)
+        if num_sequences is None and len(shape) == 2:
+            num_sequences = max(shape[0], 1)
+        elif num_sequences is None and self.segments is not None:
+            num_sequences = max(self.segments.count, 1)
+        return AlignedBatch(
+            **columns,
+            mask=torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask,
+            importance_ratio_per_sequence=ratio is not None and len(shape) == 2 and ratio.shape != shape,
+            segments=self.segments,
+            num_sequences=num_sequences,
+            num_items_in_batch=_divisor("num_items_in_batch", self.num_items_in_batch, device),
+        )
+
+
+def _check_segments(segments: Any, shape: torch.Size, device: torch.device) -> None:
+    if len(shape) != 1:
+        raise ValueError(f"segments belong to packed (N,) tokens; the log-probabilities are {tuple(shape)}")
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+    index = segments.index
+    if index.shape != shape or index.device != device:
+        raise ValueError(
+            f"segments.index must be (N,) = {tuple(shape)} on {device} as the log-probabilities, "
+            f"got {tuple(index.shape)} on {index.device}"
+        )
+
+
+def _column(name: str, value: Any, shape: torch.Size, device: torch.device) -> Tensor:
+    column = check_dense(name, value)
+    if column.device != device:
+        raise ValueError(f"{name} must be on {device} as the log-probabilities, got {column.device}")
+    if column.shape == shape:
+        return column
+    expected = f"{'(B, T)' if len(shape) == 2 else '(N,)'} = {tuple(shape)}"
+    if name in ("advantages", "importance_ratio") and len(shape) == 2:
+        if column.shape in ((shape[0],), (shape[0], 1)):
+            return column.reshape(shape[0], 1).expand(shape)
+        expected += f" or (B,) = ({shape[0]},)"
+    raise ValueError(f"{name} must be {expected} as the log-probabilities, got {tuple(column.shape)}")
+
+
+def check_dense(name: str, column: Any) -> Tensor:
+    """Returns the column. Raises TypeError unless it is a dense tensor of real numbers."""
+    if not isinstance(column, Tensor):
+        raise TypeError(f"{name} must be a real tensor, got {type(column).__name__}")
+    if column.layout != torch.strided or column.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested tensor or one of {column.layout}")
+    if column.is_complex():
+        raise TypeError(f"{name} must be a real tensor, got a tensor of {column.dtype}")
+    return column
+
+
+def check_mask_values(mask: Tensor | None) -> None:
+    """Raises ValueError if a mask in CPU memory has a value other than 0 and 1."""
+    if mask is None or mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    odd = mask[(mask != 0) & (mask != 1)]
+    if odd.numel():
+        raise ValueError(
+            f"completion_mask must be 0 or 1 for every token, got {odd[0].item()} and {odd.numel() - 1} others"
+        )
+
+
+def _divisor(name: str, value: Any, device: torch.device) -> Any:
+    """The caller's divisor, without gradient."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        if not 1 <= number(name, value) < math.inf:
+            raise ValueError(f"{name} must be at least 1 and finite, got {value}")
+        return value
+    check_dense(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tuple(value.shape)}")
+    if value.dtype == torch.bool:
+        raise TypeError(f"{name} must be a number or a 0-dim real tensor, got a tensor of {value.dtype}")
+    if value.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on {device} as the log-probabilities, or on the CPU, got {value.device}")
+    return value.detach().reshape(())
+
+
+class BatchColumns(TypedDict, total=False):
+    """The fields of `PolicyBatch` except advantages and mask, as keywords of a function."""
+
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_ratio: Tensor | None
+    segments: Segments | None
+    num_sequences: int | Tensor | None
+    num_items_in_batch: int | float | Tensor | None
+
+
+def batch_of(
+    function: str, advantages: Tensor | PolicyBatch, mask: Tensor | None, columns: BatchColumns
+) -> PolicyBatch:
+    """A function's `PolicyBatch`, from its arguments: the batch itself, or advantages, mask and columns.
+
+    Raises:
+        TypeError: an unknown column, or a column as well as a whole batch.
+    """
+    known = BatchColumns.__annotations__
+    for name in columns:
+        if name not in known:
+            raise TypeError(f"{function} got an unexpected argument {name!r}; its columns are {', '.join(known)}")
+    if not isinstance(advantages, PolicyBatch):
+        return PolicyBatch(advantages=advantages, completion_mask=mask, **columns)
+    doubled = [*(["mask"] if mask is not None else []), *columns]
+    if doubled:
+        raise TypeError(f"{', '.join(doubled)} must be in the PolicyBatch that {function} got, not beside it")
+    return advantages

@@ -1,0 +1,142 @@
+"""Corrections: factors on the policy term, without gradient.
+
+A correction is a callable `(logps, batch) -> factor` on an `AlignedBatch`. The factor is broadcastable to the tokens. A
+correction may have the attributes `token_local`, `sequence_local` and `needs_sequences` of
+`liger_rl.losses.objectives`, and `restricts_entropy`: the entropy bonus is then a mean over the tokens with a factor
+other than 0.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.options import check_options
+
+Correction = Callable[[Tensor, AlignedBatch], Tensor]
+LEVELS = ("token", "sequence")
+MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerCorrection:
+    """The importance ratio exp(old - sampling) of trainer over sampler, bounded; TRL's vLLM correction.
+
+    A token without a sampling log-probability (NaN) has ratio 1.
+
+    Attributes:
+        level: "token": one ratio per token. "sequence": exp of the sum over the sequence.
+        mode: "truncate" clamps the ratio to the bounds, "mask" makes it 0 outside them.
+        ratio_min, ratio_max: bounds of the ratio, 0 <= ratio_min < ratio_max; None is no bound.
+    """
+
+    level: str = "sequence"
+    mode: str = "mask"
+    ratio_min: float | None = None
+    ratio_max: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        check_options(self, level=LEVELS, mode=MODES, ratio_min="[0, inf)")
+        if self.ratio_max is not None:
+            check_options(self, ratio_max="(0, inf]")
+        low, high = self._bounds
+        if not low < high:
+            raise ValueError(f"ratio_min must be under ratio_max = {high}, got {low}")
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return self.ratio_min or 0.0, math.inf if self.ratio_max is None else self.ratio_max
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.importance_ratio is not None:
+            raise ValueError("importance_ratio must be None with a SamplerCorrection, which computes it")
+        for name in ("old_per_token_logps", "sampling_per_token_logps"):
+            if getattr(batch, name) is None:
+                raise ValueError(f"{name} must be given for a SamplerCorrection, got None")
+        if self.level == "sequence":
+            batch.check_sequences()
+
+    @torch.no_grad()
+    def ratio(self, batch: AlignedBatch) -> Tensor:
+        """(B, T) or (N,) per token; at level "sequence" (B, 1) or (N,)."""
+        assert batch.old_per_token_logps is not None
+        assert batch.sampling_per_token_logps is not None
+        difference = (batch.old_per_token_logps - batch.sampling_per_token_logps).nan_to_num(nan=0.0)
+        ratio = bounded_exp(difference if self.level == "token" else batch.sequence_sum(difference))
+        low, high = self._bounds
+        if self.mode == "truncate":
+            return ratio.clamp(low, high)
+        return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicySequenceMask:
+    """0 on tokens with A < 0 whose sequence's mean of sampling - logp is above the threshold. arXiv:2512.02556.
+
+    Without sampling log-probabilities, the batch's old ones take their place; without these, the current ones.
+
+    Attributes:
+        threshold: in nats per token.
+    """
+
+    threshold: float
+    token_local: ClassVar[bool] = False
+    needs_sequences: ClassVar[bool] = True
+    sequence_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, threshold="[-inf, inf]")
+
+    @torch.no_grad()
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        sampling = batch.sampling_per_token_logps
+        if sampling is None:
+            sampling = logps - batch.log_ratio(logps)
+        drift = batch.sequence_mean((sampling - logps).nan_to_num(nan=0.0))
+        return (batch.advantages >= 0) | (drift <= self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopEntropyMask:
+    """1 on the tokens of highest entropy, 0 elsewhere. arXiv:2506.01939.
+
+    Attributes:
+        top_entropy_quantile: share of the tokens to keep, in (0, 1].
+        gather: (n,) entropies of this rank's tokens -> the entropies of all ranks, for a common threshold. NaN entries
+            are ignored, so ranks may pad with NaN. None is one rank.
+    """
+
+    top_entropy_quantile: float
+    gather: Callable[[Tensor], Tensor] | None = None
+    token_local: ClassVar[bool] = False
+    restricts_entropy: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, top_entropy_quantile="(0, 1]", gather=callable)
+
+    @torch.no_grad()
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        if batch.entropy is None:
+            raise ValueError("entropy must be given for a TopEntropyMask, got None")
+        # A quantile that ignores NaN, so that the host need not know how many tokens count.
+        known = torch.where(batch.mask, batch.entropy, math.nan).flatten()
+        if self.gather is not None:
+            known = self.gather(known)
+        return batch.mask & (batch.entropy >= _nanquantile(known, 1 - self.top_entropy_quantile))
+
+
+def _nanquantile(values: Tensor, q: float) -> Tensor:
+    """torch.nanquantile, which refuses more than 16 million values."""
+    ordered = values.sort().values  # NaN last
+    last = (values == values).sum() - 1
+    # The count is cast first: an int64 tensor times a number is of torch's default dtype.
+    place = last.clamp(min=0).to(torch.promote_types(values.dtype, torch.float32)) * q
+    below, above = place.floor().long(), place.ceil().long()
+    if not values.numel():
+        return values.new_full((), math.nan)
+    low, high = (ordered.gather(0, index[None]).squeeze(0) for index in (below, above))
+    return torch.lerp(low, high, (place - below).to(values.dtype))

@@ -1,0 +1,305 @@
+"""The policy loss on per-token log-probabilities: objective, corrections, penalties, reduction."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch, PolicyBatch, check_dense, check_mask_values
+from liger_rl.losses.corrections import Correction, SamplerCorrection
+from liger_rl.losses.metrics import LEVELS, Metric, MetricsLevel, policy_metrics
+from liger_rl.losses.objectives import Objective, TokenLoss
+from liger_rl.losses.options import callable_instance, check_options, instance_of
+from liger_rl.losses.penalties import EntropyBonus, KLPenalty
+from liger_rl.losses.reductions import Reduction
+
+Locality = Literal["token", "sequence", "batch"]
+NO_PENALTY = KLPenalty()
+NO_BONUS = EntropyBonus()
+
+
+class PolicyLoss(NamedTuple):
+    """A loss to call backward on, and its metrics."""
+
+    loss: Tensor
+    """() in float32; with reduction=None per token, shaped like the log-probabilities, 0 at masked tokens."""
+    metrics: dict[str, Metric]
+    """By name, without gradient; see `liger_rl.losses.metrics`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """The terms of a loss, without the batch: the arguments of `ppo_loss_fn`, checked; corrections as a tuple."""
+
+    objective: Objective
+    reduction: Reduction | None
+    kl: KLPenalty = NO_PENALTY
+    entropy_bonus: EntropyBonus = NO_BONUS
+    sampler_correction: SamplerCorrection | None = None
+    corrections: Iterable[Correction] = ()
+    metrics: MetricsLevel = "loss"
+
+    def __post_init__(self) -> None:
+        if self.reduction is not None:
+            callable_instance("reduction", self.reduction)
+        check_options(self, objective=callable, kl=KLPenalty, entropy_bonus=EntropyBonus, metrics=LEVELS)
+        check_options(self, sampler_correction=SamplerCorrection, corrections=Iterable)
+        # Read once: an iterator is empty the second time.
+        object.__setattr__(self, "corrections", tuple(self.corrections))
+        for place, correction in enumerate(self.corrections):
+            callable_instance(f"corrections[{place}]", correction)
+        if self.entropy_bonus.entropy_coef != 0.0 and self.reduction is None:
+            raise ValueError("entropy_coef must be 0 without a reduction: the bonus is a mean over tokens")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the head has to return entropies."""
+        restricted = any(_says(correction, "restricts_entropy") for correction in self.corrections)
+        return restricted or self.entropy_bonus.entropy_coef != 0.0 or self.metrics == "with_entropy"
+
+    @property
+    def locality(self) -> Locality:
+        """The tokens that the gradient of one token depends on: that token, its sequence, or the whole batch.
+
+        The reduction, the sampler's correction and the divisors of means need no log-probability, so they do not count.
+        """
+        parts = (self.objective, *self.corrections)
+        # A bonus is a mean over tokens that are not known before all entropies are.
+        if any(_says(part, "restricts_entropy") for part in parts):
+            return "batch"
+        if all(_says(part, "token_local") and not _says(part, "needs_sequences") for part in parts):
+            return "token"
+        local = all(_says(part, "token_local") or _says(part, "sequence_local") for part in parts)
+        return "sequence" if local else "batch"
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token may have a gradient that does not depend on its advantage, through a penalty or bonus."""
+        return self.kl.beta != 0.0 or self.entropy_bonus.entropy_coef != 0.0
+
+    @property
+    def idle_without_advantages(self) -> bool:
+        """Whether a sequence whose advantages are all 0 has no part in the loss, the gradients and the clip metrics."""
+        zero = ("zero_without_advantage", "sequence_zero_without_advantages")
+        silent = any(_says_of_its_formula(self.objective, name) for name in zero)
+        return silent and self.locality != "batch" and not self.penalised
+
+    @property
+    def metrics_read_all(self) -> bool:
+        """Whether a metric depends on the log-probabilities or entropies of tokens without advantage."""
+        return self.needs_entropy or self.metrics not in ("none", "loss")
+
+    def check(self, batch: PolicyBatch, shape: torch.Size, device: torch.device) -> AlignedBatch:
+        """The batch's columns in `shape`, with their values as they are. No value is read.
+
+        Raises:
+            TypeError, ValueError: columns that do not fit together, or that these terms lack.
+        """
+        instance_of("batch", batch, PolicyBatch)
+        self.kl.check(batch)
+        aligned = batch.checked(shape, device)
+        if self.sampler_correction is not None:
+            self.sampler_correction.check(aligned)
+            aligned = replace(aligned, importance_ratio_per_sequence=self.sampler_correction.level == "sequence")
+        by_sequence = self.metrics in ("basic", "with_entropy")
+        parts: tuple[Any, ...] = (self.objective, *self.corrections, self.reduction)
+        for part in parts:
+            by_sequence = by_sequence or _says(part, "needs_sequences")
+            if hasattr(part, "check"):
+                part.check(aligned)
+        if by_sequence:
+            aligned.check_sequences()
+        return aligned
+
+    def prepared(self, aligned: AlignedBatch, dtype: torch.dtype) -> "PreparedLoss":
+        """The loss of the batch that `check` returned, with everything made that needs no log-probability."""
+        clean = aligned.cleaned(dtype)
+        if self.sampler_correction is not None:
+            clean = replace(clean, importance_ratio=self.sampler_correction.ratio(clean))
+        weights: Any = None if self.reduction is None else self.reduction(clean)
+        if isinstance(weights, (int, float)):  # one number for all tokens
+            weights = clean.advantages.new_full((), weights)
+        if self.reduction is not None:
+            instance_of("the result of reduction", weights, Tensor)
+        return PreparedLoss(self, clean, weights)
+
+    def tokens_to_project(self, aligned: AlignedBatch) -> Tensor | None:
+        """Nonzero where the result needs this token's log-probability, shaped like the tokens or (B, 1); None for all.
+
+        In GRPO, a group with equal rewards has advantages of 0. Its tokens need not be projected.
+        """
+        idle = (
+            _says_of_its_formula(self.objective, "zero_without_advantage")
+            and self.locality == "token"
+            and self.kl.beta == 0.0
+            and not self.metrics_read_all
+        )
+        return _unexpanded(aligned.advantages) if idle else None
+
+    def may_have_gradient(self, aligned: AlignedBatch) -> Tensor | None:
+        """Nonzero where a token may have a gradient, shaped like the tokens or (B, 1); None for all."""
+        return None if self.penalised else _unexpanded(aligned.advantages)
+
+
+def _unexpanded(column: Tensor) -> Tensor:
+    """(B, 1) of a column that was expanded to (B, T), so that callers do not write it out."""
+    return column[:, :1] if column.dim() == 2 and column.stride(1) == 0 else column
+
+
+def _says(part: Any, name: str) -> bool:
+    """An objective's or a correction's attribute, such as `token_local`; False if it is not there."""
+    return getattr(part, name, False)
+
+
+def _says_of_its_formula(part: Any, name: str) -> bool:
+    """`_says`, except that a subclass with its own formula does not inherit the attribute of another formula."""
+    if name not in getattr(part, "__dict__", {}):
+        for cls in type(part).__mro__:
+            if name in cls.__dict__:
+                break
+            if "__call__" in cls.__dict__ or "forward" in cls.__dict__:
+                return False
+    return _says(part, name)
+
+
+class TokenTerms(NamedTuple):
+    """A loss before its reduction."""
+
+    loss: Tensor  # per token, 0 at masked tokens
+    token_loss: TokenLoss
+    kl: Tensor | None  # per token in nats
+    logps: Tensor  # 0 at masked tokens
+    batch: AlignedBatch  # with the entropies, if there are any
+    entropy: Tensor | None  # 0 at masked tokens, differentiable
+    keeps_entropy: Tensor  # bool, the tokens whose entropy counts
+
+
+class PreparedLoss(NamedTuple):
+    """A loss that waits for log-probabilities."""
+
+    terms: PolicyTerms
+    batch: AlignedBatch
+    weights: Tensor | None  # one per token; None leaves tokens unreduced
+    entropy_count: Tensor | None = None  # () tokens in the mean of an entropy bonus; None counts the batch's
+
+    def take(self, positions: Tensor | slice) -> "PreparedLoss":
+        """The loss of the tokens at (n,) flat positions, without metrics.
+
+        Such parts add up to the whole loss if they respect the terms' locality.
+        """
+        weights = None if self.weights is None else self.weights.expand(self.batch.mask.shape).reshape(-1)[positions]
+        terms = replace(self.terms, metrics="none")
+        batch = self.batch.take(positions, sequences=terms.locality != "token")
+        entropy_count = self.batch.mask.sum() if terms.entropy_bonus.entropy_coef != 0.0 else None
+        return PreparedLoss(terms, batch, weights, entropy_count)
+
+    def per_token(
+        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+    ) -> TokenTerms:
+        """importance_ratio_t factor_t objective_t + beta kl_t of each token."""
+        terms, batch = self.terms, self.batch
+        masked = ~batch.mask
+        # A fill, not a product: a masked NaN must not reach the value or the gradient.
+        logps = per_token_logps.masked_fill(masked, 0.0)
+        if entropy is not None:
+            entropy = entropy.to(logps.dtype).masked_fill(masked, 0.0)
+            batch = replace(batch, entropy=entropy.detach())
+        token_loss = terms.objective(logps, batch)
+        instance_of("the result of objective", token_loss, TokenLoss)
+        loss = token_loss.loss
+        keeps_entropy = batch.mask
+        for place, correction in enumerate(terms.corrections):
+            factor = correction(logps, batch)
+            instance_of(f"the result of corrections[{place}]", factor, Tensor)
+            loss = loss * factor
+            if _says(correction, "restricts_entropy"):
+                keeps_entropy = keeps_entropy & (factor != 0)
+        if batch.importance_ratio is not None and not _says(terms.objective, "takes_importance_ratio"):
+            loss = loss * batch.importance_ratio
+        kl = exact_kl if terms.kl.exact else terms.kl(logps, batch, token_loss.ratio)
+        if kl is not None:
+            loss = loss + terms.kl.beta * kl
+        return TokenTerms(loss.masked_fill(masked, 0.0), token_loss, kl, logps, batch, entropy, keeps_entropy)
+
+    def evaluate(
+        self, per_token_logps: Tensor, entropy: Tensor | None = None, exact_kl: Tensor | None = None
+    ) -> PolicyLoss:
+        """sum_t weight_t loss_t - entropy_coef mean entropy, by the formulas."""
+        tokens = self.per_token(per_token_logps, entropy, exact_kl)
+        loss = tokens.loss if self.weights is None else (tokens.loss * self.weights).sum()
+        bonus = self.terms.entropy_bonus
+        if bonus.entropy_coef != 0.0:
+            if tokens.entropy is None:
+                raise ValueError(f"entropy must be given with entropy_coef = {bonus.entropy_coef}, got None")
+            loss = loss + bonus(tokens.entropy, tokens.keeps_entropy, self.entropy_count)
+        metrics = policy_metrics(self.terms.metrics, tokens.logps, tokens.token_loss, tokens.kl, tokens.batch)
+        return PolicyLoss(loss, metrics)
+
+
+def ppo_loss_fn(
+    per_token_logps: Tensor,
+    batch: PolicyBatch,
+    objective: Objective,
+    reduction: Reduction | None,
+    *,
+    entropy: Tensor | None = None,
+    exact_kl: Tensor | None = None,
+    kl: KLPenalty = NO_PENALTY,
+    entropy_bonus: EntropyBonus = NO_BONUS,
+    sampler_correction: SamplerCorrection | None = None,
+    corrections: Iterable[Correction] = (),
+    metrics: MetricsLevel = "loss",
+) -> PolicyLoss:
+    """sum_t weight_t (importance_ratio_t factor_t objective_t + beta kl_t) - entropy_coef mean entropy.
+
+    Args:
+        per_token_logps: (B, T) or packed (N,) log-probabilities in nats under the current policy, with gradient.
+        batch: the other columns.
+        objective: callable (logps, batch) -> TokenLoss, such as `PPOClip()` or your own.
+        reduction: callable (batch) -> one weight per token, such as `SequenceMean()`; None leaves tokens unreduced.
+        entropy: entropies in nats shaped like per_token_logps, with gradient if there is a bonus. A bonus, a
+            `TopEntropyMask` and the metrics "with_entropy" need them.
+        exact_kl: KL(policy || reference) of each token in nats, with gradient, for `KLPenalty(kl_estimator="exact")`;
+            `linear_divergence(kind="reverse_kl").divergence` is one.
+        kl: penalty for leaving the reference policy.
+        entropy_bonus: reward for entropy.
+        sampler_correction: makes `importance_ratio` from the batch's sampling_per_token_logps.
+        corrections: callables (logps, batch) -> factor on the policy term, such as `OffPolicySequenceMask(...)`. Any
+            iterable, read once.
+        metrics: "none", "loss", "basic" or "with_entropy"; see `liger_rl.losses.metrics`.
+
+    Raises:
+        TypeError, ValueError: columns that do not fit together; a column that an option needs is missing; a
+            completion_mask in CPU memory has values other than 0 and 1. The error names the argument.
+    """
+    terms = PolicyTerms(
+        objective=objective,
+        reduction=reduction,
+        kl=kl,
+        entropy_bonus=entropy_bonus,
+        sampler_correction=sampler_correction,
+        corrections=corrections,
+        metrics=metrics,
+    )
+    if terms.kl.exact != (exact_kl is not None):
+        expected = "given with" if terms.kl.exact else "None without"
+        raise ValueError(f'exact_kl must be {expected} a KLPenalty(beta, kl_estimator="exact")')
+    for name, column in (("per_token_logps", per_token_logps), ("entropy", entropy), ("exact_kl", exact_kl)):
+        if column is None and name != "per_token_logps":
+            continue
+        column = check_dense(name, column)
+        if not column.is_floating_point():
+            raise TypeError(f"{name} must be a floating tensor, got {column.dtype}")
+        if column.shape != per_token_logps.shape:
+            raise ValueError(
+                f"{name} must be {tuple(per_token_logps.shape)} as per_token_logps, got {tuple(column.shape)}"
+            )
+    if terms.needs_entropy and entropy is None:
+        raise ValueError("entropy must be given for an entropy bonus, a TopEntropyMask or entropy metrics, got None")
+    dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+    aligned = terms.check(batch, per_token_logps.shape, per_token_logps.device)
+    check_mask_values(batch.completion_mask)
+    exact_kl = None if exact_kl is None else exact_kl.to(dtype)
+    return terms.prepared(aligned, dtype).evaluate(per_token_logps.to(dtype), entropy, exact_kl)

@@ -1,0 +1,175 @@
+"""Metrics of a step: 0-dim tensors, each with the way to merge it over micro-batches and ranks. None waits for a
+device.
+
+A metric is merged by sum, maximum or minimum. A mean keeps its sum and its count until it is read, so that merging is
+exact. A rank without tokens is neutral: 0 in a sum, -inf in a maximum, +inf in a minimum.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.objectives import TokenLoss
+from liger_rl.losses.reductions import divisor
+
+ReductionKind = Literal["sum", "max", "min"]
+MetricsLevel = Literal["none", "loss", "basic", "with_entropy"]
+LEVELS: tuple[str, ...] = get_args(MetricsLevel)
+MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a step and how it is merged.
+
+    Attributes:
+        total: () the sum, maximum or minimum, without gradient.
+        reduction: "sum", "max" or "min", over micro-batches and ranks.
+        count: () the divisor of a mean, merged by sum; None for other metrics.
+    """
+
+    total: Tensor
+    reduction: ReductionKind = "sum"
+    count: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """() the number itself."""
+        return self.total if self.count is None else self.total / self.count.clamp(min=1)
+
+    def item(self) -> float:
+        """The number on the host; this waits for the device."""
+        return self.value.item()
+
+    __float__ = item
+
+
+@torch.no_grad()
+def policy_metrics(
+    level: MetricsLevel, logps: Tensor, token_loss: TokenLoss, kl: Tensor | None, batch: AlignedBatch
+) -> dict[str, Metric]:
+    """Metrics by name, at one of four levels. Each level has those of the level before.
+
+    - "none": no metric.
+    - "loss", with a KL penalty: `kl_ref`, the mean KL to the reference in nats. With an objective that clips, shares of
+      the tokens: `clip_low` (r below the lower bound and A < 0), `clip_high` (r above the upper bound and A > 0), and
+      `clip_ratio` (either).
+    - "basic", means over sequences of their token means: `new_logprobs`, `old_logprobs`, `ratio_new_old`, `kl_new_old`
+      (r - log r - 1), `advantage`, and `clipped_ratio_fraction` (r is outside the bounds, whatever the sign of A).
+      Sums over tokens: `ratio_new_old_sum`, `ratio_new_old_squared_sum`, `num_tokens`. Extremes: `max_advantage`,
+      `min_advantage`. Of R = exp(mean over the sequence of log r), means over sequences: `sequence_ratio_new_old`,
+      `sequence_kl_new_old` (R - log R - 1); sums over sequences: `sequence_ratio_new_old_sum`,
+      `sequence_ratio_new_old_squared_sum`, `num_sequences` (with a token that counts). Fast-LLM's GSPO reports these
+      five without the prefix, and the last as `num_segments`.
+    - "with_entropy": `entropy`, averaged as `new_logprobs`.
+    """
+    if level == "none":
+        return {}
+    mask, dtype = batch.mask, logps.dtype
+    metrics: dict[str, Metric] = {}
+    count = mask.sum()
+
+    if kl is not None:
+        metrics["kl_ref"] = Metric(torch.where(mask, kl.to(dtype), 0.0).sum(), count=count)
+    low, high = token_loss.clip_low, token_loss.clip_high
+    if low is not None and high is not None:
+        # One sum for the three, because each small launch costs a GPU time.
+        sides = [side.expand_as(mask) for side in (low, high, low | high)]
+        clipped = (torch.stack(sides) & mask).flatten(1).sum(1).to(dtype)
+        names = ("clip_low", "clip_high", "clip_ratio")
+        metrics |= {name: Metric(total, count=count) for name, total in zip(names, clipped.unbind(), strict=True)}
+    if level == "loss":
+        return metrics
+
+    if batch.num_sequences is None:
+        raise ValueError(f"segments must be given for metrics {level!r} of packed (N,) tokens, got None")
+    # It sums to 1 over each sequence, on all ranks that hold parts of it.
+    share = mask.to(dtype) / batch.sequence_length()
+    sequences = divisor(batch.num_sequences)
+    weight = share / sequences
+    log_ratio = batch.log_ratio(logps)
+    ratio = bounded_exp(log_ratio)
+    mean_log_ratio = batch.sequence_mean(log_ratio)
+    mean_ratio = bounded_exp(mean_log_ratio)
+
+    def weighted(values: Tensor, weight: Tensor = weight) -> Metric:
+        return Metric(torch.where(mask, values.to(dtype) * weight, 0.0).sum())
+
+    metrics |= {
+        "new_logprobs": weighted(logps),
+        "old_logprobs": weighted(logps - log_ratio),
+        "ratio_new_old": weighted(ratio),
+        "kl_new_old": weighted(ratio - log_ratio - 1),
+        "advantage": weighted(batch.advantages),
+        "ratio_new_old_sum": Metric(torch.where(mask, ratio, 0.0).sum()),
+        "ratio_new_old_squared_sum": Metric(torch.where(mask, ratio.square(), 0.0).sum()),
+        "num_tokens": Metric(count.to(dtype)),
+        "sequence_ratio_new_old": weighted(mean_ratio),
+        "sequence_kl_new_old": weighted(mean_ratio - mean_log_ratio - 1),
+        "sequence_ratio_new_old_sum": weighted(mean_ratio, share),
+        "sequence_ratio_new_old_squared_sum": weighted(mean_ratio.square(), share),
+        "num_sequences": Metric(share.sum()),
+        "max_advantage": Metric(_extreme(torch.amax, batch, -math.inf), "max"),
+        "min_advantage": Metric(_extreme(torch.amin, batch, math.inf), "min"),
+    }
+    if token_loss.outside is not None:
+        metrics["clipped_ratio_fraction"] = weighted(token_loss.outside)
+    if level == "with_entropy":
+        if batch.entropy is None:
+            raise ValueError('entropy must be given for metrics "with_entropy", got None')
+        metrics["entropy"] = weighted(batch.entropy)
+    return metrics
+
+
+def _extreme(reduce: Callable[[Tensor], Tensor], batch: AlignedBatch, neutral: float) -> Tensor:
+    values = torch.where(batch.mask, batch.advantages, neutral).flatten()
+    return reduce(torch.cat([values, values.new_full((1,), neutral)]))
+
+
+AllReduceKind = Callable[[Tensor, ReductionKind], Tensor]
+
+
+@torch.no_grad()
+def reduce_metrics(
+    parts: Iterable[Mapping[str, Metric]], *, all_reduce: AllReduceKind | None = None
+) -> dict[str, Metric]:
+    """A step's metrics, merged over its micro-batches and, with `all_reduce`, over all ranks.
+
+    Args:
+        parts: metrics of each micro-batch. A micro-batch may lack a name.
+        all_reduce: (values, kind) -> values merged over ranks. It is called once per kind, with all values of the kind.
+            Every rank must have the same names.
+
+    Raises:
+        ValueError: two micro-batches merge a name in different ways.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = metric if name not in merged else _merge(name, merged[name], metric)
+    if all_reduce is None:
+        return merged
+    for kind in get_args(ReductionKind):
+        names = sorted(name for name, metric in merged.items() if metric.reduction == kind)
+        tensors = [merged[name].total for name in names]
+        counted = [name for name in names if merged[name].count is not None] if kind == "sum" else []
+        tensors += [merged[name].count.to(merged[name].total.dtype) for name in counted]  # type: ignore[union-attr]
+        if not tensors:
+            continue
+        values = all_reduce(torch.stack(tensors), kind).unbind()
+        counts = dict(zip(counted, values[len(names) :], strict=True))
+        for name, value in zip(names, values, strict=False):
+            merged[name] = Metric(value, kind, counts.get(name))
+    return merged
+
+
+def _merge(name: str, a: Metric, b: Metric) -> Metric:
+    if a.reduction != b.reduction or (a.count is None) != (b.count is None):
+        raise ValueError(f"metric {name} must be merged in one way, got {a.reduction} and {b.reduction}")
+    count = None if a.count is None or b.count is None else a.count + b.count
+    return Metric(MERGES[a.reduction](a.total, b.total), a.reduction, count)

@@ -1,0 +1,436 @@
+"""Policy objectives: log-probabilities and a batch -> one loss per token, to be minimised.
+
+An objective is a callable `(logps, batch) -> TokenLoss` on the columns of an `AlignedBatch`. Masked tokens are 0 in
+every column, and their losses are dropped. r_t = exp(logp_t - old_t), at most e^40, is `batch.ratio(logps)`. An
+objective may have these attributes. Those that are not there are False.
+
+    token_local: a token's gradient depends on that token alone; callers may split sequences.
+    sequence_local: a token's gradient depends on its sequence alone; callers may split batches. An objective with
+        either attribute is a function of its arguments alone, and all its gradient flows through them.
+    zero_without_advantage: a token with advantage 0 has a loss, gradient and clip indicators of 0, whatever its
+        log-probability; callers need not project it. A subclass with its own formula does not inherit this.
+    sequence_zero_without_advantages: the same for a sequence whose advantages are all 0. It follows from
+        zero_without_advantage.
+    needs_sequences: it must know which tokens are of one sequence.
+    takes_importance_ratio: it uses `batch.importance_ratio` itself, so that the loss must not.
+    check(batch): a method that raises ValueError for a batch that the objective cannot take.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch, bounded_exp
+from liger_rl.losses.options import check_options
+
+
+class TokenLoss(NamedTuple):
+    """An objective's result for each token, shaped like the log-probabilities or broadcastable to them."""
+
+    loss: Tensor
+    ratio: Tensor | None = None
+    """The probability ratio before its clip, per token or per sequence as the objective has it, differentiable."""
+    clip_low: Tensor | None = None
+    """bool: the ratio is under the lower bound, and A < 0."""
+    clip_high: Tensor | None = None
+    """bool: the ratio is over the upper bound, and A > 0."""
+    outside: Tensor | None = None
+    """bool: the ratio is outside the bounds, whatever the advantage's sign."""
+
+
+Objective = Callable[[Tensor, AlignedBatch], TokenLoss]
+RATIO_LEVELS = ("token", "sequence", "sequence_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip:
+    """-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A). arXiv:1707.06347 eq. 7.
+
+    Attributes:
+        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0. Two different ones: arXiv:2503.14476. An
+            epsilon_low of 1 or more is no lower bound.
+        delta: upper clamp of the first r, > 0, usually above 1 + epsilon_high; None is none. Two-sided clipping,
+            arXiv:2505.07291.
+        dual_clip: c > 1. If A < 0, the loss is at most -c A. arXiv:1912.09729, verl's `clip_ratio_c`.
+        importance_sampling_level: "token": r per token. "sequence": GSPO's R = exp(mean over the sequence of logp -
+            old). "sequence_token": GSPO-token's sg(R) exp(logp - sg(logp)), where sg() has no gradient; eq. 14 of
+            arXiv:2507.18071.
+        mean_advantages: replace A by its mean over the sequence, as Fast-LLM's GSPO does.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    dual_clip: float | None = None
+    importance_sampling_level: str = "token"
+    mean_advantages: bool = False
+    sequence_local: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", delta="(0, inf)", dual_clip="(1, inf]")
+        check_options(self, importance_sampling_level=RATIO_LEVELS, mean_advantages=bool)
+
+    @property
+    def token_local(self) -> bool:
+        return self.importance_sampling_level == "token"
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return self.token_local and not self.mean_advantages
+
+    @property
+    def needs_sequences(self) -> bool:
+        return not self.token_local or self.mean_advantages
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = self._ratio(logps, batch)
+        low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+        unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        advantages = batch.sequence_mean(batch.advantages) if self.mean_advantages else batch.advantages
+        loss = -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
+        if self.dual_clip is not None:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+
+    def _ratio(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        if self.importance_sampling_level == "token":
+            return batch.ratio(logps)
+        if self.importance_sampling_level == "sequence":
+            return bounded_exp(batch.sequence_mean(batch.log_ratio(logps)))
+        detached = logps.detach()
+        return bounded_exp(batch.sequence_mean(batch.log_ratio(detached))) * torch.exp(logps - detached)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO:
+    """-clip(r, ratio_min, epsilon_high) A logp, the clipped r without gradient. arXiv:2506.13585.
+
+    Attributes:
+        epsilon_high: the upper bound of r itself, > 0, not its distance from 1. 0.2 is TRL's default; arXiv:2510.13786
+            recommends 5.
+        ratio_min: the lower bound of r itself, in [0, epsilon_high]. 0 is none, as in TRL. verl's `cispo` has
+            1 - clip_ratio_low and 1 + clip_ratio_high.
+    """
+
+    epsilon_high: float = 0.2
+    ratio_min: float = 0.0
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, epsilon_high="(0, inf)", ratio_min="[0, inf)")
+        if self.ratio_min > self.epsilon_high:
+            raise ValueError(f"ratio_min must be at most epsilon_high = {self.epsilon_high}, got {self.ratio_min}")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio, low, high = batch.ratio(logps), self.ratio_min, self.epsilon_high
+        loss = -ratio.detach().clamp(low, high) * batch.advantages * logps
+        return _clipped(loss, ratio, batch.advantages, ratio < low, ratio > high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO:
+    """-sigmoid(t (r - 1)) 4 / t A. arXiv:2511.20347.
+
+    Attributes:
+        sapo_temperature_pos, sapo_temperature_neg: t, the steepness of the gate, for A > 0 and for A <= 0; > 0.
+    """
+
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, sapo_temperature_pos="(0, inf)", sapo_temperature_neg="(0, inf)")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = batch.ratio(logps)
+        steepness = _by_sign(batch.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, logps)
+        return TokenLoss(-torch.sigmoid(steepness * (ratio - 1)) * (4 / steepness) * batch.advantages, ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO:
+    """-phi A logp, phi = exp(lambda + k log w - lambda w) without gradient, per sequence.
+
+    log w = clamp(sum_t clamp(logp - old, +-20) + sum_t log importance_ratio, log 1e-8, 20). The importance ratio is a
+    part of w and multiplies nothing else. arXiv:2602.10693, as in TRL's `get_gamma_weights`.
+
+    Attributes:
+        vespo_k_pos, vespo_lambda_pos: k and lambda for A >= 0; >= 0.
+        vespo_k_neg, vespo_lambda_neg: k and lambda for A < 0; >= 0.
+    """
+
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    token_local: ClassVar[bool] = False
+    sequence_local: ClassVar[bool] = True
+    needs_sequences: ClassVar[bool] = True
+    takes_importance_ratio: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
+
+    LOWEST: ClassVar[float] = math.log(1e-8)
+    HIGHEST: ClassVar[float] = 20.0
+
+    def __post_init__(self) -> None:
+        check_options(self, vespo_k_pos="[0, inf)", vespo_lambda_pos="[0, inf)")
+        check_options(self, vespo_k_neg="[0, inf)", vespo_lambda_neg="[0, inf)")
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.importance_ratio_per_sequence:
+            raise ValueError(
+                "importance_ratio must be per token, (B, T), for VESPO, which sums its logarithm over the sequence; "
+                "got one per sequence"
+            )
+
+    @torch.no_grad()
+    def weight(self, logps: Tensor, batch: AlignedBatch) -> Tensor:
+        """phi of each token: one per sequence and sign of the advantage."""
+        log_w = batch.sequence_sum(batch.log_ratio(logps).clamp(-20.0, 20.0))
+        if batch.importance_ratio is not None:
+            log_correction = batch.importance_ratio.log().clamp(self.LOWEST, self.HIGHEST)
+            log_w = log_w + batch.sequence_sum(torch.where(batch.mask, log_correction, 0.0))
+        log_w = log_w.clamp(self.LOWEST, self.HIGHEST)
+        positive = batch.advantages >= 0
+        k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, logps)
+        rate = _by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, logps).clamp(min=1e-4)
+        return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        return TokenLoss(-self.weight(logps, batch) * batch.advantages * logps, batch.ratio(logps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPO:
+    """-exp(mean over the sequence of c_t) mean(A), the geometric mean of clipped ratios. arXiv:2507.20673.
+
+    c_t is min(log r_t, epsilon_high) if A_t > 0, else max(log r_t, -epsilon_low).
+
+    Attributes:
+        epsilon_low, epsilon_high: bounds of log r, in nats, >= 0.
+        mean_importance_ratio: True multiplies a sequence's loss by the geometric mean of its importance ratios, each at
+            least 1e-10, as verl's `geo_mean` does. False multiplies each token's loss by its ratio.
+    """
+
+    epsilon_low: float = 0.4
+    epsilon_high: float = 0.4
+    mean_importance_ratio: bool = False
+    token_local: ClassVar[bool] = False
+    sequence_local: ClassVar[bool] = True
+    needs_sequences: ClassVar[bool] = True
+    sequence_zero_without_advantages: ClassVar[bool] = True
+
+    LEAST_IMPORTANCE_RATIO: ClassVar[float] = 1e-10
+
+    def __post_init__(self) -> None:
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", mean_importance_ratio=bool)
+
+    @property
+    def takes_importance_ratio(self) -> bool:
+        return self.mean_importance_ratio
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        log_ratio, advantages = batch.log_ratio(logps), batch.advantages
+        one_sided = torch.where(
+            advantages > 0, log_ratio.clamp(max=self.epsilon_high), log_ratio.clamp(min=-self.epsilon_low)
+        )
+        loss = -bounded_exp(batch.sequence_mean(one_sided)) * batch.sequence_mean(advantages)
+        if self.mean_importance_ratio and batch.importance_ratio is not None:
+            log_correction = batch.importance_ratio.clamp(min=self.LEAST_IMPORTANCE_RATIO).log()
+            loss = loss * bounded_exp(batch.sequence_mean(torch.where(batch.mask, log_correction, 0.0)))
+        ratio, low, high = bounded_exp(log_ratio), math.exp(-self.epsilon_low), math.exp(self.epsilon_high)
+        return _clipped(loss, ratio, advantages, ratio < low, ratio > high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce:
+    """-A logp. Williams 1992; with advantages of a group, GPG, arXiv:2504.02546."""
+
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        return TokenLoss(-batch.advantages * logps, batch.ratio(logps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO:
+    """-min(r, ratio_cap) A logp, r without gradient; 0 for a token whose probability moved too far. arXiv:2602.04879.
+
+    A > 0 drops tokens with p - p_old > divergence_high. A <= 0 drops tokens with p - p_old < -divergence_low. This is
+    binary total variation, verl's `dppo_tv`. Below the cap, the gradient is that of prime-rl's default loss.
+
+    Attributes:
+        divergence_low, divergence_high: bounds of the change of probability, in [0, 1].
+        ratio_cap: upper bound of r, > 0.
+    """
+
+    divergence_low: float = 0.2
+    divergence_high: float = 0.2
+    ratio_cap: float = 20.0
+    token_local: ClassVar[bool] = True
+    zero_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, divergence_low="[0, 1]", divergence_high="[0, 1]", ratio_cap="(0, inf)")
+
+    def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """bool: the probability moved too far down, and too far up. Log-probabilities without gradient."""
+        change = logps.exp() - old.exp()
+        return change < -self.divergence_low, change > self.divergence_high
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio, advantages = batch.ratio(logps), batch.advantages
+        detached = logps.detach()
+        too_low, too_high = self.moved_too_far(detached, detached - batch.log_ratio(detached))
+        dropped = torch.where(advantages > 0, too_high, too_low)
+        loss = torch.where(dropped, 0.0, -ratio.detach().clamp(max=self.ratio_cap) * advantages * logps)
+        return _clipped(loss, ratio, advantages, too_low, too_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPOKL(DPPO):
+    """`DPPO` by the binary KL divergence D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
+
+    A > 0 drops tokens with p > p_old and D > divergence_high. A <= 0 drops tokens with p < p_old and D >
+    divergence_low. As in verl's `dppo_kl`, 1e-8 is added to 1 - p_old and to 1 - p. arXiv:2602.04879.
+
+    Attributes:
+        divergence_low, divergence_high: bounds of D in nats, >= 0.
+        ratio_cap: upper bound of r, > 0.
+    """
+
+    LEAST_PROBABILITY: ClassVar[float] = 1e-8
+
+    def __post_init__(self) -> None:
+        check_options(self, divergence_low="[0, inf)", divergence_high="[0, inf)", ratio_cap="(0, inf)")
+
+    def moved_too_far(self, logps: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        # expm1 keeps the digits of 1 - p that a p near 1 loses.
+        rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
+        shares = (old_rest + self.LEAST_PROBABILITY) / (rest + self.LEAST_PROBABILITY)
+        divergence = old.exp() * (old - logps) + old_rest * shares.log()
+        down, up = logps < old, logps > old
+        return down & (divergence > self.divergence_low), up & (divergence > self.divergence_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRO:
+    """-(A logp - dro_beta / 2 (logp - old)^2), direct reward optimisation. arXiv:2405.19107, verl's `dro`.
+
+    The paper's A is the reward minus a learned value.
+
+    Attributes:
+        dro_beta: strength of the penalty for leaving the old policy, > 0. It has no default.
+    """
+
+    dro_beta: float
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self, dro_beta="(0, inf)")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        penalty = self.dro_beta / 2 * batch.log_ratio(logps).square()
+        return TokenLoss(penalty - batch.advantages * logps, batch.ratio(logps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov:
+    """`PPOClip`, with loss 0 for a few tokens of high covariance. arXiv:2505.22617, verl's `clip_cov`.
+
+    A token is eligible if clip_cov_lb < (A - mean A)(logp - mean logp) < clip_cov_ub and PPO does not clip it.
+    max(1, floor(clip_cov_ratio * tokens)) of the eligible tokens are drawn, and get loss 0.
+
+    Attributes:
+        epsilon_low, epsilon_high: distances of the bounds of r from 1, >= 0.
+        clip_cov_ratio: share of the tokens to cut, in (0, 1].
+        clip_cov_lb, clip_cov_ub: bounds of the covariance in nats, clip_cov_lb < clip_cov_ub.
+        generator: draws the tokens, on the log-probabilities' device; None is torch's default.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    generator: torch.Generator | None = None
+    token_local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self, epsilon_low="[0, inf)", epsilon_high="[0, inf)", clip_cov_ratio="(0, 1]")
+        check_options(self, clip_cov_lb="[-inf, inf]", clip_cov_ub="[-inf, inf]", generator=torch.Generator)
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb must be under clip_cov_ub = {self.clip_cov_ub}, got {self.clip_cov_lb}")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        plain = PPOClip(epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)(logps, batch)
+        assert plain.clip_low is not None
+        assert plain.clip_high is not None
+        covariance = _covariance(logps, batch)
+        eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & batch.mask
+        eligible = eligible & ~(plain.clip_low | plain.clip_high)
+        lottery = torch.rand(logps.shape, generator=self.generator, device=logps.device, dtype=torch.float32)
+        cut = eligible & (_rank(torch.where(eligible, lottery, 2.0)) < _share_of_tokens(self.clip_cov_ratio, batch))
+        _, *rest = plain  # not by _replace, which torch.compile of 2.8 does not trace
+        return TokenLoss(torch.where(cut, 0.0, plain.loss), *rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCov:
+    """-r A, plus ppo_kl_coef |logp - old| on the tokens of highest covariance. arXiv:2505.22617, verl's `kl_cov`.
+
+    The covariance is (A - mean A)(logp - mean logp). max(1, floor(kl_cov_ratio * tokens)) tokens get the penalty.
+
+    Attributes:
+        kl_cov_ratio: share of the tokens with the penalty, in (0, 1].
+        ppo_kl_coef: coefficient of the penalty, >= 0.
+    """
+
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 1.0
+    token_local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self, kl_cov_ratio="(0, 1]", ppo_kl_coef="[0, inf)")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch) -> TokenLoss:
+        ratio = batch.ratio(logps)
+        covariance = torch.where(batch.mask, _covariance(logps, batch), -math.inf)
+        held = (_rank(-covariance) < _share_of_tokens(self.kl_cov_ratio, batch)) & batch.mask
+        penalty = torch.where(held, self.ppo_kl_coef * batch.log_ratio(logps).abs(), 0.0)
+        return TokenLoss(-ratio * batch.advantages + penalty, ratio)
+
+
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+    # `where` of two numbers is of torch's default dtype.
+    return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
+
+
+def _clipped(loss: Tensor, ratio: Tensor, advantages: Tensor, under: Tensor, over: Tensor) -> TokenLoss:
+    return TokenLoss(loss, ratio, under & (advantages < 0), over & (advantages > 0), under | over)
+
+
+@torch.no_grad()
+def _covariance(logps: Tensor, batch: AlignedBatch) -> Tensor:
+    """(A - mean A)(logp - mean logp), the means over the tokens that count."""
+    count = batch.mask.sum().clamp(min=1)
+    return (batch.advantages - batch.advantages.sum() / count) * (logps - logps.sum() / count)
+
+
+def _rank(keys: Tensor) -> Tensor:
+    """Each element's place in ascending order, ties by position. Unlike a choice of indices, it needs no host sync."""
+    return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
+
+
+def _share_of_tokens(share: float, batch: AlignedBatch) -> Tensor:
+    # The count is cast first: an int64 tensor times a number is of torch's default dtype.
+    return (batch.mask.sum().to(batch.advantages.dtype) * share).floor().clamp(min=1)

@@ -1,0 +1,104 @@
+"""Terms added to the policy term: distance from the reference policy, and entropy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.batch import MAX_LOG_RATIO, AlignedBatch, PolicyBatch
+from liger_rl.losses.options import check_options
+
+
+def k1(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
+    """logp - ref, an unbiased estimate of KL(policy || reference). http://joschu.net/blog/kl-approx.html"""
+    return logps - ref_per_token_logps
+
+
+def k2(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
+    """(logp - ref)^2 / 2, biased; its gradient is the KL's in expectation. http://joschu.net/blog/kl-approx.html"""
+    return (logps - ref_per_token_logps).square() / 2
+
+
+def k3(logps: Tensor, ref_per_token_logps: Tensor) -> Tensor:
+    """exp(d) - d - 1, d = min(ref - logp, 40 nats), an unbiased estimate. http://joschu.net/blog/kl-approx.html"""
+    difference = (ref_per_token_logps - logps).clamp(max=MAX_LOG_RATIO)
+    # exp(d) - d - 1 loses its digits where policy and reference agree.
+    return torch.expm1(difference) - difference
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+EXACT = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLPenalty:
+    """+ beta kl(logp, ref). At beta == 0 nothing is computed.
+
+    Attributes:
+        beta: coefficient, >= 0.
+        kl_estimator: "k1", "k2" and "k3" estimate the KL from the sampled token. "exact" is KL(policy || reference)
+            over the whole vocabulary at each sampled prefix, the Rao-Blackwellised term of arXiv:2504.10637.
+            `FusedLinearGRPOLoss` makes it from a `ReferenceHead`; `ppo_loss_fn` takes it as `exact_kl`. With each of
+            the four, the gradient ignores that the policy chose the prefix.
+        importance_weighted: multiply the estimate by the objective's un-clamped ratio, with gradient. TRL's
+            `use_bias_correction_kl`, arXiv:2512.02556. Not with "exact", which has no sampled token.
+    """
+
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    importance_weighted: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self, beta="[0, inf)", kl_estimator=(*ESTIMATORS, EXACT), importance_weighted=bool)
+        if self.importance_weighted and self.kl_estimator == EXACT:
+            raise ValueError(
+                'importance_weighted must be False with kl_estimator="exact": a ratio corrects for the sampled token, '
+                "and the exact KL does not depend on it"
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the caller has to give the KL itself."""
+        return self.beta != 0.0 and self.kl_estimator == EXACT
+
+    def check(self, batch: PolicyBatch) -> None:
+        """Raises ValueError if the penalty needs a reference and the batch has none."""
+        if self.beta != 0.0 and not self.exact and batch.ref_per_token_logps is None:
+            raise ValueError(f"ref_per_token_logps must be given for a KL penalty with beta = {self.beta}, got None")
+
+    def __call__(self, logps: Tensor, batch: AlignedBatch, ratio: Tensor | None) -> Tensor | None:
+        """The estimate of the KL per token in nats, before the coefficient; None at beta == 0."""
+        if self.beta == 0.0 or batch.ref_per_token_logps is None:
+            return None
+        kl = ESTIMATORS[self.kl_estimator](logps, batch.ref_per_token_logps)
+        if self.importance_weighted:
+            if ratio is None:
+                raise ValueError("importance_weighted needs an objective that returns its ratio, got None")
+            kl = kl * ratio
+        return kl
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBonus:
+    """- entropy_coef * mean entropy of the tokens that count, whatever the reduction is; TRL's.
+
+    With a `TopEntropyMask` among the corrections, the mean is over the tokens that it keeps. The mean is over one
+    batch: divide the coefficient by the number of micro-batches, as TRL does, and they add up.
+
+    Attributes:
+        entropy_coef: coefficient, finite; 0 computes nothing.
+    """
+
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_options(self, entropy_coef="(-inf, inf)")
+
+    def __call__(self, entropy: Tensor, kept: Tensor, count: Tensor | None = None) -> Tensor:
+        """() the term, of entropies in nats and the bool mask of the tokens kept, (B, T) or (N,).
+
+        `count` is the mean's divisor if the tokens here are not all, (); None counts them.
+        """
+        count = kept.sum() if count is None else count
+        return -self.entropy_coef * torch.where(kept, entropy, 0.0).sum() / count.clamp(min=1)

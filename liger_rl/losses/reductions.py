@@ -1,0 +1,118 @@
+"""Reductions: a batch -> one weight per token, so that the loss is sum_t weight_t * token_loss_t.
+
+A reduction is a callable `(batch) -> weights` on an `AlignedBatch`. Weights at masked tokens are 0. Micro-batches that
+share their global counts add up to the whole batch. m is the mask, 1 at tokens that count.
+
+A reduction may have a method check(batch). It raises ValueError for a batch that lacks a column or divisor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from liger_rl.losses.batch import AlignedBatch
+from liger_rl.losses.options import check_options, whole_number
+
+Reduction = Callable[[AlignedBatch], Tensor]
+
+
+class _OverSequences:
+    """A reduction that divides by the number of sequences."""
+
+    def check(self, batch: AlignedBatch) -> None:
+        if batch.num_sequences is None:
+            raise ValueError(
+                "num_sequences or segments must be given for packed (N,) tokens, because this reduction divides by "
+                "the number of sequences; got neither"
+            )
+
+    def sequences(self, batch: AlignedBatch) -> float | Tensor:
+        self.check(batch)
+        assert batch.num_sequences is not None
+        return divisor(batch.num_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceMean(_OverSequences):
+    """m / (tokens of the sequence * num_sequences): the mean of the sequences' token means. arXiv:2402.03300."""
+
+    def check(self, batch: AlignedBatch) -> None:
+        batch.check_sequences()
+        super().check(batch)
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return _weights(batch) / (batch.sequence_length() * self.sequences(batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSum(_OverSequences):
+    """m / num_sequences: the mean of the sequences' token sums. Longer sequences weigh more. arXiv:2602.05261."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return _weights(batch) / self.sequences(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMean:
+    """m / sum m: the mean over this batch's tokens; TRL's "bnpo"."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return _weights(batch) / batch.mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalTokenMean:
+    """m world_size / num_items_in_batch: the mean over the tokens of the whole optimiser step. arXiv:2503.14476.
+
+    Without `num_items_in_batch` in the batch, it is `TokenMean`.
+
+    Attributes:
+        world_size: number of ranks whose gradients are averaged afterwards, as data parallelism does; at least 1.
+    """
+
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("world_size", self.world_size, least=1)
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        if batch.num_items_in_batch is None:
+            return TokenMean()(batch)
+        # The weights come first: an integer tensor divided by a number is of torch's default dtype.
+        return _weights(batch) * self.world_size / divisor(batch.num_items_in_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedLengthMean(_OverSequences):
+    """m / (num_sequences * max_completion_length): tokens of short and of long sequences weigh alike. arXiv:2503.20783.
+
+    Attributes:
+        max_completion_length: the most tokens of a completion, > 0. It has no default.
+    """
+
+    max_completion_length: float
+
+    def __post_init__(self) -> None:
+        check_options(self, max_completion_length="(0, inf)")
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return _weights(batch) / self.max_completion_length / self.sequences(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSum:
+    """m: the sum over tokens, for callers with their own divisor."""
+
+    def __call__(self, batch: AlignedBatch) -> Tensor:
+        return _weights(batch)
+
+
+def _weights(batch: AlignedBatch) -> Tensor:
+    """m, in the dtype of the loss: a bool divided by a number is of torch's default dtype."""
+    return batch.mask.to(batch.advantages.dtype)
+
+
+def divisor(count: int | float | Tensor) -> float | Tensor:
+    """The count, at least 1."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -1,0 +1,94 @@
+"""Which sequence each token of a packed batch belongs to, and sums over each sequence's tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_rl.losses.options import callable_instance, whole_number
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Which sequence each token of a packed batch belongs to.
+
+    Attributes:
+        index: (N,) integers in [0, count). A token outside of them belongs to no sequence, and must be masked.
+        count: number of sequences, the same on every rank. A sequence may have no token.
+        all_reduce: sums a (count,) tensor over the ranks that hold parts of the same sequences; None is one rank.
+    """
+
+    index: Tensor
+    count: int
+    all_reduce: AllReduce | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.index, Tensor) or self.index.dim() != 1 or not _integers(self.index):
+            raise TypeError("segments.index must be a tensor of integers, (N,)")
+        whole_number("segments.count", self.count, least=0)
+        if self.all_reduce is not None:
+            callable_instance("segments.all_reduce", self.all_reduce)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, *, all_reduce: AllReduce | None = None) -> "Segments":
+        """From cumulative lengths, as flash-attention takes them. Tokens past the last length belong to no sequence.
+
+        Args:
+            cu_seqlens: (S + 1,) integers that start at 0 and never decrease. They are checked in CPU memory alone,
+                because reading them elsewhere would wait for the device.
+            num_tokens: N.
+            all_reduce: as the attribute.
+
+        Raises:
+            TypeError: cu_seqlens is not a tensor of integers.
+            ValueError: cu_seqlens has another shape, or values that are not cumulative lengths.
+        """
+        if not isinstance(cu_seqlens, Tensor) or not _integers(cu_seqlens):
+            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be a tensor of integers, got {kind}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens must be (S + 1,) cumulative lengths, got {tuple(cu_seqlens.shape)}")
+        whole_number("num_tokens", num_tokens, least=0)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            if cu_seqlens[0] != 0:
+                raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}")
+            if (cu_seqlens[1:] < cu_seqlens[:-1]).any():
+                raise ValueError("cu_seqlens must never decrease, got lengths under 0")
+        positions = torch.arange(num_tokens, device=cu_seqlens.device)
+        index = torch.searchsorted(cu_seqlens[1:].contiguous(), positions.to(cu_seqlens.dtype), right=True)
+        return cls(index=index, count=cu_seqlens.numel() - 1, all_reduce=all_reduce)
+
+
+def _integers(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def segment_sum(values: Tensor, segments: Segments) -> Tensor:
+    """(N,) -> (N,): each token gets the sum over its segment, on all ranks. Differentiable."""
+    return _SegmentSum.apply(values, segments)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """`segment_sum`. The operator is symmetric, so it is its own gradient."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        index = segments.index.long()
+        index = torch.where(index < 0, segments.count, index).clamp(max=segments.count)
+        order = torch.argsort(index, stable=True)
+        lengths = torch.zeros(segments.count + 1, dtype=torch.long, device=index.device)
+        lengths.scatter_add_(0, index, torch.ones_like(index))
+        # Scattered adds would differ from run to run, because threads decide their order; sorted runs do not. In
+        # float64, because one number may be the sum of thousands of tokens.
+        totals = torch.segment_reduce(values.double()[order], "sum", lengths=lengths, initial=0, unsafe=True)
+        if segments.all_reduce is not None:
+            totals = torch.cat([segments.all_reduce(totals[:-1]), totals[-1:]])
+        return totals[index].to(values.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return segment_sum(grad, ctx.segments), None

@@ -1,0 +1,1 @@
+"""The whole training step: live rows, packing, micro-batches, ranks."""

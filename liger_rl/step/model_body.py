@@ -1,0 +1,183 @@
+"""The HuggingFace model of a step: its inputs, its fused forward, and the ways in which its batch may be rearranged.
+
+The other modules of a step know the model through this one alone.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.call.support import Support
+from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.integrations.head import is_gathered
+from liger_rl.integrations.transformers import HEAD_OPTIONS, IGNORE_INDEX, swap_lm_head, swapped_inside
+from liger_rl.integrations.transformers import router_loss as router_loss
+
+# Attention that takes the ends of packed sequences.
+LINEAR = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Attention that builds a mask for packed sequences. Flex attention's mask is of blocks, and may be compiled for each
+# length of a row. The others' masks are of all pairs of tokens.
+MASKED = ("flex_attention", "sdpa", "eager")
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+# Models without rotary embeddings in which a token's default position is its column. Others, such as OPT, count the
+# attention mask.
+POSITION_IS_COLUMN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
+LONGEST = "the rotary embedding depends on the longest row of the batch"  # of a rank, not of the model
+# Models whose tokens depend on later ones and whose config does not say so, in transformers 5.17 even as decoders.
+NOT_CAUSAL = {"big_bird", "cpmant", "doge", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"}
+# Inputs of single tokens that a step can rearrange.
+CARRIED = ("attention_mask", "position_ids", "support")
+# Arguments of the forward that the fused head answers itself.
+RESERVED = ("labels", "shift_labels", "num_logits_to_keep", "logits_to_keep", "return_dict", "temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """How the rows of a batch may be rearranged, by the model and by its inputs.
+
+    Attributes:
+        obstacle: why the batch must stay as it is; None if rows may be chosen.
+        rolls: rows may lose their padding on the left, because the model takes positions.
+        causal: no token depends on a later one.
+        router: the model returns a router loss, a mean over all tokens of the batch.
+        rotary: only differences of a sequence's positions matter.
+        packs: attention takes time linear in the number of packed sequences.
+        varlen: attention takes the sequences' ends.
+        no_packing: why rows cannot be packed; None if a trial may decide.
+        positions: number of positions that the model has, up to which its rotary embedding is fixed; 0 if unknown.
+    """
+
+    obstacle: str | None
+    rolls: bool
+    causal: bool
+    router: bool
+    rotary: bool
+    packs: bool
+    varlen: bool
+    no_packing: str | None
+    positions: int
+
+
+def body_of(model: nn.Module, swapped: Any, inputs: Mapping[str, Any], ids: Tensor, obstacle: str | None) -> Body:
+    """The body by the config, the forward and the inputs. `obstacle` is one that the caller knows."""
+    config = swapped.config.get_text_config()
+    takes_positions = "position_ids" in inspect.signature(swapped.forward).parameters
+    takes_positions = takes_positions and config is swapped.config  # a model of images too has several for a token
+    rotary = any(name.endswith("inv_freq") for name, _ in swapped.named_buffers())
+    causal = config.model_type not in NOT_CAUSAL and getattr(config, "is_causal", True)
+    causal = causal and all(getattr(module, "is_causal", None) is not False for module in swapped.modules())
+    known_positions = inputs.get("position_ids") is not None or rotary or config.model_type in POSITION_IS_COLUMN
+    # Llama 4 scales queries by their columns, whatever position_ids are.
+    by_column = getattr(config, "attn_temperature_tuning", False)
+    router = inputs.get("output_router_logits")
+    return Body(
+        obstacle=obstacle or _obstacle(model, config, inputs, ids),
+        rolls=takes_positions and known_positions and not by_column and inputs.get("attention_mask") is not None,
+        causal=causal,
+        router=bool(getattr(config, "output_router_logits", False) if router is None else router),
+        rotary=rotary,
+        packs=_is_linear(config._attn_implementation),
+        varlen="flash" in config._attn_implementation and "cu_seq_lens_q" in swapped._fused_arguments,
+        no_packing=_no_packing(type(swapped).__name__, config, takes_positions, causal, inputs),
+        positions=int(min(getattr(config, "max_position_embeddings", None) or 0, _static_positions(config))),
+    )
+
+
+def _obstacle(model: nn.Module, config: Any, inputs: Mapping[str, Any], ids: Tensor) -> str | None:
+    plain = (type(None), bool, int, float, str)
+    unknown = [name for name, value in inputs.items() if name not in CARRIED and not isinstance(value, plain)]
+    if unknown:
+        return f"what {', '.join(sorted(unknown))} says of single tokens is not known"
+    for name, shapes in (("attention_mask", (ids.shape,)), ("position_ids", (ids.shape, (1, ids.shape[1])))):
+        column = inputs.get(name)
+        if column is not None and not (isinstance(column, Tensor) and column.shape in shapes):
+            return f"{name} is not (B, T)"
+    support = inputs.get("support")
+    if support is not None and not (isinstance(support, Support) and support.tokens == ids.numel()):
+        return "support has not a row for each token"
+    for module in model.modules():
+        if hasattr(module, "_fused_transform"):
+            break
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            return "the adapter puts tokens of its own before each row"
+    return LONGEST if ids.shape[1] > _static_positions(config) else None
+
+
+def _static_positions(config: Any) -> float:
+    """The longest row for which the rotary embedding does not depend on the row's length."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limit = float("inf")
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        name = kind.get("rope_type") or ""
+        if "dynamic" in name or name == "longrope":
+            length = kind.get("original_max_position_embeddings")
+            length = length or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, length or config.max_position_embeddings)
+    return limit
+
+
+def _is_linear(attention: str) -> bool:
+    return attention in LINEAR or "flash-attn" in attention  # the latter from the hub
+
+
+def _no_packing(name: str, config: Any, takes_positions: bool, causal: bool, inputs: Mapping[str, Any]) -> str | None:
+    attention = config._attn_implementation
+    if not takes_positions:
+        return f"the forward of {name} takes no position_ids of its own"
+    if not causal:
+        return f"{name} is not causal"
+    unpackable = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    if unpackable:
+        return f"{name} has layers of type {', '.join(sorted(unpackable))}"
+    if not _is_linear(attention) and attention not in MASKED:
+        return f"attention {attention!r} is none of {', '.join((*LINEAR, *MASKED))}"
+    return "use_cache is set" if inputs.get("use_cache") else None
+
+
+def swapped_model(model: Any) -> Any:
+    """The model with a swapped head inside `model`; swaps the head at the first call."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a causal LM of transformers, got {type(model).__name__}")
+    swapped = swapped_inside(model)
+    return swapped_inside(swap_lm_head(model)) if swapped is None else swapped
+
+
+def model_inputs(
+    swapped: Any, batch: Mapping[str, Any], columns: tuple[str, ...], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model's inputs except the token ids. Raises ValueError for names that its **kwargs would swallow."""
+    accepted = inspect.signature(swapped.forward).parameters
+    known = {"input_ids", *columns}
+    inputs = {name for name in accepted if name not in RESERVED} | {"support"}
+    unknown = [name for name in batch if name not in known and name not in inputs]
+    unknown += [name for name in extra if name in known or name in RESERVED]
+    if unknown:
+        raise ValueError(
+            f"batch has no column {', '.join(map(repr, unknown))}; it has input_ids, support, {', '.join(columns)} "
+            f"and the other arguments of the forward of {type(swapped).__name__}, without labels and what follows "
+            "the head"
+        )
+    made = {name: value for name, value in batch.items() if name not in known} | dict(extra)
+    if "use_cache" in swapped._fused_arguments:  # some models pass it on without naming it
+        made.setdefault("use_cache", False)
+    return made
+
+
+def fused_forward(model: nn.Module, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], *, entropy: bool) -> Any:
+    """The model's output with log-probabilities of the tokens in `counted`, an input beside `input_ids`."""
+    inputs = dict(inputs)
+    labels = torch.where(inputs.pop("counted"), inputs["input_ids"], IGNORE_INDEX)
+    options = {name: getattr(loss.options, name) for name in HEAD_OPTIONS if name != "weight_grad"}
+    temperature = loss.transform.temperature
+    return model(labels=labels, fused=True, entropy=entropy, temperature=temperature, **options, **inputs)
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2's parameters DTensors again: the root's are whole after a forward without a backward."""
+    if is_gathered(model):
+        for module in model.modules():
+            getattr(module, "reshard", lambda: None)()

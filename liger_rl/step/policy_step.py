@@ -1,0 +1,505 @@
+"""One call for a training step of a HuggingFace policy: a batch in, the loss to call backward on and metrics out.
+
+    loss = FusedLinearGRPOLoss("dapo", epsilon_high=0.28, beta=0.01)
+    batch["old_per_token_logps"] = completion_logps(model, batch, loss)
+    step = policy_step(model, batch, loss)
+    step.loss.backward()
+
+Every per-token column has the shape of `input_ids`: entry t belongs to token t, not to the position that predicts it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_rl.grpo import FusedLinearGRPOLoss
+from liger_rl.losses.batch import COLUMNS, AlignedBatch, PolicyBatch
+from liger_rl.losses.fused import evaluate
+from liger_rl.losses.loss import PreparedLoss
+from liger_rl.losses.metrics import Metric, reduce_metrics
+from liger_rl.step.live_rows import (
+    Demand,
+    Idle,
+    MicroBatch,
+    Plan,
+    RowOptions,
+    inputs_of,
+    packing_trial,
+    placed,
+    planned,
+    wants_packing,
+)  # fmt: skip
+from liger_rl.step.model_body import (
+    CARRIED,
+    LONGEST,
+    Body,
+    body_of,
+    fused_forward,
+    model_inputs,
+    router_loss,
+    swapped_model,
+)  # fmt: skip
+from liger_rl.step.ranks import agreed, data_parallel, rank_groups
+
+__all__ = ["PolicyStep", "PolicySteps", "completion_logps", "policy_step", "policy_steps"]
+
+POLICY_COLUMNS = tuple(field.name for field in fields(PolicyBatch))
+
+
+class PolicyStep(NamedTuple):
+    """A step's loss, its metrics, and its log-probabilities."""
+
+    loss: Tensor
+    """() float32, to call backward on; with a mixture of experts' weighted router loss if the model returns one."""
+    metrics: dict[str, Metric]
+    """By name, without gradient; see `liger_rl.losses.metrics`."""
+    per_token_logps: Tensor
+    """(B, T) float32 in nats, without gradient; 0 outside the completions, NaN in a completion that did not run."""
+    entropy: Tensor | None
+    """(B, T) float32 in nats, without gradient; None unless the loss needs it."""
+
+
+def policy_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: FusedLinearGRPOLoss,
+    *,
+    trim: bool = True,
+    packing: bool | None = None,
+    idle: Idle = "skip",
+    group: Any = None,
+    **extra_inputs: Any,
+) -> PolicyStep:
+    """The policy loss of one (micro-)batch, from token ids, for one backward.
+
+    Only positions that predict a completion token are projected on the vocabulary. The model does not run padding,
+    tokens after the last completion token of a causal model, sequences without a completion token, and sequences
+    without a gradient. `policy_steps` makes micro-batches, too, and explains the keywords.
+
+    With a support, log-probabilities and entropies are over the listed ids alone. The metric `missing_target` is the
+    share of completion tokens whose id was not listed. `Support.take` gives a micro-batch its rows.
+
+    Args:
+        model: a HuggingFace causal LM or a `peft.PeftModel` of one, whose head is swapped at the first call
+            (`swap_lm_head`); or a wrapper (DDP, torch.compile) of one whose head has been swapped before.
+        batch: columns by name. Entry t belongs to token t, not to the position that predicts it.
+            input_ids: (B, T) integers, prompt and completion.
+            completion_mask: (B, T) bool or 0/1, the sampled tokens that count. The first token of a row never counts,
+                because nothing predicts it.
+            advantages: (B,) or (B, T).
+            Optional, as in `PolicyBatch`: old_per_token_logps, ref_per_token_logps, sampling_per_token_logps (B, T),
+                importance_ratio (B,) or (B, T), num_items_in_batch, num_sequences; segments for a packed row, B = 1.
+            support: a `Support` of B T rows in the order of input_ids. A completion token's row holds the ids from
+                which it was drawn.
+            Other arguments of the model's forward: attention_mask, position_ids, pixel_values, ...
+        loss: the objective with its options. Its temperature divides the logits; softcap and scale are the model's.
+        trim, packing, idle, group: as in `policy_steps`.
+        extra_inputs: further arguments for the model that its signature does not name; see `swap_lm_head` for which.
+
+    Raises:
+        TypeError, ValueError: before the model runs: a column that is missing, unknown or does not fit, a softcap or
+            scale of the loss that is not the model's, or packing that the model or the batch does not allow.
+    """
+    options = RowOptions(trim=trim, packing=packing, idle=idle)
+    return next(PolicySteps(_Job.of(model, batch, loss, extra_inputs, options, group)))
+
+
+def policy_steps(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: FusedLinearGRPOLoss,
+    *,
+    max_tokens: int | None = None,
+    trim: bool = True,
+    packing: bool | None = None,
+    idle: Idle = "skip",
+    group: Any = None,
+    **extra_inputs: Any,
+) -> "PolicySteps":
+    """`policy_step` in micro-batches whose losses add up to the loss of the batch.
+
+        steps = policy_steps(model, batch, loss, max_tokens=16384)
+        for step in steps:
+            step.loss.backward()
+        optimizer.step()
+        print(steps.total.metrics)
+
+    Sequences are sorted by length into micro-batches, the longest first. Every divisor is the whole batch's, so losses,
+    gradients and merged metrics add up to those of the padded batch, to rounding. Call backward on each step before you
+    take the next one. The model does not run:
+
+    - Padding and tokens after the last completion token. Padding on the left stays if the tokens' positions would
+      change: the batch has no position_ids, and the model is not known to use columns, or only their differences, as
+      positions. The model gets no attention mask if positions say as much, so that causal kernels run. A dropout draws
+      other numbers.
+    - Sequences without a completion token.
+    - Sequences without a gradient: all advantages are 0, and neither a KL penalty, an entropy bonus nor the objective
+      gives them one. If a metric reads their log-probabilities, they run without a graph, before the first step.
+
+    A batch stays as it is, in one micro-batch, with inputs whose tokens are unknown (images, token_type_ids, a 4-D
+    mask, a cache), with `segments`, with a loss of `fixed_shape`, with tokens that an adapter puts before each row, and
+    with a rotary embedding that depends on the longest row. With a mixture of experts' router loss, which is a mean
+    over all tokens, padding leaves, but every sequence runs in one micro-batch.
+
+    With several ranks (DDP, FSDP2, DTensors) each rank makes as many forwards and backwards as the others. A rank with
+    fewer micro-batches runs its shortest sequence with a loss of 0. DDP reduces gradients in the last backward alone.
+    FSDP2's `model.set_requires_gradient_sync` works as always. The host waits for the device once for the sequences'
+    ends, once more for the ranks' numbers of micro-batches, and in each micro-batch's head.
+
+    Args:
+        model, batch, loss, extra_inputs: as in `policy_step`.
+        max_tokens: the most tokens that the model runs at once, padding included; None is one micro-batch.
+        trim: whether padding leaves.
+        packing: whether sequences are put into one row, told apart by position_ids that begin at 0 in each sequence.
+            None does so if the model's attention is "flash_attention_2", "_3", "_4" or one of the hub's "flash-attn"
+            kernels. True does so with "flex_attention", "sdpa" and "eager", too; the time and memory of the last two
+            then grow with the square of the row. A model's first call tries out, on 32 tokens, that its attention keeps
+            sequences apart.
+        idle: how sequences without a gradient run. "backward": with the others. "forward": without a graph. "skip": as
+            "forward" if a metric needs them, else not at all, and their log-probabilities are NaN.
+        group: process group whose ranks run the model together. None finds the group of DDP, FSDP2 and tensor
+            parallelism. Other wrappers (DeepSpeed) need it.
+
+    Returns:
+        An iterator over the micro-batches' `PolicyStep`, of known length, with `total` after the last.
+
+    Raises:
+        TypeError, ValueError: before the model runs: as `policy_step`; max_tokens below the longest sequence;
+            max_tokens below the batch if the loss's sequences depend on each other (Clip-Cov, KL-Cov, a
+            `TopEntropyMask`), with a router loss, or if the batch must stay as it is.
+    """
+    options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing, idle=idle)
+    return PolicySteps(_Job.of(model, batch, loss, extra_inputs, options, group))
+
+
+class PolicySteps(Iterator[PolicyStep]):
+    """The micro-batches of one batch. Each runs when it is taken. `len` is their number. See `policy_steps`.
+
+    A step's metrics are those of its sequences. Its per_token_logps and entropy are (B, T) in the batch's layout, and 0
+    in the sequences of other steps.
+    """
+
+    def __init__(self, job: "_Job") -> None:
+        self._job = job
+        self._taken = 0
+        self._total: PolicyStep | None = None
+
+    def __len__(self) -> int:
+        return self._job.steps
+
+    def __next__(self) -> PolicyStep:
+        if self._taken == len(self):
+            raise StopIteration
+        step = self._job.step(self._taken)
+        self._taken += 1
+        # Detached: the graph would keep memory that a backward does not free.
+        seen = step._replace(loss=step.loss.detach())
+        self._total = seen if self._total is None else _merged(self._total, seen)
+        return step
+
+    @property
+    def total(self) -> PolicyStep:
+        """The step of the whole batch: the sum of the losses, without gradient, and all metrics, merged.
+
+        Raises:
+            RuntimeError: before the last step.
+        """
+        if self._total is None or self._taken < len(self):
+            raise RuntimeError(f"total is known after all {len(self)} steps, {self._taken} were taken")
+        return self._total
+
+
+def _merged(a: PolicyStep, b: PolicyStep) -> PolicyStep:
+    entropy = None if a.entropy is None or b.entropy is None else a.entropy + b.entropy
+    metrics = reduce_metrics([a.metrics, b.metrics])
+    return PolicyStep(a.loss + b.loss, metrics, a.per_token_logps + b.per_token_logps, entropy)
+
+
+@torch.no_grad()
+def completion_logps(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: FusedLinearGRPOLoss,
+    *,
+    max_tokens: int | None = None,
+    trim: bool = True,
+    packing: bool | None = None,
+    group: Any = None,
+    **extra_inputs: Any,
+) -> Tensor:
+    """(B, T) float32 log-probabilities in nats of the completion tokens, 0 elsewhere, without gradient.
+
+    For old and reference log-probabilities, at the loss's temperature. Arguments and errors are those of
+    `policy_steps`. It reads the completion_mask, the support and the model's inputs. The model's training mode stays as
+    it is.
+    """
+    options = RowOptions(max_tokens=max_tokens, trim=trim, packing=packing)
+    return _Job.of(model, batch, loss, extra_inputs, options, group, logps_alone=True).logps()
+
+
+class _Output(NamedTuple):
+    """A micro-batch's tokens, flat, in the order of its cells."""
+
+    logps: Tensor
+    entropy: Tensor | None
+    missing_target: Tensor | None
+    aux_loss: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A checked batch and its plan."""
+
+    model: nn.Module
+    swapped: Any
+    loss: FusedLinearGRPOLoss
+    ids: Tensor
+    mask: Tensor
+    inputs: dict[str, Any]
+    aligned: AlignedBatch | None  # None for log-probabilities alone
+    body: Body
+    plan: Plan
+    steps: int
+    forwards: int  # without a graph, before the first step
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss: FusedLinearGRPOLoss,
+        extra_inputs: dict[str, Any],
+        options: RowOptions,
+        group: Any,
+        *,
+        logps_alone: bool = False,
+    ) -> "_Job":
+        swapped = swapped_model(model)
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping of columns by name, got {type(batch).__name__}")
+        inputs = model_inputs(swapped, batch, POLICY_COLUMNS, extra_inputs)
+        _check_loss(loss, swapped)
+        ids, mask = _tokens(batch)
+        aligned = None if logps_alone else _aligned_batch(batch, loss, ids, mask)
+        obstacle = None
+        if batch.get("segments") is not None:
+            obstacle = "its segments are one packed row"
+        elif loss.options.fixed_shape:
+            obstacle = "a loss of fixed_shape reads no value"
+        body = body_of(model, swapped, inputs, ids, obstacle)
+        # A rank with the longest row takes part in the trial's collectives, which ranks with shorter rows run.
+        if wants_packing(replace(body, obstacle=None) if body.obstacle == LONGEST else body, options):
+            body = _after_trial(model, swapped, loss, inputs, body, ids.device)
+        if aligned is None:
+            body = replace(body, router=False)  # nobody reads the router loss
+        groups = rank_groups(model, group)
+        try:
+            plan = planned(ids, mask, inputs, body, _demand(loss, aligned, inputs), options)
+        except ValueError:
+            agreed(None, groups, ids.device)
+            raise
+        steps, forwards = agreed(plan, groups, ids.device)
+        if aligned is not None and plan.left_out:
+            # An earlier step may have given NaN for rows that do not run.
+            gone = _rows_mask(plan.left_out, ids)
+            logps = {name: getattr(aligned, name) for name in COLUMNS if name.endswith("_logps")}
+            filled = {name: column.masked_fill(gone, 0.0) for name, column in logps.items() if column is not None}
+            aligned = replace(aligned, **filled)
+        return cls(
+            model=model, swapped=swapped, loss=loss, ids=ids, mask=mask, inputs=inputs, aligned=aligned, body=body,
+            plan=plan, steps=steps, forwards=forwards,
+        )  # fmt: skip
+
+    @cached_property
+    def prepared(self) -> PreparedLoss:
+        """With the weights and divisors of the whole batch."""
+        assert self.aligned is not None
+        return self.loss.terms.prepared(self.aligned, torch.float32)
+
+    def step(self, number: int) -> PolicyStep:
+        """The micro-batch of this number. Micro-batches without a graph run before the first."""
+        idle = self.plan.idle if number == 0 else []
+        left_out = self.plan.left_out if number == 0 else ()
+        with torch.no_grad():
+            outputs = self._run_all(idle, self.forwards if number == 0 else 0)
+        wrapper = data_parallel(self.model) if number < self.steps - 1 else None
+        with nullcontext() if wrapper is None else wrapper.no_sync():
+            if number >= len(self.plan.parts):
+                return self._step_of_nothing(self._run(self.plan.carrier))
+            micro, rows = self.plan.parts[number]
+            return self._step_of(rows, [micro, *idle], [self._run(micro), *outputs], left_out)
+
+    def logps(self) -> Tensor:
+        """(B, T)"""
+        micros = [part.micro for part in self.plan.parts]
+        outputs = self._run_all(micros, self.steps)
+        return _gathered(
+            [output.logps for output in outputs], placed(micros, self.ids.shape, self.ids.device), self.ids.shape
+        )
+
+    def _run_all(self, micros: list[MicroBatch], number: int) -> list[_Output]:
+        """Runs `number` micro-batches, because other ranks do, and returns the outputs of `micros`."""
+        outputs = [self._run(micros[n] if n < len(micros) else self.plan.carrier) for n in range(number)]
+        return outputs[: len(micros)]
+
+    def _run(self, micro: MicroBatch) -> _Output:
+        inputs = inputs_of(micro, self.ids, self.mask, self.inputs, self.body)
+        entropy = self.aligned is not None and self.loss.terms.needs_entropy
+        output, width = fused_forward(self.model, self.loss, inputs, entropy=entropy), inputs["input_ids"].shape[1]
+        if (
+            output.aux_loss is not None
+            and not self.body.router
+            and micro.cells is not None
+            and self.aligned is not None
+        ):
+            raise ValueError(
+                f"{type(self.swapped).__name__} returns a router loss without output_router_logits in its config or "
+                'the batch; set it, or keep the batch as it is with trim=False, idle="backward" and one micro-batch'
+            )
+
+        def flat(values: Tensor | None) -> Any:
+            # Without the virtual tokens that prompt tuning puts before each row.
+            return None if values is None else values[:, -width:].to(self.ids.device).reshape(-1)
+
+        return _Output(flat(output.per_token_logps), flat(output.entropy), flat(output.missing_target), output.aux_loss)
+
+    def _step_of(
+        self, rows: tuple[int, ...], micros: list[MicroBatch], outputs: list[_Output], left_out: tuple[int, ...]
+    ) -> PolicyStep:
+        shape, device = self.ids.shape, self.ids.device
+        source, prepared, mask, index = placed(micros, shape, device), self.prepared, self.mask, None
+        if len(rows) < shape[0]:
+            assert source is not None
+            index = torch.tensor(rows).to(device, non_blocking=True)
+            source, mask, prepared = source[index], mask[index], _of_rows(prepared, index)
+
+        def column(name: str) -> Any:
+            values = [getattr(output, name) for output in outputs]
+            return None if values[0] is None else _gathered(values, source, mask.shape)
+
+        def whole(values: Tensor) -> Tensor:
+            """(B, T) without gradient"""
+            values = values.detach()
+            return values if index is None else values.new_zeros(shape).index_copy(0, index, values)
+
+        logps, entropy, missing = column("logps"), column("entropy"), column("missing_target")
+        loss_shape = prepared.batch.mask.shape  # (N,) with segments
+        total, metrics = evaluate(
+            prepared, logps.reshape(loss_shape), None if entropy is None else entropy.reshape(loss_shape)
+        )
+        if missing is not None and self.loss.terms.metrics != "none":
+            metrics["missing_target"] = Metric(missing.sum().float(), count=mask.sum())
+        if outputs[0].aux_loss is not None:
+            total = total + router_loss(self.swapped, outputs[0].aux_loss).to(total.device)
+        seen = whole(logps)
+        if left_out:
+            seen = seen.masked_fill(_rows_mask(left_out, self.ids) & self.mask, math.nan)
+        return PolicyStep(total, metrics, seen, None if entropy is None else whole(entropy))
+
+    def _step_of_nothing(self, output: _Output) -> PolicyStep:
+        """A loss of 0 whose graph goes through the whole model."""
+        nothing = self.ids.new_zeros(self.ids.shape, dtype=torch.float32)
+        loss = output.logps.masked_fill(torch.ones_like(output.logps, dtype=torch.bool), 0.0).sum()
+        return PolicyStep(loss, {}, nothing, None if output.entropy is None else nothing)
+
+
+def _demand(loss: FusedLinearGRPOLoss, aligned: AlignedBatch | None, inputs: Mapping[str, Any]) -> Demand:
+    if aligned is None:
+        return Demand(may_have_gradient=None, reads_idle=True, divisible=True)
+    terms = loss.terms
+    return Demand(
+        may_have_gradient=aligned.advantages if terms.idle_without_advantages else None,
+        # A support has the metric missing_target.
+        reads_idle=terms.metrics_read_all or (terms.metrics != "none" and inputs.get("support") is not None),
+        divisible=terms.locality != "batch",
+    )
+
+
+def _after_trial(
+    model: nn.Module, swapped: Any, loss: FusedLinearGRPOLoss, inputs: dict[str, Any], body: Body, device: torch.device
+) -> Body:
+    """The body, without packing if sequences in one row see each other, and rotary only if positions may be shifted."""
+    options = {name: value for name, value in inputs.items() if name not in CARRIED}
+
+    def run(inputs: dict[str, Any]) -> Tensor:
+        return fused_forward(model, loss, options | inputs, entropy=False).per_token_logps
+
+    trial = packing_trial(run, swapped, body, device)
+    if trial.apart:
+        return replace(body, rotary=body.rotary and trial.shifts)
+    return replace(body, no_packing=f"sequences in one row of {type(swapped).__name__} see each other")
+
+
+def _rows_mask(rows: tuple[int, ...], ids: Tensor) -> Tensor:
+    """(B, 1) bool, set at these rows of the token ids."""
+    mask = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
+    mask[list(rows)] = True
+    return mask.to(ids.device, non_blocking=True)
+
+
+def _gathered(values: list[Tensor], source: Tensor | None, shape: torch.Size) -> Tensor:
+    """Flat outputs -> `shape`, by the places that `placed` found; 0 for a token of none of them."""
+    if source is None:
+        return values[0].view(shape)
+    return torch.cat([*values, values[0].new_zeros(1)])[source]
+
+
+def _of_rows(prepared: PreparedLoss, rows: Tensor) -> PreparedLoss:
+    """The loss of the sequences in (b,) rows of a (B, T) batch, with its metrics. Such parts add up to the whole."""
+    batch, weights = prepared.batch, prepared.weights
+    width = batch.mask.shape[1]
+    positions = rows[:, None] * width + torch.arange(width, device=rows.device)
+    if weights is not None:
+        weights = weights.expand(batch.mask.shape).reshape(-1)[positions]
+    return PreparedLoss(prepared.terms, batch.take(positions, sequences=False), weights, batch.mask.sum())
+
+
+def _aligned_batch(batch: Mapping[str, Any], loss: FusedLinearGRPOLoss, ids: Tensor, mask: Tensor) -> AlignedBatch:
+    if loss.terms.kl.exact:
+        raise ValueError(
+            'kl_estimator must not be "exact" here, where the model\'s head returns log-probabilities; call the loss '
+            "with hidden states and a reference"
+        )
+    if loss.passes == "one":
+        raise ValueError('passes must be "auto" or "two" here, where the model\'s head returns log-probabilities')
+    columns: dict[str, Any] = {name: batch.get(name) for name in POLICY_COLUMNS} | {"completion_mask": mask}
+    if columns["segments"] is not None:
+        if ids.shape[0] != 1:
+            raise ValueError(f"input_ids must be one packed row, (1, T), with segments, got {tuple(ids.shape)}")
+        per_token = [name for name in ("completion_mask", *COLUMNS) if isinstance(columns[name], Tensor)]
+        columns |= {name: columns[name].reshape(-1) for name in per_token}
+    return loss.terms.check(PolicyBatch(**columns), columns["completion_mask"].shape, ids.device)
+
+
+def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """input_ids (B, T), and their completion_mask as bool, False in the first column."""
+    for name in ("input_ids", "completion_mask"):
+        if not isinstance(batch.get(name), Tensor):
+            raise TypeError(f"{name} must be a tensor in the batch, got {type(batch.get(name)).__name__}")
+    ids, mask = batch["input_ids"], batch["completion_mask"]
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ValueError(f"input_ids must be (B, T) integers, got {tuple(ids.shape)} {ids.dtype}")
+    if mask.shape != ids.shape or mask.device != ids.device:
+        raise ValueError(
+            f"completion_mask must be (B, T) = {tuple(ids.shape)} on {ids.device} from input_ids, "
+            f"got {tuple(mask.shape)} on {mask.device}"
+        )
+    return ids, nn.functional.pad(mask[:, 1:] != 0, (1, 0))
+
+
+def _check_loss(loss: Any, swapped: Any) -> None:
+    if not isinstance(loss, FusedLinearGRPOLoss):
+        raise TypeError(f"loss must be a FusedLinearGRPOLoss, got {type(loss).__name__}")
+    for name, unset in (("softcap", None), ("scale", 1.0)):
+        value, model_value = getattr(loss.transform, name), getattr(swapped._fused_transform, name)
+        if value not in (unset, model_value):
+            raise ValueError(
+                f"{name} must be left out of the loss, the model's own is used: {model_value} for "
+                f"{type(swapped).__name__}, got {value}"
+            )

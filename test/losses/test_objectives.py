@@ -1,0 +1,715 @@
+"""Each objective, penalty and correction against its formula in a loop, and what they all have in common."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_rl import (
+    CISPO,
+    DPPO,
+    DPPOKL,
+    DRO,
+    GMPO,
+    PRESETS,
+    SAPO,
+    VESPO,
+    ClipCov,
+    EntropyBonus,
+    FixedLengthMean,
+    FusedLinearGRPOLoss,
+    GlobalTokenMean,
+    KLCov,
+    KLPenalty,
+    OffPolicySequenceMask,
+    PolicyBatch,
+    PPOClip,
+    Reinforce,
+    SamplerCorrection,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    TokenSum,
+    TopEntropyMask,
+    ppo_loss_fn,
+)
+from liger_rl.losses.loss import PolicyTerms
+from liger_rl.losses.presets import build_preset
+
+
+class Columns(NamedTuple):
+    logps: Tensor  # (B, T)
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
+def columns(rows=9, length=7, *, seed=0, noise=0.4, masked=True, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(rows, length, generator=g, dtype=torch.float64)
+
+    logps = -normal().abs() - 0.05
+    mask = torch.rand(rows, length, generator=g) < (0.75 if masked else 1.1)
+    mask[0] = not masked
+    found = Columns(logps, logps + noise * normal(), normal(), mask)
+    return Columns(*(x.to(dtype) for x in found[:3]), found.mask)
+
+
+def per_sequence(c):
+    return c._replace(advantages=c.advantages[:, :1].expand_as(c.logps).contiguous())
+
+
+def batch_of(c, **more):
+    given = {"advantages": c.advantages, "completion_mask": c.mask, "old_per_token_logps": c.old}
+    return PolicyBatch(**given | more)
+
+
+def solve(objective, c, reduction=None, *, given=None, **options):
+    """-> per-token losses (or the loss), gradient of their sum."""
+    leaf = c.logps.clone().requires_grad_()
+    loss = ppo_loss_fn(leaf, batch_of(c, **(given or {})), objective, reduction, **options).loss
+    return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+
+def loop(token_loss, c):
+    """token_loss(logp, old, advantage), one token after another -> losses and gradients, 0 at masked tokens."""
+    losses, grads = torch.zeros_like(c.logps), torch.zeros_like(c.logps)
+    for b, t in c.mask.nonzero().tolist():
+        logp = c.logps[b, t].clone().requires_grad_()
+        loss = token_loss(logp, c.old[b, t], c.advantages[b, t].item())
+        losses[b, t] = loss.detach()
+        grads[b, t] = torch.autograd.grad(loss, logp)[0] if loss.requires_grad else 0.0
+    return losses, grads
+
+
+def assert_same(found, expected, tolerance=1e-11):
+    for mine, truth in zip(found, expected, strict=True):
+        assert truth.any()
+        torch.testing.assert_close(mine, truth, rtol=tolerance, atol=tolerance)
+
+
+# --- per token --------------------------------------------------------------------------------------------------------
+
+
+def float64(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def reinforce(logp, old, a):
+    return -a * logp
+
+
+def dppo(low, high, cap):
+    def token_loss(logp, old, a):
+        change = math.exp(logp.item()) - math.exp(old.item())
+        if (a > 0 and change > high) or (a <= 0 and change < -low):
+            return torch.zeros(())
+        return -min(math.exp((logp - old).item()), cap) * a * logp
+
+    return token_loss
+
+
+def ppo(low, high, *, delta=math.inf, dual_clip=math.inf):
+    def token_loss(logp, old, a):
+        r = torch.exp(logp - old)
+        first = r if r <= delta else float64(delta)
+        second = r if 1 - low <= r <= 1 + high else float64(1 - low if r < 1 - low else 1 + high)
+        loss = -first * a if first * a <= second * a else -second * a
+        return float64(-dual_clip * a) if a < 0 and loss > -dual_clip * a else loss
+
+    return token_loss
+
+
+def dppo_kl(low, high, cap):
+    def token_loss(logp, old, a):
+        p, q = math.exp(logp.item()), math.exp(old.item())
+        divergence = q * (old - logp).item() + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        if (a > 0 and divergence > high and p > q) or (a <= 0 and divergence > low and p < q):
+            return torch.zeros(())
+        return -min(math.exp((logp - old).item()), cap) * a * logp
+
+    return token_loss
+
+
+def dro(beta):
+    return lambda logp, old, a: -(a * logp - beta / 2 * (logp - old) ** 2)
+
+
+def cispo(high, low=0.0):
+    return lambda logp, old, a: -min(max(math.exp((logp - old).item()), low), high) * a * logp
+
+
+def sapo(positive, negative):
+    def token_loss(logp, old, a):
+        t = positive if a > 0 else negative
+        return -4 / t / (1 + torch.exp(-t * (torch.exp(logp - old) - 1))) * a
+
+    return token_loss
+
+
+TOKEN_CASES = [
+    (Reinforce(), reinforce),
+    (DPPO(divergence_low=0.05, divergence_high=0.08), dppo(0.05, 0.08, 20.0)),
+    (DPPO(divergence_low=0.02, divergence_high=0.3, ratio_cap=1.2), dppo(0.02, 0.3, 1.2)),
+    (PPOClip(dual_clip=1.5), ppo(0.2, 0.2, dual_clip=1.5)),
+    (PPOClip(dual_clip=1.3, epsilon_low=0.1, epsilon_high=0.3), ppo(0.1, 0.3, dual_clip=1.3)),
+    (PPOClip(dual_clip=1.6, delta=1.4), ppo(0.2, 0.2, dual_clip=1.6, delta=1.4)),
+    (PPOClip(delta=1.4), ppo(0.2, 0.2, delta=1.4)),
+    (CISPO(epsilon_high=1.1), cispo(1.1)),
+    (CISPO(epsilon_high=0.2), cispo(0.2)),
+    (CISPO(ratio_min=0.8, epsilon_high=1.2), cispo(1.2, 0.8)),
+    (DPPOKL(divergence_low=0.01, divergence_high=0.02), dppo_kl(0.01, 0.02, 20.0)),
+    (DPPOKL(divergence_low=0.05, divergence_high=0.005, ratio_cap=1.2), dppo_kl(0.05, 0.005, 1.2)),
+    (DRO(dro_beta=0.3), dro(0.3)),
+    (DRO(dro_beta=4), dro(4.0)),
+    (SAPO(), sapo(1.0, 1.05)),
+    (SAPO(sapo_temperature_pos=0.4, sapo_temperature_neg=3.0), sapo(0.4, 3.0)),
+]
+
+
+@pytest.mark.parametrize(("objective", "token_loss"), TOKEN_CASES, ids=[str(case[0]) for case in TOKEN_CASES])
+@pytest.mark.parametrize("seed", range(3))
+def test_token_losses(objective, token_loss, seed):
+    c = columns(seed=seed)
+    if isinstance(objective, DPPOKL):  # it has a logarithm of 1 - p
+        c = c._replace(old=c.old.clamp(max=-0.02))
+    # SAPO's temperatures are float32 whatever the log-probabilities are.
+    assert_same(solve(objective, c), loop(token_loss, c), 1e-6 if isinstance(objective, SAPO) else 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_binary_divergence_near_a_probability_of_one(dtype):
+    """1 - p is 2e-6 there: as a difference of two float32 numbers it has one digit, and the loss falls on either side
+    of the bound by chance."""
+    old, logps = (torch.tensor([[math.log1p(-x)]], dtype=dtype) for x in (4e-6, 2e-6))
+    p, q = (math.exp(x.double().item()) for x in (logps, old))
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    for factor, dropped in ((0.98, True), (1.02, False)):
+        batch = PolicyBatch(advantages=torch.ones(1, dtype=dtype), old_per_token_logps=old)
+        found = ppo_loss_fn(logps, batch, DPPOKL(divergence_high=factor * divergence), None).loss
+        assert (found.item() == 0) == dropped
+
+
+# --- per sequence -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_sequence_ratio", [False, True])
+def test_gmpo_with_the_geometric_mean_of_the_importance_ratio(per_sequence_ratio):
+    c = per_sequence(columns())
+    ratio = 0.4 + 1.4 * torch.rand(9, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ratio[tuple(c.mask.nonzero()[3])] = 0.0  # as SamplerCorrection(mode="mask") makes it: 1e-10 in the mean
+    if per_sequence_ratio:
+        ratio = ratio[:, :1]
+    objective, plain = GMPO(mean_importance_ratio=True), solve(GMPO(), c)[0]
+    assert torch.equal(solve(objective, c)[0], plain)  # without an importance ratio the option changes nothing
+    expected = torch.zeros_like(plain)
+    for b in c.mask.any(1).nonzero()[:, 0]:
+        inside = c.mask[b]
+        expected[b, inside] = plain[b, inside] * ratio.expand(9, 7)[b, inside].clamp(min=1e-10).log().mean().exp()
+    given = {"importance_ratio": ratio}
+    torch.testing.assert_close(solve(objective, c, given=given)[0], expected, rtol=1e-11, atol=0)
+    by_token = solve(GMPO(), c, given=given)[0]
+    assert torch.allclose(by_token, expected) == per_sequence_ratio
+
+
+def test_gspo_token_has_the_value_of_gspo_and_gradients_per_token():
+    c = columns()  # an advantage per token is what it is for
+    gspo, token = (
+        PPOClip(importance_sampling_level=level, epsilon_low=0.05, epsilon_high=0.06)
+        for level in ("sequence", "sequence_token")
+    )
+    value, grad = solve(token, c)
+    torch.testing.assert_close(value, solve(gspo, c)[0], rtol=1e-12, atol=0)
+    # Where nothing is clipped, the derivative of R exp(logp - logp without gradient) is the value itself.
+    clipped = (grad == 0) & c.mask
+    assert 3 < clipped.sum() < c.mask.sum() - 3
+    torch.testing.assert_close(grad, torch.where(clipped, 0.0, value), rtol=1e-11, atol=0)
+    same = per_sequence(c)  # with one advantage per sequence the mean of the gradients is GSPO's
+    torch.testing.assert_close(*(solve(objective, same)[1].sum(-1) for objective in (token, gspo)))
+
+
+# --- covariance -------------------------------------------------------------------------------------------------------
+
+
+def covariances(c):
+    return (c.advantages - c.advantages[c.mask].mean()) * (c.logps - c.logps[c.mask].mean())
+
+
+COV_BOUNDS = {"clip_cov_lb": 0.1, "clip_cov_ub": 0.9}
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.1, 0.2, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_clip_cov(share, seed):
+    c = columns(seed=seed)
+    plain = solve(PPOClip(), c)
+    ratio = (c.logps - c.old).exp()
+    clipped = ((ratio < 0.8) & (c.advantages < 0)) | ((ratio > 1.2) & (c.advantages > 0))
+    covariance = covariances(c)
+    eligible = (covariance > 0.1) & (covariance < 0.9) & c.mask & ~clipped
+    assert 3 < eligible.sum() < c.mask.sum() - 4
+    loss, grad = solve(ClipCov(clip_cov_ratio=share, **COV_BOUNDS), c)
+    cut = (loss == 0) & c.mask
+    assert cut.sum() == min(max(1, math.floor(share * int(c.mask.sum()))), int(eligible.sum()))
+    assert not (cut & ~eligible).any()
+    assert not grad[cut].any()
+    assert torch.equal(loss[~cut], plain[0][~cut])
+    assert torch.equal(grad[~cut], plain[1][~cut])
+
+
+def test_clip_covs_choice_is_the_generators():
+    c = columns()
+
+    def choices(seed):
+        objective = ClipCov(clip_cov_ratio=0.1, generator=torch.Generator().manual_seed(seed), **COV_BOUNDS)
+        return [solve(objective, c)[0] for _ in range(4)]
+
+    before = torch.get_rng_state()
+    first = choices(1)
+    assert all(torch.equal(mine, again) for mine, again in zip(first, choices(1), strict=True))
+    assert not all(torch.equal(first[0], later) for later in first[1:])  # another choice every step
+    assert torch.equal(torch.get_rng_state(), before)  # the global generator is not touched
+
+
+def test_clip_cov_without_an_eligible_token_is_ppo():
+    c = columns()
+    found, expected = solve(ClipCov(clip_cov_lb=1e6, clip_cov_ub=1e7), c), solve(PPOClip(), c)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("coefficient", [0.5, 1.0])
+def test_kl_cov(share, coefficient):
+    c = columns()
+    held = torch.zeros_like(c.mask)
+    place = torch.where(c.mask, covariances(c), -math.inf).flatten().argsort(descending=True)
+    held.view(-1)[place[: max(1, math.floor(share * int(c.mask.sum())))]] = True
+    drift, ratio = c.logps - c.old, (c.logps - c.old).exp()
+    loss = -ratio * c.advantages + torch.where(held, coefficient * drift.abs(), 0.0)
+    grad = -ratio * c.advantages + torch.where(held, coefficient * drift.sign(), 0.0)
+    expected = (torch.where(c.mask, x, 0.0) for x in (loss, grad))
+    assert_same(solve(KLCov(kl_cov_ratio=share, ppo_kl_coef=coefficient), c), tuple(expected))
+
+
+# --- penalties and corrections ----------------------------------------------------------------------------------------
+
+ESTIMATORS = {
+    "k1": lambda logp, ref: (logp - ref, 1.0),
+    "k2": lambda logp, ref: ((logp - ref) ** 2 / 2, logp - ref),
+    "k3": lambda logp, ref: (math.exp(ref - logp) - (ref - logp) - 1, 1 - math.exp(ref - logp)),
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kl(estimator, weighted):
+    c = columns()._replace(advantages=torch.zeros(9, 7, dtype=torch.float64))
+    ref = c.logps + 0.5 * torch.randn(9, 7, dtype=torch.float64)
+    kl = KLPenalty(beta=0.3, kl_estimator=estimator, importance_weighted=weighted)
+    losses, grads = torch.zeros_like(ref), torch.zeros_like(ref)
+    for b, t in c.mask.nonzero().tolist():
+        value, slope = ESTIMATORS[estimator](c.logps[b, t].item(), ref[b, t].item())
+        r = math.exp((c.logps[b, t] - c.old[b, t]).item()) if weighted else 1.0
+        losses[b, t] = 0.3 * value * r
+        grads[b, t] = 0.3 * r * (slope + (value if weighted else 0.0))
+    given = {"ref_per_token_logps": ref}
+    assert_same(solve(PPOClip(), c, given=given, kl=kl), (losses, grads), 1e-10)
+    metrics = ppo_loss_fn(c.logps, batch_of(c, **given), PPOClip(), None, kl=kl).metrics
+    assert metrics["kl_ref"].item() == pytest.approx(losses.sum().item() / 0.3 / int(c.mask.sum()))
+
+
+def test_k3_keeps_its_digits_where_the_policies_agree():
+    logps = torch.full((1, 1), -1.0, requires_grad=True)
+    difference = 3 * 2**-12
+    ref = torch.full((1, 1), -1.0 + difference)
+    batch = PolicyBatch(advantages=torch.zeros(1), ref_per_token_logps=ref)
+    found = ppo_loss_fn(logps, batch, PPOClip(), TokenSum(), kl=KLPenalty(beta=1.0)).loss.item()
+    assert found == pytest.approx(difference**2 / 2, rel=1e-3)  # the formula as it stands is off by a tenth
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.77, 1.0])
+@pytest.mark.parametrize("others", [0, 5, 40])
+def test_top_entropy_mask(share, others):
+    """With `gather` the threshold is that of all ranks, whose tokens may be padded with NaN."""
+    c = columns()
+    entropy = torch.rand(9, 7, dtype=torch.float64)
+    elsewhere = 0.2 + 0.6 * torch.rand(others, dtype=torch.float64)
+    shapes = []
+
+    def gather(local):
+        shapes.append(local.dim())
+        return torch.cat([elsewhere, local, torch.full((3,), math.nan, dtype=torch.float64)])
+
+    correction = TopEntropyMask(top_entropy_quantile=share, gather=gather if others else None)
+    found = solve(Reinforce(), c, entropy=torch.where(c.mask, entropy, math.nan), corrections=[correction])
+    kept = c.mask & (entropy >= torch.cat([entropy[c.mask], elsewhere]).quantile(1 - share))
+    assert kept.any()
+    assert (kept == c.mask).all() == (share == 1.0)
+    assert_same(found, [torch.where(kept, x, 0.0) for x in solve(Reinforce(), c)])
+    assert shapes == [1] * (others > 0)
+
+
+# --- what every objective says of itself ------------------------------------------------------------------------------
+
+OBJECTIVES = [
+    PPOClip(),
+    PPOClip(dual_clip=1.5, delta=2.0),
+    PPOClip(importance_sampling_level="sequence", epsilon_low=0.9, epsilon_high=2.0),
+    PPOClip(importance_sampling_level="sequence_token", epsilon_low=0.9, epsilon_high=2.0),
+    CISPO(epsilon_high=1.2),
+    SAPO(),
+    VESPO(),
+    GMPO(),
+    Reinforce(),
+    DPPO(),
+    ClipCov(clip_cov_ratio=0.2, **COV_BOUNDS),
+    KLCov(kl_cov_ratio=0.2),
+    CISPO(ratio_min=0.8, epsilon_high=1.2),
+    GMPO(mean_importance_ratio=True),
+    DPPOKL(),
+    DRO(dro_beta=0.5),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_what_a_gradient_depends_on(objective):
+    """On its token, or its sequence, alone: the same to the last bit whatever the others are, if and only if it says
+    so. And one token's loss has gradient in another's log-probability only through a ratio per sequence."""
+    c = per_sequence(columns(4, 5, masked=False, noise=0.1))
+    grad = solve(objective, c)[1]
+    place = torch.arange(20).view(4, 5)
+    g = torch.Generator().manual_seed(1)
+    seen = {"row": False, "elsewhere": False}
+    for moved in range(20):
+        logps = torch.where(place == moved, c.logps - 0.5 * torch.rand((), generator=g) - 0.2, c.logps)
+        same = solve(objective, c._replace(logps=logps))[1] == grad
+        row = (place // 5 == moved // 5) & (place != moved)
+        seen["row"] |= not same[row].all()
+        seen["elsewhere"] |= not same[place // 5 != moved // 5].all()
+    assert objective.token_local == (not seen["row"] and not seen["elsewhere"])
+    if getattr(objective, "sequence_local", False):
+        assert not seen["elsewhere"]
+    jacobian = torch.autograd.functional.jacobian(
+        lambda logps: ppo_loss_fn(logps, batch_of(c), objective, None).loss.flatten(), c.logps
+    ).view(20, 20)
+    assert jacobian.diagonal().any()
+    in_row = torch.block_diag(*[torch.ones(5, 5)] * 4).bool()
+    assert not jacobian[~in_row].any()
+    through_the_sequence = isinstance(objective, GMPO) or (
+        isinstance(objective, PPOClip) and objective.importance_sampling_level == "sequence"
+    )
+    assert jacobian[in_row & ~torch.eye(20, dtype=torch.bool)].any() == through_the_sequence
+
+
+# --- bad options and combinations -------------------------------------------------------------------------------------
+
+BAD_OPTIONS = [
+    # part, option, values out of range, values of a wrong type
+    (PPOClip, "epsilon_low", (-0.1,), (torch.tensor(0.2),)),
+    (PPOClip, "epsilon_high", (-0.1, math.nan), ()),
+    (PPOClip, "delta", (0.0, -1.0, math.nan), ()),
+    (PPOClip, "dual_clip", (1.0, 0.5, math.nan), ("3",)),
+    (PPOClip, "importance_sampling_level", ("batch", ["token"]), ()),
+    (PPOClip, "mean_advantages", (), (1,)),
+    (CISPO, "epsilon_high", (0.0, -1.0, math.inf, math.nan, 10**400), ()),
+    (CISPO, "ratio_min", (-0.1, 0.3, math.nan), ()),
+    *((SAPO, name, (0.0, math.nan), ()) for name in ("sapo_temperature_pos", "sapo_temperature_neg")),
+    *((VESPO, f"vespo_{name}", (-0.1, math.nan), ()) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
+    *((GMPO, name, (-0.1, math.inf), ()) for name in ("epsilon_low", "epsilon_high")),
+    (GMPO, "mean_importance_ratio", (), ("yes",)),
+    *((DPPO, f"divergence_{x}", (-0.1, math.nan, 2, 1.001, math.inf), ()) for x in ("low", "high")),
+    *((DPPOKL, f"divergence_{x}", (-0.1, math.inf, math.nan), ()) for x in ("low", "high")),
+    *((part, "ratio_cap", (0.0,), ()) for part in (DPPO, DPPOKL)),
+    (DRO, "dro_beta", (0.0, -1.0, math.inf, math.nan), ()),
+    *((ClipCov, name, (-0.1,), ()) for name in ("epsilon_low", "epsilon_high")),
+    (ClipCov, "clip_cov_ratio", (0.0, 1.5, math.nan), ()),
+    (ClipCov, "clip_cov_lb", (5.0, math.nan), ("1",)),
+    (ClipCov, "clip_cov_ub", (math.nan, 10**400), (None,)),
+    (ClipCov, "generator", (), (3,)),
+    (KLCov, "kl_cov_ratio", (0.0,), ()),
+    (KLCov, "ppo_kl_coef", (-1.0,), ()),
+    (KLPenalty, "beta", (-0.1, math.inf, math.nan), (True,)),
+    (KLPenalty, "kl_estimator", ("k4", ["k3"]), ()),
+    (KLPenalty, "importance_weighted", (), (1,)),
+    (EntropyBonus, "entropy_coef", (math.nan,), ()),
+    (SamplerCorrection, "level", ("batch", ["token"]), ()),
+    (SamplerCorrection, "mode", ("clip",), ()),
+    (SamplerCorrection, "ratio_min", (3.0, -0.1, math.nan), ("0",)),
+    (SamplerCorrection, "ratio_max", (0.0, math.nan), (True,)),
+    (OffPolicySequenceMask, "threshold", (math.nan,), ("0.1", None)),
+    (TopEntropyMask, "top_entropy_quantile", (0.0, 1.1, math.nan), ("0.5",)),
+    (GlobalTokenMean, "world_size", (0, True, 2.0), ()),
+    (FixedLengthMean, "max_completion_length", (0,), ()),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "values", "types"), BAD_OPTIONS)
+def test_bad_options_are_named(part, name, values, types):
+    for value, error in [*((value, ValueError) for value in values), *((value, TypeError) for value in types)]:
+        with pytest.raises(error, match=rf"\b{name.replace('ratio_max', 'ratio_m(ax|in)')}\b"):
+            part(**{name: value})
+
+
+def test_a_gather_that_cannot_be_called_is_named():
+    with pytest.raises(TypeError, match="gather"):
+        TopEntropyMask(top_entropy_quantile=0.5, gather=3)
+
+
+def test_a_reduction_to_one_number_in_one_pass_of_several_chunks():
+    """Parts of a loss take its weights by position."""
+    hidden, weight = torch.randn(64, 8), torch.randn(11, 8, requires_grad=True)
+    ids, advantages = torch.randint(11, (64,)), torch.randn(64)
+
+    def grad(passes, **options):
+        loss = FusedLinearGRPOLoss(Reinforce(), reduction=lambda batch: 0.05, passes=passes, **options)
+        return torch.autograd.grad(loss(hidden, weight, ids, advantages).loss, weight)[0]
+
+    torch.testing.assert_close(grad("one", chunk_tokens=16), grad("two"))
+
+
+SAMPLING = {"sampling_per_token_logps": torch.zeros(2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("reason", "given", "options"),
+    [
+        ("importance_ratio must be per token", {"importance_ratio": torch.ones(2)}, {"objective": VESPO()}),
+        ("importance_ratio must be per token", {"importance_ratio": torch.ones(2, 1)}, {"objective": VESPO()}),
+        ("importance_ratio must be per token", SAMPLING,
+         {"objective": VESPO(), "sampler_correction": SamplerCorrection(level="sequence")}),
+        ("entropy_coef must be 0 without a reduction", {},
+         {"reduction": None, "entropy_bonus": EntropyBonus(entropy_coef=0.1)}),
+        ("importance_ratio must be None", {**SAMPLING, "importance_ratio": torch.ones(2, 3)},
+         {"sampler_correction": SamplerCorrection()}),
+        ("sampling_per_token_logps must be given", {}, {"sampler_correction": SamplerCorrection()}),
+        ("old_per_token_logps must be given", {**SAMPLING, "old_per_token_logps": None},
+         {"sampler_correction": SamplerCorrection()}),
+        ("ref_per_token_logps must be given", {}, {"kl": KLPenalty(beta=0.1)}),
+        ("entropy must be given", {}, {"entropy_bonus": EntropyBonus(entropy_coef=0.1)}),
+        ("entropy must be given", {}, {"corrections": [TopEntropyMask(top_entropy_quantile=0.5)]}),
+        ("importance_weighted", {"ref_per_token_logps": torch.zeros(2, 3)},
+         {"objective": lambda logps, batch: Reinforce()(logps, batch)._replace(ratio=None),
+          "kl": KLPenalty(beta=0.1, importance_weighted=True)}),
+    ],
+)  # fmt: skip
+def test_combinations_without_a_meaning(reason, given, options):
+    batch = PolicyBatch(**{"advantages": torch.ones(2), "old_per_token_logps": torch.zeros(2, 3)} | given)
+    arguments = {"objective": PPOClip(), "reduction": TokenMean()} | options
+    with pytest.raises(ValueError, match=reason):
+        ppo_loss_fn(torch.zeros(2, 3, requires_grad=True), batch, **arguments)
+
+
+@pytest.mark.parametrize("loss_type", [name for name, preset in PRESETS.items() if preset.objective is not PPOClip])
+def test_a_ratio_per_sequence_where_there_is_none(loss_type):
+    with pytest.raises(ValueError, match=r"importance_sampling_level.*ratio per sequence has a meaning"):
+        build_preset(loss_type, importance_sampling_level="sequence")
+
+
+# --- properties of all presets ----------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "dr_grpo": {"max_completion_length": 9},
+    "cispo": {"epsilon_high": 1.1},
+    "gspo": {"epsilon_low": 0.05, "epsilon_high": 0.06},
+    "gspo_token": {"epsilon_low": 0.05, "epsilon_high": 0.06},
+    "gmpo": {"epsilon_low": 0.2, "epsilon_high": 0.3},
+    "dppo": {"divergence_low": 0.05, "divergence_high": 0.08},
+    "dppo_kl": {"divergence_low": 0.01, "divergence_high": 0.02},
+    "dro": {"dro_beta": 0.3},
+    "clip_cov": {"clip_cov_ratio": 0.2, **COV_BOUNDS},
+    "kl_cov": {"kl_cov_ratio": 0.2},
+}
+BATCHES = st.builds(
+    columns, st.integers(2, 8), st.integers(1, 6), seed=st.integers(0, 10**6), noise=st.sampled_from([0.1, 0.5, 1.5]),
+    masked=st.booleans(),
+)  # fmt: skip
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+def preset_of(name, **options):
+    return build_preset(name, **OPTIONS.get(name, {}), **options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(c=BATCHES, garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300]), seed=st.integers(0, 99),
+       sampler=st.booleans())  # fmt: skip
+@SETTINGS
+def test_garbage_under_the_mask(name, c, garbage, seed, sampler):
+    """With everything that a loss can have switched on."""
+    g = torch.Generator().manual_seed(seed)
+    shape = c.logps.shape
+    noise = torch.randn(3, *shape, generator=g, dtype=torch.float64)
+    parts = preset_of(name, beta=0.1, importance_weighted=True, entropy_coef=0.01)
+
+    def total(dirt):
+        torch.manual_seed(seed)  # for the objective that draws lots
+        soil = (lambda x: x.masked_fill(~c.mask, garbage)) if dirt else (lambda x: x)
+        leaf, entropy = (soil(x).requires_grad_() for x in (c.logps.clone(), noise[2].abs()))
+        batch = PolicyBatch(
+            advantages=soil(c.advantages), completion_mask=c.mask, old_per_token_logps=soil(c.old),
+            ref_per_token_logps=soil(c.logps + 0.3 * noise[0]), sampling_per_token_logps=soil(c.old + 0.3 * noise[1]),
+            importance_ratio=None if sampler else soil(noise[1].exp()),
+        )  # fmt: skip
+        loss = ppo_loss_fn(
+            leaf, batch, parts.objective, parts.reduction, entropy=entropy, kl=parts.kl,
+            entropy_bonus=parts.entropy_bonus, sampler_correction=SamplerCorrection(level="token") if sampler else None,
+            corrections=[OffPolicySequenceMask(threshold=0.1), TopEntropyMask(top_entropy_quantile=0.6)],
+            metrics="with_entropy",
+        )  # fmt: skip
+        metrics = {metric: value.item() for metric, value in loss.metrics.items()}
+        return loss.loss.detach(), *torch.autograd.grad(loss.loss, (leaf, entropy)), metrics
+
+    clean, dirty = total(False), total(True)
+    assert clean[0].isfinite()
+    assert not clean[1][~c.mask].any()
+    for mine, truth in zip(dirty[:3], clean[:3], strict=True):
+        assert torch.equal(mine, truth)
+    assert dirty[3] == clean[3]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(c=BATCHES, seed=st.integers(0, 99))
+@SETTINGS
+def test_without_an_advantage_gradients_are_exactly_zero(name, c, seed):
+    """0.0 without a penalty, so that such rows can be skipped. KLCov and DRO hold tokens back for their drift. A loss
+    that is 0 too says so, and then such tokens are not projected at all."""
+    objective = preset_of(name).objective
+    idle = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+    if name in ("gspo", "gmpo"):  # what they say of one token is part of its whole sequence
+        idle = idle[:, :1].expand_as(idle)
+    loss, grad = solve(objective, c._replace(advantages=torch.where(idle, 0.0, c.advantages)))
+    says_zero = getattr(objective, "zero_without_advantage", False)
+    assert says_zero == (objective.token_local and name != "dro")
+    if name not in ("kl_cov", "dro"):
+        assert (grad[idle] == 0.0).all()
+    elif name == "dro":
+        assert (grad[idle & c.mask] != 0.0).all()
+    if says_zero:
+        assert (loss[idle] == 0.0).all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sequences_without_advantages_that_need_not_run(name):
+    """Nothing depends on their log-probabilities: no gradient, no loss, no clip indicator."""
+    parts = preset_of(name)
+    terms = PolicyTerms(objective=parts.objective, reduction=parts.reduction)
+    assert terms.idle_without_advantages == (name not in ("dro", "clip_cov", "kl_cov"))
+    if not terms.idle_without_advantages:
+        return
+    c = columns(6, 5, noise=0.8, masked=False)
+    c.advantages[1::2] = 0.0
+    leaves = c.logps.requires_grad_(), torch.where(c.advantages == 0, -3.0, c.logps.detach()).requires_grad_()
+    found = [ppo_loss_fn(leaf, batch_of(c), parts.objective, parts.reduction) for leaf in leaves]
+    ours, others = (torch.autograd.grad(step.loss, leaf)[0] for step, leaf in zip(found, leaves, strict=True))
+    assert torch.equal(ours, others)
+    assert not ours[1::2].any()
+    assert ours[::2].any()
+    assert torch.equal(found[0].loss, found[1].loss)
+    assert found[0].metrics.keys() == found[1].metrics.keys()
+    for metric, value in found[0].metrics.items():
+        assert torch.equal(value.value, found[1].metrics[metric].value)
+    assert not PolicyTerms(objective=parts.objective, reduction=None, kl=KLPenalty(beta=0.1)).idle_without_advantages
+    bonus = EntropyBonus(entropy_coef=0.1)
+    assert not replace(terms, entropy_bonus=bonus).idle_without_advantages
+    assert not replace(terms, corrections=[TopEntropyMask(top_entropy_quantile=0.5)]).idle_without_advantages
+    assert replace(terms, corrections=[OffPolicySequenceMask(threshold=0.1)]).idle_without_advantages
+
+
+CLIPPED = [name for name in PRESETS if PRESETS[name].objective in (PPOClip, ClipCov, DPPO, DPPOKL)]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipped_tokens_are_exactly_zero(name):
+    c = columns(20, 6, noise=0.8)
+    leaf = c.logps.clone().requires_grad_()
+    aligned = batch_of(c).checked(leaf.shape, leaf.device).cleaned(leaf.dtype)
+    found = preset_of(name).objective(torch.where(c.mask, leaf, 0.0), aligned)
+    cut = ((found.clip_low | found.clip_high) & c.mask).expand_as(c.mask)
+    assert 5 < cut.sum() < c.mask.sum()
+    if name == "gspo":  # token by token, because a cut token's log-probability is in its sequence's other losses
+        for b, t in cut.nonzero().tolist():
+            assert not torch.autograd.grad(found.loss[b, t], leaf, retain_graph=True)[0].any()
+    else:
+        assert (torch.autograd.grad(found.loss.sum(), leaf)[0][cut] == 0.0).all()
+
+
+FAR = [0.0, 200.0, -200.0, 90.0, -90.0, 30.0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("importance_weighted", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_policies_far_apart_stay_finite(name, importance_weighted, beta):
+    """Log-ratios of 200 either way, to the old policy and to the reference, beside another or a calm token, float32."""
+    grid = torch.meshgrid(*map(torch.tensor, (FAR, FAR, [-1.0, 0.0, 1.0], [0.0, 1.0])), indexing="ij")
+    old, ref, advantage, calm = (x.flatten() for x in grid)
+    drift = torch.stack([torch.stack([x, torch.where(calm == 1, 0.0, x)], -1) for x in (old, ref)])
+    leaf = torch.full(drift.shape[1:], -201.0, requires_grad=True)
+    parts = preset_of(name, beta=beta, importance_weighted=importance_weighted)
+    batch = PolicyBatch(
+        advantages=advantage,
+        old_per_token_logps=leaf.detach() - drift[0],
+        ref_per_token_logps=leaf.detach() - drift[1],
+    )
+    found = ppo_loss_fn(leaf, batch, parts.objective, None, kl=parts.kl)
+    assert found.loss.isfinite().all()
+    grad = torch.autograd.grad(found.loss.sum(), leaf)[0]
+    assert grad.isfinite().all()
+    assert grad.any()
+    assert all(metric.value.isfinite() for metric in found.metrics.values())
+
+
+# --- torch's default dtype --------------------------------------------------------------------------------------------
+
+REDUCTIONS = [
+    SequenceMean(), SequenceSum(), TokenMean(), GlobalTokenMean(world_size=3),
+    FixedLengthMean(max_completion_length=7.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_default_dtype_changes_nothing(default, dtype):
+    """2673 tokens, a number that float16 and bfloat16 do not have, and divisors in tensors."""
+    c = columns(401, 9, dtype=dtype)
+    c.mask[tuple(c.mask.nonzero()[0])] = False
+    count = int(c.mask.sum())
+    assert (int(torch.tensor(count, dtype=default)) != count) == (default != torch.float64)
+    entropy = torch.rand(c.logps.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    batch = PolicyBatch(
+        advantages=c.advantages, completion_mask=c.mask, old_per_token_logps=c.old, ref_per_token_logps=c.logps - 0.1,
+        sampling_per_token_logps=c.old + 0.1, num_sequences=torch.tensor(401), num_items_in_batch=torch.tensor(70001),
+    )  # fmt: skip
+
+    def everything():
+        found = []
+        for objective in [*OBJECTIVES, ClipCov(clip_cov_ratio=0.13, generator=torch.Generator(), **COV_BOUNDS)]:
+            torch.manual_seed(0)
+            for reduction in REDUCTIONS:
+                leaf = c.logps.clone().requires_grad_()
+                result = ppo_loss_fn(
+                    leaf, batch, objective, reduction, entropy=entropy, kl=KLPenalty(beta=0.1),
+                    entropy_bonus=EntropyBonus(entropy_coef=0.01), metrics="with_entropy",
+                    corrections=[TopEntropyMask(top_entropy_quantile=0.3331), OffPolicySequenceMask(threshold=0.1)],
+                    sampler_correction=SamplerCorrection(level="token"),
+                )  # fmt: skip
+                found += [result.loss.detach(), torch.autograd.grad(result.loss, leaf)[0]]
+                found += [metric.value for metric in result.metrics.values()]
+        return found
+
+    expected, before = everything(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_dtype(before)
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.dtype == truth.dtype
+        assert torch.equal(mine, truth)

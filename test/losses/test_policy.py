@@ -1,0 +1,375 @@
+"""ppo_loss_fn against plain loops in float64: presets, columns, layouts, parts of one's own, bad input."""
+
+import math
+
+import pytest
+import torch
+
+import oracles
+from liger_rl import (
+    PRESETS,
+    EntropyBonus,
+    FixedLengthMean,
+    GlobalTokenMean,
+    KLPenalty,
+    OffPolicySequenceMask,
+    PolicyBatch,
+    PPOClip,
+    SamplerCorrection,
+    SequenceMean,
+    TokenLoss,
+    TokenMean,
+    TopEntropyMask,
+    ppo_loss_fn,
+)
+from liger_rl.losses.presets import build_preset
+
+LENGTHS = [6, 1, 4, 0, 5]  # one full sequence, one fully masked
+OTHERS = ("old_per_token_logps", "ref_per_token_logps", "importance_ratio")
+
+
+def columns(batch=5, length=6, *, noise=0.3, seed=0):
+    """-> logps with gradient, and a PolicyBatch's columns, float64; ratios cross the usual bounds."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    logps = -normal(batch, length).abs() - 0.1
+    return logps.requires_grad_(), {
+        "advantages": normal(batch),
+        "completion_mask": torch.arange(length) < torch.tensor((LENGTHS * batch)[:batch])[:, None],
+        "old_per_token_logps": logps.detach() + noise * normal(batch, length),
+        "ref_per_token_logps": logps.detach() + noise * normal(batch, length),
+        "importance_ratio": torch.exp(0.2 * normal(batch, length)),
+    }
+
+
+def solve(logps, parts, objective=None, reduction=TokenMean(), **options):  # noqa: B008 - frozen
+    return ppo_loss_fn(logps, PolicyBatch(**parts), objective or PPOClip(), reduction, **options)
+
+
+def oracle(logps, parts, reduction, *, num_items_in_batch=None, world_size=1, max_completion_length=None, **options):
+    mask = parts.get("completion_mask", torch.ones(logps.shape))
+    losses = oracles.token_losses(
+        logps, parts["advantages"], mask, old=parts.get("old_per_token_logps"), ref=parts.get("ref_per_token_logps"),
+        importance_ratio=parts.get("importance_ratio"), **options,
+    )  # fmt: skip
+    counts = {"num_items_in_batch": num_items_in_batch, "world_size": world_size}
+    return oracles.reduce(losses, reduction, **counts, max_completion_length=max_completion_length)
+
+
+def gradient(loss, logps):
+    return torch.autograd.grad(loss, logps, retain_graph=True)[0]
+
+
+def assert_equal(found, expected, logps, tolerance=1e-10):
+    """Value and gradient."""
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    mine, truth = gradient(found.sum(), logps), gradient(expected.sum(), logps)
+    assert truth.any()
+    torch.testing.assert_close(mine, truth, rtol=tolerance, atol=tolerance)
+
+
+PRESET_CASES = [
+    # preset, its options, num_items_in_batch, what the loop is told
+    ("grpo", {}, None, {}),
+    ("grpo", {"beta": 0.1}, None, {"beta": 0.1}),
+    ("bnpo", {"epsilon_low": 0.1, "epsilon_high": 0.3}, None, {"eps_low": 0.1, "eps_high": 0.3}),
+    ("bnpo", {"delta": 1.1}, None, {"delta": 1.1}),
+    ("dapo", {"delta": 1.4}, 37, {"delta": 1.4, "num_items_in_batch": 37}),
+    ("dapo", {"world_size": 4, "beta": 0.04}, torch.tensor(65),
+     {"beta": 0.04, "num_items_in_batch": 65, "world_size": 4}),
+    ("dapo", {"world_size": 2}, torch.tensor(50.0), {"num_items_in_batch": 50, "world_size": 2}),
+    ("dr_grpo", {"max_completion_length": 9}, None, {"max_completion_length": 9}),
+    ("gspo", {"epsilon_low": 0.02, "epsilon_high": 0.03, "beta": 0.1}, None,
+     {"level": "sequence", "eps_low": 0.02, "eps_high": 0.03, "beta": 0.1}),
+    ("dapo", {"importance_sampling_level": "sequence", "delta": 1.1, "epsilon_high": 0.05}, 37,
+     {"level": "sequence", "delta": 1.1, "eps_high": 0.05, "num_items_in_batch": 37}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "count", "told"), PRESET_CASES)
+def test_presets(name, options, count, told):
+    logps, parts = columns(20, 6, noise=0.4, seed=1)
+    objective, reduction, kl, _ = build_preset(name, **options)
+    found = solve(logps, {**parts, "num_items_in_batch": count}, objective, reduction, kl=kl)
+    assert_equal(found.loss, oracle(logps, parts, name, **told), logps)
+    expected = oracles.policy_metrics(
+        logps, parts["advantages"], parts["completion_mask"], old=parts["old_per_token_logps"],
+        ref=parts["ref_per_token_logps"], **{k: v for k, v in told.items() if k in ("eps_low", "eps_high", "level")},
+    )  # fmt: skip
+    if "beta" not in options:
+        del expected["kl_ref"]
+    assert 0 < expected["clip_low"] != expected["clip_high"] > 0
+    assert {name: metric.item() for name, metric in found.metrics.items()} == pytest.approx(expected, rel=1e-6)
+
+
+def changed(parts, **new):
+    return parts | {name: value(parts[name]) for name, value in new.items()}
+
+
+COLUMNS = {
+    "no old": lambda parts: {k: v for k, v in parts.items() if k != "old_per_token_logps"},
+    "no mask": lambda parts: {k: v for k, v in parts.items() if k != "completion_mask"},
+    "advantages alone": lambda parts: {k: parts[k] for k in ("advantages", "completion_mask")},
+    "integer mask": lambda parts: changed(parts, completion_mask=lambda x: x.long()),
+    "float mask": lambda parts: changed(parts, completion_mask=lambda x: x.float()),
+    "importance_ratio (B,)": lambda parts: changed(parts, importance_ratio=lambda x: x[:, 0]),
+    "importance_ratio (B, 1)": lambda parts: changed(parts, importance_ratio=lambda x: x[:, :1]),
+    "advantages (B, T)": lambda parts: changed(parts, advantages=lambda x: x[:, None].expand(6, 6).contiguous()),
+    "advantages per token": lambda parts: changed(parts, advantages=lambda x: torch.randn(6, 6).double()),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_columns_of_any_shape_and_dtype_or_none(name, level):
+    """B == T: a (B,) column is one entry per sequence even then."""
+    logps, parts = columns(6, 6)
+    parts = COLUMNS[name](parts)
+    beta = 0.1 if "ref_per_token_logps" in parts else 0.0
+    found = solve(logps, parts, PPOClip(importance_sampling_level=level), SequenceMean(), kl=KLPenalty(beta=beta))
+    assert_equal(found.loss, oracle(logps, parts, "grpo", level=level, beta=beta), logps)
+
+
+@pytest.mark.parametrize("sampler", [None, SamplerCorrection()])
+def test_other_columns_get_no_gradient(sampler):
+    logps, parts = columns()
+    if sampler is not None:
+        del parts["importance_ratio"]
+    parts["sampling_per_token_logps"] = parts["old_per_token_logps"] - 0.1
+    parts["num_items_in_batch"] = torch.tensor(16.0)
+    leaves = {name: value.requires_grad_() for name, value in parts.items() if name != "completion_mask"}
+    found = solve(
+        logps, parts, None, GlobalTokenMean(), kl=KLPenalty(beta=0.1), sampler_correction=sampler,
+        corrections=[OffPolicySequenceMask(threshold=9.0)], metrics="basic",
+    )  # fmt: skip
+    found.loss.backward()
+    assert logps.grad.any()
+    assert {name: leaf.grad for name, leaf in leaves.items()} == dict.fromkeys(leaves)
+    assert not any(metric.total.requires_grad for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", [0.75, 1.0, 1.25])
+def test_a_tie_on_a_bound_passes_gradient(advantage, ratio):
+    """Where the ratio is a bound to the last bit, and at 1 with both epsilons 0.
+
+    Half of it comes through the clamp, whose gradient at a bound is 1 before PyTorch 2.14 and 0 from then on.
+    """
+    through_clamp = 1.0 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14) else 0.0
+    logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    old = -torch.tensor([[math.log(ratio)]], dtype=torch.float64)
+    exact = torch.exp(-old).item()
+    objective = PPOClip(epsilon_low=max(1 - exact, 0.0), epsilon_high=max(exact - 1, 0.0))
+    assert exact in (1 + objective.epsilon_high, 1 - objective.epsilon_low)
+    parts = {"advantages": torch.tensor([advantage], dtype=torch.float64), "old_per_token_logps": old}
+    found = solve(logps, parts, objective)
+    expected = -advantage * ratio * (1.0 + through_clamp) / 2
+    assert gradient(found.loss, logps).item() == pytest.approx(expected, rel=1e-12)
+    assert found.metrics["clip_ratio"].value == 0
+
+
+@pytest.mark.parametrize(
+    "reduction", [SequenceMean(), TokenMean(), GlobalTokenMean(), FixedLengthMean(max_completion_length=6)], ids=str
+)
+def test_everything_masked(reduction):
+    logps, parts = columns()
+    parts["completion_mask"] = torch.zeros(5, 6)
+    found = solve(logps, parts, None, reduction, kl=KLPenalty(beta=0.1))
+    assert found.loss == 0
+    assert not gradient(found.loss, logps).any()  # any() is true for NaN
+    assert all(metric.value == 0 for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize("reduction", [TokenMean(), GlobalTokenMean(), GlobalTokenMean(world_size=2), None], ids=str)
+def test_packed_equals_padded(reduction):
+    logps, parts = columns()
+    keep = parts["completion_mask"]
+    parts["advantages"] = parts["advantages"][:, None].expand(5, 6)
+    items = {"num_items_in_batch": 40} if isinstance(reduction, GlobalTokenMean) else {}
+    packed = {name: value[keep] for name, value in parts.items() if name != "completion_mask"}
+    padded, found = (
+        solve(x, given | items, None, reduction, kl=KLPenalty(beta=0.1)).loss
+        for x, given in ((logps, parts), (logps[keep], packed))
+    )
+    assert_equal(found, padded[keep] if reduction is None else padded, logps, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("objective", "reduction"),
+    [(PPOClip(), SequenceMean()), (PPOClip(importance_sampling_level="sequence"), TokenMean())],
+)
+def test_packed_tokens_have_no_sequences(objective, reduction):
+    with pytest.raises(ValueError, match=r"\(B, T\)"):
+        solve(torch.zeros(7, requires_grad=True), {"advantages": torch.zeros(7)}, objective, reduction)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_losses_are_at_least_float32(dtype):
+    logps, parts = columns()
+    low = {name: v.to(dtype) if v.is_floating_point() else v for name, v in parts.items()}
+    leaf = logps.detach().to(dtype).requires_grad_()
+    found = solve(leaf, low, None, SequenceMean()).loss
+    rounded = {name: v.double() if v.is_floating_point() else v for name, v in low.items()}
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(oracle(leaf.detach().double(), rounded, "grpo").item(), rel=1e-5)
+
+
+def test_an_objective_of_your_own_sees_clean_columns():
+    logps, parts = columns()
+    hole = ~parts["completion_mask"]
+    parts["old_per_token_logps"] = parts["old_per_token_logps"].masked_fill(hole, math.nan)
+    seen = {}
+
+    def reinforce(logps, batch):
+        seen.update(logps=logps, old=batch.old_per_token_logps, advantages=batch.advantages, mask=batch.mask)
+        return TokenLoss(-batch.advantages * logps)
+
+    found = solve(logps, parts, reinforce)
+    weights = parts["importance_ratio"] * parts["completion_mask"] / parts["completion_mask"].sum()
+    torch.testing.assert_close(found.loss, -(weights * parts["advantages"][:, None] * logps).sum())
+    assert found.metrics == {}
+    for name in ("logps", "old", "advantages"):
+        assert seen[name].shape == (5, 6)
+        assert (seen[name][hole] == 0).all()
+    assert torch.equal(seen["mask"], parts["completion_mask"])
+
+
+def test_a_reduction_of_your_own():
+    logps, parts = columns()
+    weights = torch.rand(5, 6, dtype=torch.float64)
+    found = solve(logps, parts, None, lambda batch: weights).loss
+    torch.testing.assert_close(found, (solve(logps, parts, None, None).loss * weights).sum())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "value"),
+    [
+        ("advantages", ValueError, torch.zeros(4)),
+        ("advantages", ValueError, torch.zeros(5, 5)),
+        ("advantages", ValueError, torch.zeros(5, device="meta")),
+        ("advantages", TypeError, 1.0),
+        ("advantages", TypeError, None),
+        ("completion_mask", ValueError, torch.ones(5)),
+        ("completion_mask", TypeError, [1]),
+        ("old_per_token_logps", ValueError, torch.zeros(5, 7)),
+        ("old_per_token_logps", TypeError, torch.zeros(5, 6, dtype=torch.complex64)),
+        ("ref_per_token_logps", ValueError, torch.zeros(5)),
+        ("ref_per_token_logps", ValueError, None),
+        ("importance_ratio", ValueError, torch.zeros(6)),
+        ("importance_ratio", ValueError, torch.zeros(1, 6)),
+        *(
+            (name, TypeError, torch.ones(5, 6).to_sparse(layout=layout))
+            for name in ("completion_mask", *OTHERS)
+            for layout in (torch.sparse_coo, torch.sparse_csr)
+        ),
+        *(
+            (name, error, value)
+            for name in ("num_sequences", "num_items_in_batch")
+            for error, values in (
+                (ValueError, (0, -3, 0.5, math.nan, math.inf, -math.inf, 10**400)),
+                (ValueError, (torch.tensor([7, 7]), torch.tensor(7, device="meta"))),
+                (TypeError, (True, "7", torch.tensor(True), torch.tensor(1j))),
+            )
+            for value in values
+        ),
+    ],
+)
+def test_bad_columns_are_named(name, error, value):
+    logps, parts = columns()
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        solve(logps, {**parts, name: value}, kl=KLPenalty(beta=0.1))
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, math.nan, math.inf, -1])
+def test_mask_values_other_than_0_and_1_are_refused(value):
+    logps, parts = columns()
+    mask = parts["completion_mask"].to(torch.float32 if isinstance(value, float) else torch.int64)
+    mask[2, 1] = value
+    with pytest.raises(ValueError, match="completion_mask must be 0 or 1"):
+        solve(logps, {**parts, "completion_mask": mask})
+
+
+def test_a_tensor_divisor_under_1_counts_as_1():
+    logps, parts = columns()
+    zero, one = (
+        solve(logps, {**parts, "num_items_in_batch": count}, None, GlobalTokenMean()).loss
+        for count in (torch.tensor(0), 1)
+    )
+    assert torch.equal(zero, one)
+
+
+@pytest.mark.parametrize(
+    "iterable", [list, iter, lambda corrections: (correction for correction in corrections)], ids=["list", "iterator",
+                                                                                                   "generator"]
+)  # fmt: skip
+def test_corrections_from_any_iterable_count(iterable):
+    logps, parts = columns()
+    entropy = torch.rand(5, 6, dtype=torch.float64)
+    corrections = (TopEntropyMask(top_entropy_quantile=0.5), OffPolicySequenceMask(threshold=0.0))
+    expected = solve(logps, parts, entropy=entropy, corrections=corrections).loss
+    assert torch.equal(solve(logps, parts, entropy=entropy, corrections=iterable(corrections)).loss, expected)
+    assert solve(logps, parts, entropy=entropy).loss != expected
+    with pytest.raises(ValueError, match="entropy must be given"):
+        solve(logps, parts, corrections=iterable(corrections))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "value"),
+    [
+        *(("per_token_logps", ValueError, torch.zeros(shape)) for shape in ((5, 6, 2), ())),
+        *(("per_token_logps", TypeError, x) for x in (torch.zeros(5, 6).long(), torch.zeros(5, 6).to_sparse(), None)),
+        *(("batch", TypeError, x) for x in ({"advantages": torch.zeros(5)}, None)),
+        *(("objective", TypeError, x) for x in (PPOClip, "grpo", lambda logps, batch: -logps, lambda *_: None)),
+        *(("reduction", TypeError, x) for x in (TokenMean, 1.0, lambda batch: None)),
+        *(("kl", TypeError, x) for x in (None, KLPenalty, 0.1)),
+        *(("entropy_bonus", TypeError, x) for x in (None, EntropyBonus)),
+        *(("sampler_correction", TypeError, x) for x in (SamplerCorrection, lambda logps, batch: 1.0)),
+        *(("corrections", TypeError, x) for x in (None, OffPolicySequenceMask(threshold=0.1))),
+        (r"corrections\[1\]", TypeError, [OffPolicySequenceMask(threshold=0.1), 1]),
+        *((r"corrections\[0\]", TypeError, [x]) for x in (OffPolicySequenceMask, lambda logps, batch: None)),
+        ("entropy", TypeError, torch.zeros(5, 6).to_sparse()),
+        ("entropy", TypeError, torch.zeros(5, 6).long()),
+        ("entropy", ValueError, torch.zeros(5, 5)),
+    ],
+)
+def test_what_is_of_another_kind_is_named(name, error, value):
+    logps, parts = columns()
+    arguments = {"per_token_logps": logps, "batch": PolicyBatch(**parts), "objective": PPOClip(),
+                 "reduction": TokenMean()}  # fmt: skip
+    with pytest.raises(error, match=rf"\b{name}"):
+        ppo_loss_fn(**arguments | {name.split("\\")[0]: value})
+
+
+def test_a_sampler_correction_per_sequence_needs_sequences_before_anything_is_computed():
+    parts = {name: torch.zeros(7) for name in ("advantages", "old_per_token_logps", "sampling_per_token_logps")}
+    logps = torch.zeros(7, requires_grad=True)
+
+    def untouched(logps, batch):
+        pytest.fail("the objective was called")
+
+    with pytest.raises(ValueError, match="segments"):
+        solve(logps, parts, untouched, sampler_correction=SamplerCorrection(level="sequence"))
+    solve(logps, parts, sampler_correction=SamplerCorrection(level="token"))
+
+
+def test_unknown_and_missing_names_are_named():
+    for unknown in ("ppo2", ["grpo"], PPOClip):
+        with pytest.raises(ValueError, match="loss_type") as error:
+            build_preset(unknown)
+    assert all(name in str(error.value) for name in PRESETS)
+    with pytest.raises(ValueError, match="epsilon_hihg") as error:
+        build_preset("dapo", epsilon_hihg=0.3)
+    for known in ("epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "world_size", "beta"):
+        assert known in str(error.value)
+    with pytest.raises(ValueError, match="max_completion_length"):
+        build_preset("grpo", max_completion_length=8)  # an option of another preset's reduction
+    for name, option in (("dr_grpo", "max_completion_length"), ("dro", "dro_beta")):
+        with pytest.raises(ValueError, match=option):  # no default
+            build_preset(name)
