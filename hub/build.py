@@ -43,7 +43,7 @@ def build(out: Path) -> None:
 
 
 def _is_kept(path: Path) -> bool:
-    return path.parts[0] != "integrations" or path.name in INTEGRATIONS
+    return path.parts[0] != "step" and (path.parts[0] != "integrations" or path.name in INTEGRATIONS)
 
 
 def relative(source: str, depth: int, identifier: str) -> str:

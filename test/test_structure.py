@@ -16,7 +16,7 @@ PACKAGE = Path(liger_rl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
 SYSTEMS = {"transformers", "trl", "liger_kernel", "verl", "peft"}
-# Room -> what of the package it may import, as prefixes of module names: the floors of docs/design.md, and the one order
+# Room -> what of the package it may import, as prefixes of module names: the floors of docs/design.md, and the order
 # of engines: dense, sparse, pair.
 ALLOWED = {
     "__init__": [

@@ -15,7 +15,6 @@ for requirement in "$@"; do install "$requirement"; done
 install hypothesis "numpy<2.4" "peft>=0.17" pytest pytest-timeout "setuptools>=77" wheel
 install --no-deps --no-build-isolation .
 export OMP_NUM_THREADS=1
-"$environment/bin/python" -m liger_rl
 "$environment/bin/python" -m pytest -p no:cacheprovider -o addopts= -W ignore::DeprecationWarning \
   test/kernels test/losses/test_fused.py test/test_kernels_compile.py test/engines/test_logprobs.py \
   test/engines/test_compile.py test/grpo/test_grpo.py test/integrations/test_transformers.py
