@@ -217,8 +217,7 @@ def test_autocast_multiplies_rounded_numbers(name, device):
     assert not torch.equal(values[0], call.solve(x)[0][0])
 
 
-# JSD multiplies by Python numbers in the default dtype.
-@calls(without={"JSD", "JSD in one pass"})
+@calls()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_default_dtype_changes_nothing(name, dtype):
     x = batch()

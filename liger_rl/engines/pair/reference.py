@@ -285,7 +285,9 @@ def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log q - log p -> log p - log m, log q - log m; precise where the two are nearly equal."""
     # Of the larger of p and q, so that no exponential overflows: log m = log p + log(1 + beta (q / p - 1)).
     less = torch.expm1(-gap.abs())
-    larger = -torch.log1p(torch.where(gap <= 0, beta, 1.0 - beta) * less)
+    # Tensors of the gap's dtype, because `torch.where` gives Python numbers the default dtype.
+    share = torch.where(gap <= 0, gap.new_full((), beta), gap.new_full((), 1.0 - beta))
+    larger = -torch.log1p(share * less)
     return torch.where(gap <= 0, larger, larger - gap), torch.where(gap <= 0, larger + gap, larger)
 
 
