@@ -8,13 +8,13 @@ import math
 
 import pytest
 import torch
-from tolerances import DEVICE, LOW, PAIR_VOCAB, TILE, Pair, distance, interpret_pairs, pair, recorded_plans
 from torch import Tensor
 
 from devices import NEEDS_GPU
 from host_reads import host_reads
 from liger_rl import LogitTransform, LowRank, linear_divergence
 from liger_rl.engines.sparse import lists
+from tolerances import DEVICE, LOW, PAIR_VOCAB, TILE, Pair, distance, interpret_pairs, pair, recorded_plans
 
 PADDING = 40
 KINDS = {

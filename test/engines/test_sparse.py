@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from tolerances import DEVICE, LOW, TOKENS, VOCAB, batch, distance, gradients, interpret, recorded_plans
 
 import oracles
 from devices import NEEDS_GPU
@@ -19,6 +18,7 @@ from liger_rl.call.checks import auto_tolerance
 from liger_rl.engines.sparse import certified as sparse
 from liger_rl.engines.sparse import lists
 from liger_rl.kernels.statistics import BLOCK_VOCAB
+from tolerances import DEVICE, LOW, TOKENS, VOCAB, batch, distance, gradients, interpret, recorded_plans
 
 PLAIN, CAPPED = LogitTransform(), LogitTransform(softcap=4.0, scale=1.5)
 

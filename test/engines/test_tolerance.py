@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tolerances import DEVICE, LOW, TOKENS, batch, distance, gradients, interpret, interpret_pairs, pair, recorded_plans
 from torch import Tensor
 
 from devices import NEEDS_GPU
 from liger_rl import linear_divergence
+from tolerances import DEVICE, LOW, TOKENS, batch, distance, gradients, interpret, interpret_pairs, pair, recorded_plans
 
 
 class Heads(NamedTuple):
