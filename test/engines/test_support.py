@@ -35,7 +35,9 @@ def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "kernels_for", lambda device: slots_triton)
         for name in ("BY_TOKEN", "BY_ID", "ADDED_BY_ID"):
-            patch.setattr(segments_triton, name, getattr(segments_triton, name)._replace(piece=8))
+            short = getattr(segments_triton, name)._replace(piece=8)
+            for module in (segments_triton, slots_triton):
+                patch.setattr(module, name, short, raising=module is segments_triton)
         yield
 
 

@@ -165,7 +165,7 @@ def test_sums_of_segments(shape, dtype, add):
     indices[coefficients == 0] = -1  # which nothing may read
     table = torch.randn(6, H, device=DEVICE)
     outs = [torch.ones(10, H, dtype=dtype, device=DEVICE) for _ in range(3)]
-    segments.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
+    listed.segment_sums(segments, coefficients, indices, table, outs[0], add=add)
     for out in outs[1:]:
         launch = segments_triton.Launch(*shape)
         segments_triton.segment_sums(segments, coefficients, indices, table, out, add=add, launch=launch)
