@@ -1,4 +1,4 @@
-"""Several vocabulary entries a token, as Triton kernels without atomics; as `reference` has them."""
+"""`keep_largest` and `put` of `reference`, for several entries per token, as Triton kernels without atomics."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-BLOCK, WARPS = 1024, 1  # one warp, whose maxima need no barrier
-PUT_BLOCK = 128  # ids of a program
+BLOCK, WARPS = 1024, 1  # one warp, because maxima within a warp need no barrier
+PUT_BLOCK = 128  # ids per program
 LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
@@ -45,7 +45,7 @@ def _largest_kernel(
         found = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
         found = tl.where(inside, found, LEAST)
         largest = tl.max(found)
-        # Few blocks have one, because the least of what is kept soon is large.
+        # Few blocks enter this loop, because the least kept key soon is large.
         while largest > least:
             kept = tl.where(kept == least, largest, kept)
             least = tl.min(kept)
