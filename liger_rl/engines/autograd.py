@@ -85,5 +85,5 @@ def token_gradients(
         tokens = tokens_of(statistics, grad_logps.float(), grad_entropy)
         if grad_lse is not None:
             tokens = tokens.with_lse(grad_lse, statistics.logps)
-        known = None if saved is None else engine.Saved(*saved)
-        return engine.backward(head, options, statistics, known, tokens, needs)
+        saved_fields = None if saved is None else engine.Saved(*saved)
+        return engine.backward(head, options, statistics, saved_fields, tokens, needs)
