@@ -43,7 +43,7 @@ STATISTICS = 6
 Outputs = list[Tensor | None]
 
 
-def _apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
+def _split_arguments(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
     """The arguments of SCHEMA -> head, options, `bounded`."""
     hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
     selection = TokenSelection(live.numel(), mask=live)
@@ -51,27 +51,28 @@ def _apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
     return head, OpOptions(*arguments[TENSOR_COUNT:-1]), arguments[-1]
 
 
-def _asked_for(options: OpOptions, bounded: bool) -> list[bool]:
+def _requested_outputs(options: OpOptions, bounded: bool) -> list[bool]:
     extras = [name in options.extras.split(",") for name in EXTRAS]
     return [True, True, options.entropy, *extras, bounded, bounded, bounded and options.entropy, bounded]
 
 
-def _with_gaps(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
+def _with_missing_outputs(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
     """The operator's outputs, or their gradients -> a list of ten, None for an output that the options leave out."""
-    rest = iter(values)
-    return [next(rest) if asked else None for asked in _asked_for(options, bounded)]
+    present = iter(values)
+    return [next(present) if requested else None for requested in _requested_outputs(options, bounded)]
 
 
 def _empty(arguments: Sequence[Any]) -> Outputs:
-    head, options, bounded = _apart(arguments)
+    head, options, bounded = _split_arguments(arguments)
     n, vocab = head.hidden.shape[0], head.weight.shape[0]
     token, tile = (n,), (-(-vocab // BLOCK_VOCAB), n)
     shapes = [head.targets.shape, *[token] * 5, *[tile] * 3, (1,)]
     dtypes = [*[torch.float32] * 5, torch.bool, *[torch.float32] * 3, torch.bool]
     devices = [*[head.hidden.device] * 9, torch.device("cpu")]
-    columns = zip(_asked_for(options, bounded), shapes, dtypes, devices, strict=True)
+    columns = zip(_requested_outputs(options, bounded), shapes, dtypes, devices, strict=True)
     return [
-        torch.empty(shape, dtype=dtype, device=device) if asked else None for asked, shape, dtype, device in columns
+        torch.empty(shape, dtype=dtype, device=device) if requested else None
+        for requested, shape, dtype, device in columns
     ]
 
 
@@ -82,7 +83,7 @@ def _engine(head: Head, bounded: bool) -> ModuleType:
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    head, options, bounded = _apart(arguments)
+    head, options, bounded = _split_arguments(arguments)
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
         targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
@@ -92,15 +93,15 @@ def _forward(*arguments: Any) -> list[Tensor]:
         statistics, tiles = _engine(head, bounded).forward(head, options.resolved())
     outputs, index = _empty(arguments), head.live.index
     for place, value in enumerate(statistics[:STATISTICS]):
-        _put(outputs[place], value, index, dim=0)
+        _write(outputs[place], value, index, dim=0)
     for place, value in enumerate(tiles or [None] * 3, STATISTICS):
-        _put(outputs[place], value, index, dim=-1)
+        _write(outputs[place], value, index, dim=-1)
     if bounded:
         outputs[-1].fill_(tiles is not None)  # type: ignore[union-attr]
     return [output for output in outputs if output is not None]
 
 
-def _put(output: Tensor | None, values: Tensor | None, index: Tensor | None, *, dim: int) -> None:
+def _write(output: Tensor | None, values: Tensor | None, index: Tensor | None, *, dim: int) -> None:
     """Write values of n tokens along `dim` to their places in an output of N tokens, and 0 to the rest of the output.
 
     If `values` is None, the whole output becomes 0.
@@ -124,15 +125,15 @@ def _backward(
     outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     """-> the gradients that `needs` asks for, in the order of `Head.differentiable`."""
-    head, options, bounded = _apart(arguments)
-    known = _with_gaps(outputs, options, bounded)
+    head, options, bounded = _split_arguments(arguments)
+    all_outputs = _with_missing_outputs(outputs, options, bounded)
     # Tokens that do not count have gradient 0 here. One sync drops all tokens whose gradient is 0.
     grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy, grad_lse)]
     if not options.fixed_shape:
-        everything = TokenSelection(head.targets.numel())
-        head = head._replace(targets=head.live.gather(head.targets), live=everything)
-    statistics = TokenStatistics(*known[:3])
-    tiles = TileStatistics(*known[STATISTICS:-1]) if bounded and bool(known[-1]) else None
+        all_tokens = TokenSelection(head.targets.numel())
+        head = head._replace(targets=head.live.gather(head.targets), live=all_tokens)
+    statistics = TokenStatistics(*all_outputs[:3])
+    tiles = TileStatistics(*all_outputs[STATISTICS:-1]) if bounded and bool(all_outputs[-1]) else None
     engine = _engine(head, bounded)
     gradients = token_gradients(engine, head, options.resolved(), statistics, tiles, grads, tuple(needs))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
@@ -147,17 +148,17 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
-    _, ctx.options, ctx.bounded = _apart(inputs)
-    logps, lse, entropy, *others = _with_gaps(output, ctx.options, ctx.bounded)
+    _, ctx.options, ctx.bounded = _split_arguments(inputs)
+    logps, lse, entropy, *other_outputs = _with_missing_outputs(output, ctx.options, ctx.bounded)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(column for column in others if column is not None))
+    ctx.mark_non_differentiable(*(column for column in other_outputs if column is not None))
     # The extras have no gradient, and the backward does not read them.
-    known = logps, lse, entropy, *others[len(EXTRAS) :]
-    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in known if column is not None))
+    backward_outputs = logps, lse, entropy, *other_outputs[len(EXTRAS) :]
+    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in backward_outputs if column is not None))
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, *_with_gaps(grads, ctx.options, ctx.bounded)[:3])
+    return _gradients(ctx, *_with_missing_outputs(grads, ctx.options, ctx.bounded)[:3])
 
 
 @differentiable_once
@@ -168,10 +169,10 @@ def _gradients(
     gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.options) + 1)
     grads = grad_logps, grad_entropy, grad_lse
     if any(grad is not None for grad in grads):
-        tensors, known = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
+        tensors, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
         needs, options = list(ctx.needs_input_grad[:DIFFERENTIABLE]), ctx.options._replace(extras="")
         backward = getattr(torch.ops.liger_rl, f"{name_of(fixed_shape=options.fixed_shape)}_backward")
-        values = iter(backward(*grads, known, needs, *tensors, *options, ctx.bounded))
+        values = iter(backward(*grads, outputs, needs, *tensors, *options, ctx.bounded))
         gradients[:DIFFERENTIABLE] = [next(values) if needed else None for needed in needs]
     return tuple(gradients)
 
