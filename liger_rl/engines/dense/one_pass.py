@@ -102,9 +102,9 @@ def one_pass(
                 assert statistics.entropy is not None
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
-            wanted = picked_rows(has_gradient(tokens)) if select and not in_place else None
+            selected = picked_rows(has_gradient(tokens)) if select and not in_place else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
-            _add_chunk(totals, kept, wanted, index, rows, tokens, at_target, options)
+            _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
     deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None
     return OnePass(logps, entropy, totals.finish(), deferred)
 
@@ -119,7 +119,7 @@ def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> Engin
 def _add_chunk(
     totals: "Totals",
     kept: Kept,
-    wanted: Tensor | None,  # (m',) rows of the chunk with a gradient; None: all
+    selected: Tensor | None,  # (m',) rows of the chunk with a gradient; None: all
     index: Tensor | slice,  # places of the chunk's rows in all N tokens
     chunk: Head,  # m rows
     tokens: TokenGradients,  # (m,) each
@@ -128,22 +128,22 @@ def _add_chunk(
 ) -> None:
     """Turn the chunk's exponentials into dL/dlogits, and add its gradients to `totals`."""
     rows, weight, targets = chunk.hidden, chunk.weight, chunk.targets
-    if wanted is not None:
-        rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
-        index = wanted + index.start if isinstance(index, slice) else index[wanted]
+    if selected is not None:
+        rows, targets, tokens, at_target = rows[selected], targets[selected], tokens.take(selected), at_target[selected]
+        index = selected + index.start if isinstance(index, slice) else index[selected]
     if rows.shape[0] == 0:
         return
     vocab = weight.shape[0]
     # One tile of all V entries, if no step makes a temporary of the tile's width.
-    whole = wanted is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if whole else tile_vocab(vocab, options)
+    one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    width = vocab if one_tile else tile_vocab(vocab, options)
     grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):
-        if wanted is None:
+        if selected is None:
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        for_device(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
+        for_device(rows.device).grad_kept(kept, selected, first, targets, options.transform, tokens, at_target, tile)
         if grad_rows is not None:
             product = gemm.write if first == 0 else gemm.accumulate
             product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
@@ -186,14 +186,14 @@ class WithGradients(torch.autograd.Function):
         gradients = ctx.gradients
         # With retain_graph the backward may run again, so the gradients stay. Otherwise we give them away without a
         # reference: autograd's accumulation copies a gradient that anything else refers to.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not again:
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keeps_graph:
             ctx.gradients = None
 
         def scaled(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
                 return None
-            if again:
+            if keeps_graph:
                 return gradient * factor
             for_device(gradient.device).scale_(gradient, factor)
             return gradient
@@ -227,8 +227,8 @@ def lacks(shape: HeadShape) -> str | None:
 def _options_lack(shape: HeadShape) -> str | None:
     """The first option or dtype that rules out one pass, as a text that says the need; None if there is none."""
     options, transform = shape.options, shape.options.transform
-    made = [options.compute_dtype]
-    made += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
+    made_dtypes = [options.compute_dtype]
+    made_dtypes += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
     lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
     if lacking is not None:
         return lacking
@@ -239,13 +239,13 @@ def _options_lack(shape: HeadShape) -> str | None:
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
             "that are too much alike do not give back their logits"
         )
-    if torch.float16 in made:
+    if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     return "a head without low_rank terms" if shape.rank else None
 
 
 def _room_lacks(shape: HeadShape) -> str | None:
-    room, together = _room(shape).tokens, _together(shape)
+    room, together = _room(shape).tokens, _tokens_together(shape)
     if room >= together:
         return None
     why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
@@ -253,28 +253,28 @@ def _room_lacks(shape: HeadShape) -> str | None:
 
 
 def _pay_lacks(shape: HeadShape) -> str | None:
-    room, enough = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
+    room, least_tokens = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
     if shape.options.names_chunk:
         return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
-    if room.tokens < enough:
-        return f"chunks of {enough} tokens to pay, and has room for {room.tokens}"
+    if room.tokens < least_tokens:
+        return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
     if shape.sum_bytes and room.beside < shape.tokens:
         return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
     return None
 
 
-def _together(shape: HeadShape) -> int:
+def _tokens_together(shape: HeadShape) -> int:
     return shape.tokens if shape.in_place else min(shape.together, shape.tokens)
 
 
 def _room(shape: HeadShape) -> Room:
     options, sums = shape.options, shape.sum_bytes
-    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
-    kept += 4 * shape.hidden_size
+    bytes_per_token = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    bytes_per_token += 4 * shape.hidden_size
     chunk_bytes, named = CHUNK_BYTES[kind_of(shape.device)], options.chunk_tokens
-    beside, instead = (named or max(1, (chunk_bytes + freed) // kept) for freed in (0, sums))
+    beside, instead = (named or max(1, (chunk_bytes + freed) // bytes_per_token) for freed in (0, sums))
     # All chunks except the last may hold `together - 1` tokens less than they have room for.
-    short = (MAX_ROUNDINGS - 1) * (_together(shape) - 1)
+    short = (MAX_ROUNDINGS - 1) * (_tokens_together(shape) - 1)
     fullest = min(shape.tokens, math.ceil((shape.tokens + short) / MAX_ROUNDINGS))
     return Room(beside, instead, sums > 0 and instead >= fullest)
 
@@ -283,10 +283,10 @@ def chunks_of(shape: HeadShape) -> OnePassPlan:
     """Near-equal chunks of the shape's N tokens. `_room_lacks(shape)` must be None."""
     tokens, room = shape.tokens, _room(shape)
     chunks = math.ceil(tokens / room.tokens)
-    even = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    even_tokens = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     summed = shape.weight_dtype if room.rounded else torch.float32
     return OnePassPlan(
-        chunk_tokens=max(1, min(room.tokens, even + _together(shape) - 1, tokens)),
+        chunk_tokens=max(1, min(room.tokens, even_tokens + _tokens_together(shape) - 1, tokens)),
         sum_dtype=summed if shape.needs[1] else None,
     )
 
@@ -309,8 +309,9 @@ def workspace(shape: HeadShape) -> int:
     kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
     per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
     copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
-    apart = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))  # products that are added to the sum afterwards
-    fixed = shape.base_bytes + width * size * (shape.column_bytes + apart)
+    # Some products are made apart and then added to the sum.
+    separate_bytes = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))
+    fixed = shape.base_bytes + width * size * (shape.column_bytes + separate_bytes)
     if shape.bias:
         fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
     if epilogue_lacks(shape) is None:  # a last chunk of fewer than MIN_TOKENS tokens still makes float32 tiles
