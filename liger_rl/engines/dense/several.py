@@ -55,7 +55,7 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
         targets.multiply()
         return statistics._replace(logps=targets.logps(lambda z: z - statistics.lse[:, None]))
     largest = None if options.topk is None else _Largest(rows, options.topk)
-    seen = [part.look for part in (targets, largest) if part is not None]
+    seen = [collector.look for collector in (targets, largest) if collector is not None]
     state = two_pass.fold_tiles(rows, options, seen=seen)
     statistics = state.finish()
 
@@ -77,13 +77,15 @@ class _Targets:
     def __init__(self, rows: Head, options: EngineOptions) -> None:
         self.rows, self.transform = rows, rows.transform(options, slice(None))
         self.ids = rows.targets if rows.shard is None else rows.shard.local(rows.targets)
-        self.here = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
+        self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def look(self, logits: Tensor, part: slice, first: int, bias: Tensor | None, transform: LogitTransform) -> None:
-        column, width = self.ids[part] - first, logits.shape[1]
-        found = logits.gather(1, column.clamp(0, width - 1))
-        self.x[part] = torch.where((column >= 0) & (column < width), found, self.x[part])
+    def look(
+        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        column, width = self.ids[token_rows] - first, logits.shape[1]
+        clamped_values = logits.gather(1, column.clamp(0, width - 1))
+        self.x[token_rows] = torch.where((column >= 0) & (column < width), clamped_values, self.x[token_rows])
 
     def multiply(self) -> None:
         """Compute the logits from gathered rows of the weight. The fold ran in an epilogue, so Triton is installed."""
@@ -91,14 +93,14 @@ class _Targets:
 
         rows, (n, count), device = self.rows, self.ids.shape, self.ids.device
         vocab = rows.weight.shape[0]
-        nothing = self.here.new_empty(0)
+        empty = self.on_rank.new_empty(0)
         slots = Slots(
-            ids=torch.where(self.here, self.ids, vocab).to(torch.int32).flatten(),
+            ids=torch.where(self.on_rank, self.ids, vocab).to(torch.int32).flatten(),
             tokens=torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(count),
             starts=torch.arange(n + 1, device=device) * count,
-            kinds=self.here[:, 0],
-            missing=nothing,
-            numbers=nothing,
+            kinds=self.on_rank[:, 0],
+            missing=empty,
+            numbers=empty,
             rows=vocab,
             first=0,
         )
@@ -108,8 +110,8 @@ class _Targets:
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
         bias, shard = self.rows.bias, self.rows.shard
-        listed = None if bias is None else bias[torch.where(self.here, self.ids, 0)]
-        z = torch.where(self.here, transformed(self.x, listed, self.transform), 0.0)
+        listed = None if bias is None else bias[torch.where(self.on_rank, self.ids, 0)]
+        z = torch.where(self.on_rank, transformed(self.x, listed, self.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
 
@@ -121,8 +123,10 @@ class _Largest:
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
         self.keys = no_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
-    def look(self, logits: Tensor, part: slice, first: int, bias: Tensor | None, transform: LogitTransform) -> None:
-        for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[part])
+    def look(
+        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[token_rows])
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
@@ -154,9 +158,9 @@ def backward(
 
 def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, tokens: TokenGradients) -> Tensor:
     """-> dL/dz at the targets, (n, K) float32, 0 at negative targets."""
-    own, total = _sums_of_repeated(ids, listed), total[:, None]
+    id_sums, total = _sums_of_repeated(ids, listed), total[:, None]
     # For p near 1 we use 1 - p = -expm1(logp), which is exact to its last digit, as `TokenGradients.of` does.
-    grad = torch.where(logps > -0.5, (own - total) - total * torch.expm1(logps), own - total * logps.exp())
+    grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad -= tokens.grad_entropy[:, None] * entropy_term(logps, tokens.entropy[:, None])
     return torch.where(ids >= 0, grad, 0.0)
