@@ -92,8 +92,10 @@ def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
 
     The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
     """
-    free = not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight) if free else None
+    unrestricted = (
+        not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
+    )
+    return epilogue_for(rows.hidden, rows.weight) if unrestricted else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
@@ -114,14 +116,14 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
             weight_tile = low_rank.beside_tile(weight_tile, first)
         bias_tile = None if bias is None else bias[first:last]
         for start, stop in spans(n, tiles.tokens):
-            part = slice(start, stop)
-            logits = gemm.matmul(hidden[part], weight_tile.T)
-            transform = rows.transform(options, part)
-            kernels.fold(logits, targets[part], first, bias_tile, transform, state.take(part))
+            token_rows = slice(start, stop)
+            logits = gemm.matmul(hidden[token_rows], weight_tile.T)
+            transform = rows.transform(options, token_rows)
+            kernels.fold(logits, targets[token_rows], first, bias_tile, transform, state.take(token_rows))
             if kept is not None:
-                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
+                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(token_rows))
             for look in seen:
-                look(logits, part, first, bias_tile, transform)
+                look(logits, token_rows, first, bias_tile, transform)
             del logits  # so that it is freed before the next tile is allocated
     shard = rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
@@ -144,18 +146,18 @@ def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
     """
     if not options.batch_invariant:
         return with_factor(rows, options), options
-    weight, whole = rows.weight, with_factor(_made_up(rows, MIN_TOKENS), options)
-    if fold_epilogue(whole, options) is None:
-        whole = _made_up(rows, INVARIANT_TOKENS)
+    weight, padded = rows.weight, with_factor(_padded_rows(rows, MIN_TOKENS), options)
+    if fold_epilogue(padded, options) is None:
+        padded = _padded_rows(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
-        free = replace(options, chunk_tokens=None, chunk_vocab=None)
+        unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)
         bytes_per_logit = 4 if compiles(device) else 12
-        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, free, bytes_per_logit=bytes_per_logit)
-        options = replace(free, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
-    return whole, options
+        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, unchunked, bytes_per_logit=bytes_per_logit)
+        options = replace(unchunked, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
+    return padded, options
 
 
-def _made_up(rows: Head, multiple: int) -> Head:
+def _padded_rows(rows: Head, multiple: int) -> Head:
     """The rows, filled up with rows of zeros to a multiple of `multiple`."""
     missing = -rows.hidden.shape[0] % multiple
     if not missing:
@@ -203,8 +205,8 @@ def gradients(
             factor = low_rank.beside_rows(hidden)
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    free = not options.names_chunk and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight) if free else None
+    unrestricted = not options.names_chunk and rows.temperatures is None
+    epilogue = epilogue_for(factor, weight) if unrestricted else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -239,30 +241,32 @@ def gradients(
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
-            part = slice(start, stop)
+            token_rows = slice(start, stop)
             if known is not None:
                 tile = known(first, last, start, stop)
             else:
                 assert tokens is not None
-                ids, some = targets[part], tokens.take(part)
+                ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
                 if epilogue is not None:
-                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
+                    tile = epilogue.gemm_grad(
+                        factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
+                    )
                 else:
-                    logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
+                    logits, dtype = gemm.matmul(factor[token_rows], factor_tile.T), options.compute_dtype
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, part), some, tile)
+                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, token_rows), tile_tokens, tile)
                     del logits
             if several is not None:
-                kernels.put(tile, several[0][part], several[1][part], first)
+                kernels.put(tile, several[0][token_rows], several[1][token_rows], first)
             if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[part], tile, weight_tile)
+                gemm.accumulate(grad_hidden[token_rows], tile, weight_tile)
             if low_rank is not None and grad_inputs is not None:
-                gemm.accumulate(grad_inputs[part], tile, low_tile)
+                gemm.accumulate(grad_inputs[token_rows], tile, low_tile)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            weight_total.add(tile, hidden[part])
+            weight_total.add(tile, hidden[token_rows])
             if low_rank is not None:
-                low_total.add(tile, low_inputs[part])
+                low_total.add(tile, low_inputs[token_rows])
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
