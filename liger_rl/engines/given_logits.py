@@ -38,8 +38,8 @@ class LogitRows(torch.autograd.Function):
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        rows, known = _with_contiguous_rows(logits), TokenStatistics(*statistics)
-        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, known, grads, out)
+        rows, forward_statistics = _with_contiguous_rows(logits), TokenStatistics(*statistics)
+        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, forward_statistics, grads, out)
         return out, None, None, None, None
 
 
