@@ -73,12 +73,12 @@ class Head(NamedTuple):
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
         temperatures = self.temperatures
         if temperatures is not None:  # masked rows get temperature 1, not 0, because logits are divided by it
-            given, temperatures = temperatures, live.gather(temperatures)
+            all_temperatures, temperatures = temperatures, live.gather(temperatures)
             if live.mask is not None:
-                temperatures = torch.where(live.mask, given, 1.0)
-        every = TokenSelection(hidden.shape[0])
+                temperatures = torch.where(live.mask, all_temperatures, 1.0)
+        all_rows = TokenSelection(hidden.shape[0])
         return self._replace(
-            hidden=hidden, low_inputs=low_inputs, targets=targets, live=every, temperatures=temperatures
+            hidden=hidden, low_inputs=low_inputs, targets=targets, live=all_rows, temperatures=temperatures
         )
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
@@ -112,15 +112,15 @@ class Gradients(NamedTuple):
 
         This converts the gradients of hidden and low_inputs. The other three stay as they are.
         """
-        found: list[Tensor | None] = []
+        converted: list[Tensor | None] = []
         for rows, like in ((self.hidden, head.hidden), (self.low_inputs, head.low_inputs)):
             if rows is None or like is None or live.index is None:
-                found.append(None if rows is None or like is None else rows.to(like.dtype))
+                converted.append(None if rows is None or like is None else rows.to(like.dtype))
                 continue
             out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             for_device(like.device).scatter_rows(rows, live.index, out)
-            found.append(out)
-        return self._replace(hidden=found[0], low_inputs=found[1])
+            converted.append(out)
+        return self._replace(hidden=converted[0], low_inputs=converted[1])
 
 
 Needs = tuple[bool, ...]  # for each field of `Gradients`: whether it is needed
@@ -143,22 +143,22 @@ def with_gradient(
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
     """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
-    wanted = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
-    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+    nonzero = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
+    return nonzero if tokens.grad_entropy is None else nonzero | (tokens.grad_entropy != 0)
 
 
-def picked_rows(wanted: Tensor, count: int | None = None) -> Tensor | None:
-    """Index (count,) of the tokens where `wanted` (n,) is true; None if it is true everywhere.
+def picked_rows(selected: Tensor, count: int | None = None) -> Tensor | None:
+    """Index (count,) of the tokens where `selected` (n,) is true; None if it is true everywhere.
 
     It takes one host sync, unless the `count` of these tokens is given.
     """
     if count is None:
-        index = wanted.nonzero().squeeze(1)
-    elif count == wanted.numel():
+        index = selected.nonzero().squeeze(1)
+    elif count == selected.numel():
         return None
     else:
-        index = torch.sort(wanted.logical_not().to(torch.uint8), stable=True).indices[:count]
-    return None if index.numel() == wanted.numel() else index
+        index = torch.sort(selected.logical_not().to(torch.uint8), stable=True).indices[:count]
+    return None if index.numel() == selected.numel() else index
 
 
 def whole_head(gather: Gather | None, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
