@@ -40,12 +40,12 @@ def path_for(shape: HeadShape) -> tuple[str, list[str]]:
     """
     refusals: list[str] = []
     for path, engine in ENGINES.items():
-        needed = engine.lacks(shape)
-        if needed is None:
+        need = engine.lacks(shape)
+        if need is None:
             return path, refusals
-        if engine is one_pass and shape.passes == "one" and needed != NO_GRADIENT:
-            raise ValueError(f'passes="one" needs {needed}')
-        refusals.append(f"{path}: needs {needed}")
+        if engine is one_pass and shape.passes == "one" and need != NO_GRADIENT:
+            raise ValueError(f'passes="one" needs {need}')
+        refusals.append(f"{path}: needs {need}")
     raise AssertionError("two passes take every call")
 
 
@@ -166,9 +166,9 @@ def plan_linear_logprobs(
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
-    lies, dense = options.pop("aligned", True), options.pop("contiguous", (True, True))
-    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": lies}
-    for name, pair in (("needs", needs), ("contiguous", dense)):
+    weight_aligned, are_contiguous = options.pop("aligned", True), options.pop("contiguous", (True, True))
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": weight_aligned}
+    for name, pair in (("needs", needs), ("contiguous", are_contiguous)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
         flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
@@ -176,14 +176,15 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     head_options = options_of("plan_linear_logprobs", options)
-    for given, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
-        if given:
+    for is_set, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
+        if is_set:
             check_left_alone(head_options, name)
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
             device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), bias=bias, rank=rank,
-            in_place=weight_grad, contiguous=(dense[0], dense[1]), aligned=lies, passes=passes, together=together,
+            in_place=weight_grad, contiguous=(are_contiguous[0], are_contiguous[1]), aligned=weight_aligned,
+            passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",
         )
