@@ -57,6 +57,6 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def column_sums(matrix: Tensor) -> Tensor:
     """(m, n) any float dtype -> (n,) float32."""
-    whole = matrix.shape[0] // SUMMED_ROWS
-    parts = matrix[: whole * SUMMED_ROWS].unflatten(0, (whole, SUMMED_ROWS)).sum(1, dtype=torch.float32)
-    return parts.sum(0) + matrix[whole * SUMMED_ROWS :].sum(0, dtype=torch.float32)
+    blocks = matrix.shape[0] // SUMMED_ROWS
+    block_sums = matrix[: blocks * SUMMED_ROWS].unflatten(0, (blocks, SUMMED_ROWS)).sum(1, dtype=torch.float32)
+    return block_sums.sum(0) + matrix[blocks * SUMMED_ROWS :].sum(0, dtype=torch.float32)
