@@ -40,8 +40,8 @@ def matrix(
     """`values` as an argument of a kernel whose tiles are (rows, columns), accessed in `parts` parts of its columns."""
     if tma:
         return TensorDescriptor.from_tensor(values, [rows, columns // parts])
-    whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
-    return whole if width % columns == 0 else RaggedRows(*whole, width)
+    plain, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
+    return plain if width % columns == 0 else RaggedRows(*plain, width)
 
 
 @triton.jit
