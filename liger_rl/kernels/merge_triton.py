@@ -39,21 +39,21 @@ def _merge_kernel(
         tile_peak = tl.load(parts.peak + place, mask=inside, other=LOWEST)
         tile_sum = tl.load(parts.sum_exp + place, mask=inside, other=0.0)
         new_peak = tl.maximum(peak, tl.max(tile_peak, 0))
-        kept = tl.exp(peak - new_peak)
+        rescale = tl.exp(peak - new_peak)
         distance = tile_peak - new_peak[None, :]
         weight = tl.exp(distance)
         if parts.moment is not None:
             tile_moment = tl.load(parts.moment + place, mask=inside, other=0.0)
-            moment = moment_around(new_peak, peak, kept, total, moment)
+            moment = moment_around(new_peak, peak, rescale, total, moment)
             moment += tl.sum(moment_around(new_peak[None, :], tile_peak, weight, tile_sum, tile_moment), 0)
         if parts.sum_sq_exp is not None:
             tile_sq = tl.load(parts.sum_sq_exp + place, mask=inside, other=0.0)
-            total_sq = total_sq * kept * kept + tl.sum(weight * weight * tile_sq, 0)
+            total_sq = total_sq * rescale * rescale + tl.sum(weight * weight * tile_sq, 0)
         if parts.sum_logits is not None:
             logit_sum += tl.sum(tl.load(parts.sum_logits + place, mask=inside, other=0.0), 0)
         if parts.rival is not None:
             rival = tl.maximum(rival, tl.max(tl.load(parts.rival + place, mask=inside, other=float("-inf")), 0))
-        total = total * kept + tl.sum(weight * tile_sum, 0)
+        total = total * rescale + tl.sum(weight * tile_sum, 0)
         peak = new_peak
     tl.store(state.peak + token, peak, mask=live)
     tl.store(state.sum_exp + token, total, mask=live)
