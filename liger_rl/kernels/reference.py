@@ -51,24 +51,24 @@ def fold(
     """Fold a tile of logits into the running sums of `state`."""
     z = transformed(logits, bias, transform)
     peak = torch.maximum(state.peak, z.amax(-1))
-    kept = (state.peak - peak).exp_()
+    rescale = (state.peak - peak).exp_()
     shifted = z - peak[:, None]
     column, hit = _target_column(targets, first, z.shape[-1])
     if state.sum_logits is not None:
         state.sum_logits.add_(z.sum(-1))
     if state.rival is not None:
-        before = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
-        torch.maximum(state.rival, torch.where(before, z, -math.inf).amax(-1), out=state.rival)
+        before_target = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
+        torch.maximum(state.rival, torch.where(before_target, z, -math.inf).amax(-1), out=state.rival)
     if state.moment is None:
         exp = shifted.exp_()
     else:
         shifted.clamp_(min=LOWEST_LOG_PROBABILITY)
         exp = shifted.exp()
         moment = state.moment + (state.peak - peak) * state.sum_exp
-        state.moment.copy_(kept * moment + (exp * shifted).sum(-1))
-    state.sum_exp.mul_(kept).add_(exp.sum(-1))
+        state.moment.copy_(rescale * moment + (exp * shifted).sum(-1))
+    state.sum_exp.mul_(rescale).add_(exp.sum(-1))
     if state.sum_sq_exp is not None:
-        state.sum_sq_exp.mul_(kept.square()).add_(exp.square().sum(-1))
+        state.sum_sq_exp.mul_(rescale.square()).add_(exp.square().sum(-1))
     state.peak.copy_(peak)
     state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
 
@@ -90,8 +90,8 @@ def grad(
     else:
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
         column = _target_column(targets, first, z.shape[-1])[0][:, None]
-        p_there, log_p_there = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
-        at_target = at_target - p_there * ((log_p_there + tokens.entropy) * tokens.grad_entropy)
+        target_p, target_log_p = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
+        at_target = at_target - target_p * ((target_log_p + tokens.entropy) * tokens.grad_entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
     put_at_targets(grad_z, at_target, targets, first)
     out.copy_(times_derivative(grad_z, z, transform))
@@ -113,8 +113,8 @@ def grad_beside_targets(
 def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
     """Write at_target (n,) into the targets' columns of grad (n, v), for targets in [first, first + v)."""
     column, hit = _target_column(targets, first, grad.shape[-1])
-    beside = grad.gather(-1, column[:, None]).squeeze(-1)
-    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, beside)[:, None])
+    unchanged = grad.gather(-1, column[:, None]).squeeze(-1)
+    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, unchanged)[:, None])
 
 
 def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def fold_rows(
     columns = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
-        fold(logits[rows], flat_targets[tokens], 0, None, _of_tokens(transform, tokens), state)
+        fold(logits[rows], flat_targets[tokens], 0, None, _token_transform(transform, tokens), state)
         piece = state.finish()
         for column, values in zip(columns, (piece.logps, piece.lse, piece.entropy), strict=False):
             column[tokens] = values
@@ -291,14 +291,14 @@ def grad_rows(
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
     for tokens, rows in _pieces(logits, targets):
         gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
-        tokens_transform = _of_tokens(transform, tokens)
+        tokens_transform = _token_transform(transform, tokens)
         grad(logits[rows], flat_targets[tokens], 0, None, tokens_transform, gradients.take(tokens), gradient)
         out[rows] = gradient.masked_fill_(~has_gradient[tokens, None], 0.0).to(out.dtype)
     if logits.dim() == 3:
         out[:, targets.shape[1] :] = 0
 
 
-def _of_tokens(transform: LogitTransform, tokens: slice) -> LogitTransform:
+def _token_transform(transform: LogitTransform, tokens: slice) -> LogitTransform:
     temperature = transform.temperature
     return transform.of_tokens(temperature.flatten()[tokens]) if isinstance(temperature, Tensor) else transform
 
@@ -352,8 +352,8 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
 def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     """out[index] = rows, for float32 rows (n, H), an index (n,) without repeats and out (N, H) of any float dtype."""
     for first in range(0, rows.shape[0], ROWS):
-        part = slice(first, first + ROWS)
-        out.index_copy_(0, index[part], rows[part].to(out.dtype))
+        piece = slice(first, first + ROWS)
+        out.index_copy_(0, index[piece], rows[piece].to(out.dtype))
 
 
 ID_BITS = 32
