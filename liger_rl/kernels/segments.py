@@ -115,14 +115,14 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
     Args:
         temperatures: (N,) float32, one for each token, or None. With them the transform's own temperature must be 1.
     """
-    wanted = slots.ids < slots.rows
-    row, token = torch.where(wanted, slots.ids, 0).long(), slots.tokens.long()
+    has_row = slots.ids < slots.rows
+    row, token = torch.where(has_row, slots.ids, 0).long(), slots.tokens.long()
     x = torch.zeros(row.numel(), dtype=torch.float32, device=row.device)
     for left, right in ((factors.hidden, factors.weight), (factors.low_inputs, factors.low_weight)):
         if left is None or right is None or slots.rows == 0:
             continue
-        for part in _parts(row.numel(), left.shape[1]):
-            x[part] += (left[token[part]].float() * right[row[part]].float()).sum(1)
+        for piece in _pieces(row.numel(), left.shape[1]):
+            x[piece] += (left[token[piece]].float() * right[row[piece]].float()).sum(1)
     bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row]
     z = transformed(x, bias, transform)
     if temperatures is not None:
@@ -130,7 +130,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
     return z
 
 
-def _parts(positions: int, columns: int) -> list[slice]:
+def _pieces(positions: int, columns: int) -> list[slice]:
     step = max(1, GATHERED // max(columns, 1))
     return [slice(start, start + step) for start in range(0, positions, step)]
 
@@ -161,9 +161,9 @@ def segment_sums(
     if base is not None:
         total += base.of(segments.number)
     picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
-    for part in _parts(picked.numel(), table.shape[1]):
-        at = picked[part]
-        rows = table[indices[at].long()].float() * coefficients[at, None]
-        total.index_add_(0, segments.of_position[at].long(), rows)
+    for piece in _pieces(picked.numel(), table.shape[1]):
+        positions = picked[piece]
+        rows = table[indices[positions].long()].float() * coefficients[positions, None]
+        total.index_add_(0, segments.of_position[positions].long(), rows)
     if not in_place:
         out.copy_(total + out if add else total)
