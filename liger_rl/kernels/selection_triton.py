@@ -37,9 +37,9 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
         if wanted is not None:
             live = live & (tl.load(wanted + token // each, mask=inside, other=0) != 0)
         outside = counted & (target >= vocab)
-        here = live.to(tl.int32)
-        tl.store(positions + count + tl.cumsum(here, 0) - 1, token.to(tl.int64), mask=live)
-        count += tl.sum(here)
+        ones = live.to(tl.int32)
+        tl.store(positions + count + tl.cumsum(ones, 0) - 1, token.to(tl.int64), mask=live)
+        count += tl.sum(ones)
         outside_count += tl.sum(outside.to(tl.int32))
         largest = tl.maximum(largest, tl.max(tl.where(outside, target, 0)))
     tl.store(numbers, count)
