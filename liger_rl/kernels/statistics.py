@@ -26,7 +26,7 @@ class TokenStatistics(NamedTuple):
 
     def first(self, count: int) -> "TokenStatistics":
         """The statistics of the first `count` tokens."""
-        return TokenStatistics._make(None if part is None else part[:count] for part in self)
+        return TokenStatistics._make(None if values is None else values[:count] for values in self)
 
     def mean_logits(self, vocab: int) -> Tensor | None:
         return None if self.sum_logits is None else self.sum_logits / vocab
@@ -65,17 +65,17 @@ class Fold(NamedTuple):
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
         """A fold with uninitialized fields of `shape`, except the target. A kernel must write all of them."""
 
-        def part() -> Tensor:
+        def empty() -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=target.device)
 
         return cls(
-            part(),
-            part(),
+            empty(),
+            empty(),
             target,
-            part() if entropy else None,
-            part() if "log_sum_sq_probs" in extras else None,
-            part() if "mean_logits" in extras else None,
-            part() if "is_top1" in extras else None,
+            empty() if entropy else None,
+            empty() if "log_sum_sq_probs" in extras else None,
+            empty() if "mean_logits" in extras else None,
+            empty() if "is_top1" in extras else None,
         )
 
     def take(self, rows: slice) -> "Fold":
@@ -90,17 +90,17 @@ class Fold(NamedTuple):
         tops = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival]))
         peak, rival = tops[0], None if self.rival is None else tops[1]
         lower = self.peak - peak
-        kept = lower.exp()
-        parts = {
-            "sum_exp": kept * self.sum_exp,
+        rescale = lower.exp()
+        summands = {
+            "sum_exp": rescale * self.sum_exp,
             "target": self.target,
-            "moment": None if self.moment is None else kept * (self.moment + lower * self.sum_exp),
-            "sum_sq_exp": None if self.sum_sq_exp is None else kept.square() * self.sum_sq_exp,
+            "moment": None if self.moment is None else rescale * (self.moment + lower * self.sum_exp),
+            "sum_sq_exp": None if self.sum_sq_exp is None else rescale.square() * self.sum_sq_exp,
             "sum_logits": self.sum_logits,
         }
-        given = {name: part for name, part in parts.items() if part is not None}
-        sums = total(torch.stack(list(given.values())))
-        return self._replace(peak=peak, rival=rival, **dict(zip(given, sums, strict=True)))
+        present = {name: values for name, values in summands.items() if values is not None}
+        sums = total(torch.stack(list(present.values())))
+        return self._replace(peak=peak, rival=rival, **dict(zip(present, sums, strict=True)))
 
     def finish(self, *, with_target: bool = False) -> TokenStatistics:
         """The statistics after the last tile; `with_target` adds the target's logit."""
@@ -196,17 +196,17 @@ class TokenGradients(NamedTuple):
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
     def contiguous(self) -> "TokenGradients":
-        return TokenGradients._make(None if part is None else part.contiguous() for part in self)
+        return TokenGradients._make(None if values is None else values.contiguous() for values in self)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
-        return TokenGradients._make(None if part is None else part[rows] for part in self)
+        return TokenGradients._make(None if values is None else values[rows] for values in self)
 
     def silenced(self, live: Tensor) -> "TokenGradients":
         """With zero gradients where the mask `live` (n,) is False, for any finite logits of these rows."""
 
-        def silent(part: Tensor) -> Tensor:
-            return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, 0.0)
+        def silent(values: Tensor) -> Tensor:
+            return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
 
-        parts = TokenGradients._make(None if part is None else silent(part) for part in self)
+        silent_fields = TokenGradients._make(None if values is None else silent(values) for values in self)
         # With lse = inf, p = exp(z - lse) is 0 for every finite z. With lse = 0, p might overflow, and inf * 0 is NaN.
-        return parts._replace(lse=torch.where(live, self.lse, math.inf))
+        return silent_fields._replace(lse=torch.where(live, self.lse, math.inf))
