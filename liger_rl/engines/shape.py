@@ -112,9 +112,8 @@ class HeadShape:
     def base_bytes(self) -> int:
         """Memory that every engine takes: libraries, numbers per token, contiguous copies of strided tensors."""
         hidden = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
-        relaid = (
-            not self.contiguous[1] and self.needs[1] and not self.in_place
-        )  # autograd copies a gradient to its leaf's strides
+        # Autograd copies a gradient to the strides of its leaf.
+        relaid = not self.contiguous[1] and self.needs[1] and not self.in_place
         weight = self.vocab * self.hidden_size * self.weight_dtype.itemsize * relaid
         return LIBRARY_BYTES[kind_of(self.device)] + BYTES_PER_TOKEN * self.tokens + hidden + weight
 
@@ -141,6 +140,6 @@ class HeadShape:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a float32 sum of the weight's gradient; 0 if the gradient is float32 and holds the sum itself."""
+        """Bytes of a float32 sum beside the weight's gradient; 0 if there is none, or the gradient is the sum."""
         apart = self.needs[1] and not self.in_place and self.weight_dtype != torch.float32
         return 4 * self.vocab * self.hidden_size * apart

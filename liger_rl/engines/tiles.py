@@ -29,8 +29,8 @@ def plan_tiles(
 ) -> Tiles:
     """Tiles for which t v bytes_per_logit + 4 v H <= WORKSPACE_BYTES, for t tokens and v vocabulary entries.
 
-    The second term is a float32 copy of a weight tile (v, H). A chunk named in `options` is used as it is, and v is at
-    least CHUNK_ALIGNMENT, so then a tile may be larger.
+    The second term is a float32 copy of a weight tile (v, H). A tile may be larger if `options` names a chunk, or
+    because v is at least CHUNK_ALIGNMENT (or V, if V is smaller).
     """
     kind = kind_of(device)
     chunk_tokens = options.chunk_tokens or MAX_CHUNK_TOKENS[kind]

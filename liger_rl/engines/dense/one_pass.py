@@ -225,7 +225,7 @@ def lacks(shape: HeadShape) -> str | None:
 
 
 def _options_lack(shape: HeadShape) -> str | None:
-    """The first option or dtype that rules out one pass, as a text that says the need; None if there is none."""
+    """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
     options, transform = shape.options, shape.options.transform
     made_dtypes = [options.compute_dtype]
     made_dtypes += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]

@@ -32,13 +32,12 @@ class Totals:
         if bias is not None and needs[2]:
             self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.empty = (
-            True  # until the first chunk, whose products are written, so that the weight's sum needs no clearing
-        )
+        # True until the first chunk. Its products are written, not added, so that the weight's sum needs no clearing.
+        self.empty = True
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(N, H). It is cleared at its first use, after the first products are launched, so that they do not wait."""
+        """(N, H). It is cleared at its first use, after the launch of the first chunk's fold, which need not wait."""
         if self.hidden_like is None:
             return None
         return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
