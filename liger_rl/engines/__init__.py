@@ -1,1 +1,1 @@
-"""How a call is computed: a folder for each engine. `run` is the way from a call to its results."""
+"""The engines that compute a call, a folder for each kind. `run.log_probs` takes a call and returns its results."""

@@ -1,4 +1,4 @@
-"""From a head to its values: it runs an engine, inside the one autograd Function where a gradient is wanted."""
+"""Runs an engine on a head. If a gradient is needed, the values come out of one autograd Function, `LinearLogProbs`."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -19,9 +19,10 @@ Values = Sequence[Tensor | None]
 
 
 def linear_values(head: Head, options: EngineOptions, engine: ModuleType) -> Values:
-    """VALUES of the live tokens, None where not asked for. The first three are differentiable if a gradient is wanted.
+    """VALUES of the live tokens, None for values that the options leave out.
 
-    If `head.live` keeps places, they cover all N tokens. Entries of tokens that do not count are undefined.
+    logps, entropy and lse are differentiable if `head.wants_gradient`. If `head.live` is a mask, values cover all N
+    tokens. Entries of tokens that do not count are undefined.
     """
     with torch.no_grad(), gemm.without_autocast(head.hidden.device):
         statistics, saved = engine.forward(head, options)
@@ -37,16 +38,16 @@ def _values(statistics: TokenStatistics, head: Head, options: EngineOptions) -> 
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """(hidden, weight, bias, low-rank factors) -> VALUES of an engine's forward, whose backward makes the gradients.
+    """(hidden, weight, bias, low_inputs, low_weight) -> VALUES. The engine's backward computes the gradients.
 
-    The caller has made a sharded head whole around the forward, because it reads the head's shape. The backward enters
+    The caller of the forward enters `options.gather`, because it reads the shape of the whole head. The backward enters
     `options.gather` itself, once.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, low_inputs, low_weight, head, options, engine, statistics, saved):
         ctx.set_materialize_grads(False)
-        # The extras have no gradient, and a gradient does not need them.
+        # The extras have no gradient, and the backward does not read them.
         tensors = hidden, weight, bias, low_inputs, low_weight, head.targets
         ctx.save_for_backward(*tensors, statistics.logps, statistics.lse, statistics.entropy, *(saved or ()))
         ctx.rest, ctx.options, ctx.engine = head[len(tensors) :], options, engine
@@ -68,12 +69,12 @@ def token_gradients(
     engine: ModuleType,
     head: Head,
     options: EngineOptions,
-    statistics: TokenStatistics,  # (n,) each, as the engine's forward gave them
+    statistics: TokenStatistics,  # (n,) each, from the engine's forward
     saved: Sequence[Tensor | None] | None,  # the fields of `engine.Saved`
-    grads: Sequence[Tensor | None],  # of logps, entropy and lse
+    grads: Sequence[Tensor | None],  # dL/dlogps, dL/dentropy, dL/dlse
     needs: Needs,
 ) -> Gradients:
-    """Gradients shaped like the inputs and of their dtypes."""
+    """The gradients of `head.differentiable`, with the shapes and dtypes of the inputs."""
     grad_logps, grad_entropy, grad_lse = grads
     if grad_logps is None and grad_entropy is None and grad_lse is None:
         return Gradients()
@@ -84,5 +85,5 @@ def token_gradients(
         tokens = tokens_of(statistics, grad_logps.float(), grad_entropy)
         if grad_lse is not None:
             tokens = tokens.with_lse(grad_lse, statistics.logps)
-        known = None if saved is None else engine.Saved(*saved)
-        return engine.backward(head, options, statistics, known, tokens, needs)
+        saved_fields = None if saved is None else engine.Saved(*saved)
+        return engine.backward(head, options, statistics, saved_fields, tokens, needs)

@@ -1,10 +1,14 @@
-"""`linear_logprobs` as one operator: a graph of torch.compile holds it as one node and does not look inside.
+"""`linear_logprobs` as a custom operator: one node in a graph of torch.compile, which does not trace into it.
 
-The number of tokens that count is known only while the operator runs. So its inputs and outputs cover all N tokens. The
-engine inside gets the tokens that count, and its results are put back in their places.
+The number n of tokens that count is known only while the operator runs. So its inputs and outputs cover all N tokens.
+Inside the operator the engine gets the n tokens, and its results are written back to their places among the N.
 
-Dynamo traces the callers of the operator. Torch 2.8 traces no `X | Y` in `isinstance` or in the annotations of a nested
-function, no slice, `_replace`, property or call of a NamedTuple, no `vars` of a module, and no `if` on a tensor's size.
+Dynamo traces the callers of the operator. Dynamo of torch 2.8 cannot trace these:
+
+- `X | Y` in `isinstance` or in the annotations of a nested function
+- a slice, `_replace`, property or call of a NamedTuple
+- `vars` of a module
+- an `if` on a tensor's size
 """
 
 from collections.abc import Sequence
@@ -24,49 +28,51 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.statistics import BLOCK_VOCAB, EXTRAS, TileStatistics, TokenStatistics
 from liger_rl.once import differentiable_once
 
-# In the order of Head, with a mask of the tokens that count for `live`.
+# The first seven fields of Head, in its order. `live` is a mask (N,) of the tokens that count.
 TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_inputs, Tensor? low_weight, Tensor targets, Tensor live"
 )
 DIFFERENTIABLE, TENSOR_COUNT = 5, 7
-# `bounded`: the forward keeps the statistics of tiles that a backward with a tolerance needs.
+# `bounded`: the forward also returns TileStatistics, from which the sparse engine's backward bounds its error.
 SCHEMA = f"{TENSORS}, {OP_OPTIONS}, bool bounded"
 GRADS = "Tensor? grad_logps, Tensor? grad_entropy, Tensor? grad_lse, Tensor[] outputs, bool[] needs"
-# The outputs: six fields of TokenStatistics, three of TileStatistics, and (1,) bool on the host: whether the forward
-# made the tiles. If not, the backward is exact. The list has no None: an output that is not asked for is left out.
+# There are ten outputs: six fields of TokenStatistics, three of TileStatistics, and a (1,) bool on the host that says
+# whether the forward made the TileStatistics. If it is false, the backward is exact. An operator cannot return None, so
+# its list leaves out the outputs that the options do not ask for.
 STATISTICS = 6
 Outputs = list[Tensor | None]
 
 
-def _apart(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
-    """The arguments of SCHEMA -> the head, its options, `bounded`."""
+def _split_arguments(arguments: Sequence[Any]) -> tuple[Head, OpOptions, bool]:
+    """The arguments of SCHEMA -> head, options, `bounded`."""
     hidden, weight, bias, low_inputs, low_weight, targets, live = arguments[:TENSOR_COUNT]
     selection = TokenSelection(live.numel(), mask=live)
     head = Head(hidden, weight, bias, low_inputs, low_weight, targets, selection)
     return head, OpOptions(*arguments[TENSOR_COUNT:-1]), arguments[-1]
 
 
-def _asked_for(options: OpOptions, bounded: bool) -> list[bool]:
+def _requested_outputs(options: OpOptions, bounded: bool) -> list[bool]:
     extras = [name in options.extras.split(",") for name in EXTRAS]
     return [True, True, options.entropy, *extras, bounded, bounded, bounded and options.entropy, bounded]
 
 
-def _with_gaps(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
-    """The outputs, or their gradients -> ten of them, None where one was not asked for."""
-    rest = iter(values)
-    return [next(rest) if asked else None for asked in _asked_for(options, bounded)]
+def _with_missing_outputs(values: Sequence[Any], options: OpOptions, bounded: bool) -> list[Any]:
+    """The operator's outputs, or their gradients -> a list of ten, None for an output that the options leave out."""
+    present = iter(values)
+    return [next(present) if requested else None for requested in _requested_outputs(options, bounded)]
 
 
 def _empty(arguments: Sequence[Any]) -> Outputs:
-    head, options, bounded = _apart(arguments)
+    head, options, bounded = _split_arguments(arguments)
     n, vocab = head.hidden.shape[0], head.weight.shape[0]
     token, tile = (n,), (-(-vocab // BLOCK_VOCAB), n)
     shapes = [head.targets.shape, *[token] * 5, *[tile] * 3, (1,)]
     dtypes = [*[torch.float32] * 5, torch.bool, *[torch.float32] * 3, torch.bool]
     devices = [*[head.hidden.device] * 9, torch.device("cpu")]
-    columns = zip(_asked_for(options, bounded), shapes, dtypes, devices, strict=True)
+    columns = zip(_requested_outputs(options, bounded), shapes, dtypes, devices, strict=True)
     return [
-        torch.empty(shape, dtype=dtype, device=device) if asked else None for asked, shape, dtype, device in columns
+        torch.empty(shape, dtype=dtype, device=device) if requested else None
+        for requested, shape, dtype, device in columns
     ]
 
 
@@ -77,7 +83,7 @@ def _engine(head: Head, bounded: bool) -> ModuleType:
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    head, options, bounded = _apart(arguments)
+    head, options, bounded = _split_arguments(arguments)
     if not options.fixed_shape:
         vocab, name = head.weight.shape[0], options.targets_name
         targets = head.targets.amax(1) if head.targets.dim() == 2 else head.targets
@@ -87,16 +93,19 @@ def _forward(*arguments: Any) -> list[Tensor]:
         statistics, tiles = _engine(head, bounded).forward(head, options.resolved())
     outputs, index = _empty(arguments), head.live.index
     for place, value in enumerate(statistics[:STATISTICS]):
-        _put(outputs[place], value, index, dim=0)
+        _write(outputs[place], value, index, dim=0)
     for place, value in enumerate(tiles or [None] * 3, STATISTICS):
-        _put(outputs[place], value, index, dim=-1)
+        _write(outputs[place], value, index, dim=-1)
     if bounded:
         outputs[-1].fill_(tiles is not None)  # type: ignore[union-attr]
     return [output for output in outputs if output is not None]
 
 
-def _put(output: Tensor | None, values: Tensor | None, index: Tensor | None, *, dim: int) -> None:
-    """Values of n tokens along `dim` -> the output's of N, 0 elsewhere; 0 everywhere without values."""
+def _write(output: Tensor | None, values: Tensor | None, index: Tensor | None, *, dim: int) -> None:
+    """Write values of n tokens along `dim` to their places in an output of N tokens, and 0 to the rest of the output.
+
+    If `values` is None, the whole output becomes 0.
+    """
     if output is None:
         return
     if values is None:
@@ -115,16 +124,16 @@ def _backward(
     grad_logps: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
     outputs: list[Tensor], needs: list[bool], *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """-> the gradients that are needed, in the order of `Head.differentiable`."""
-    head, options, bounded = _apart(arguments)
-    known = _with_gaps(outputs, options, bounded)
-    # 0 at tokens that do not count. One sync drops these together with the other tokens without a gradient.
+    """-> the gradients that `needs` asks for, in the order of `Head.differentiable`."""
+    head, options, bounded = _split_arguments(arguments)
+    all_outputs = _with_missing_outputs(outputs, options, bounded)
+    # Tokens that do not count have gradient 0 here. One sync drops all tokens whose gradient is 0.
     grads = [None if grad is None else head.live.gather(grad) for grad in (grad_logps, grad_entropy, grad_lse)]
     if not options.fixed_shape:
-        everything = TokenSelection(head.targets.numel())
-        head = head._replace(targets=head.live.gather(head.targets), live=everything)
-    statistics = TokenStatistics(*known[:3])
-    tiles = TileStatistics(*known[STATISTICS:-1]) if bounded and bool(known[-1]) else None
+        all_tokens = TokenSelection(head.targets.numel())
+        head = head._replace(targets=head.live.gather(head.targets), live=all_tokens)
+    statistics = TokenStatistics(*all_outputs[:3])
+    tiles = TileStatistics(*all_outputs[STATISTICS:-1]) if bounded and bool(all_outputs[-1]) else None
     engine = _engine(head, bounded)
     gradients = token_gradients(engine, head, options.resolved(), statistics, tiles, grads, tuple(needs))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
@@ -139,31 +148,31 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
-    _, ctx.options, ctx.bounded = _apart(inputs)
-    logps, lse, entropy, *others = _with_gaps(output, ctx.options, ctx.bounded)
+    _, ctx.options, ctx.bounded = _split_arguments(inputs)
+    logps, lse, entropy, *other_outputs = _with_missing_outputs(output, ctx.options, ctx.bounded)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(column for column in others if column is not None))
-    # The extras have no gradient, and a gradient does not need them.
-    known = logps, lse, entropy, *others[len(EXTRAS) :]
-    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in known if column is not None))
+    ctx.mark_non_differentiable(*(column for column in other_outputs if column is not None))
+    # The extras have no gradient, and the backward does not read them.
+    backward_outputs = logps, lse, entropy, *other_outputs[len(EXTRAS) :]
+    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *(column for column in backward_outputs if column is not None))
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, *_with_gaps(grads, ctx.options, ctx.bounded)[:3])
+    return _gradients(ctx, *_with_missing_outputs(grads, ctx.options, ctx.bounded)[:3])
 
 
 @differentiable_once
 def _gradients(
     ctx: Any, saved: Sequence[Any], grad_logps: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """-> one for each argument of SCHEMA."""
+    """-> one gradient or None for each argument of SCHEMA."""
     gradients: Outputs = [None] * (TENSOR_COUNT + len(ctx.options) + 1)
     grads = grad_logps, grad_entropy, grad_lse
     if any(grad is not None for grad in grads):
-        tensors, known = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
+        tensors, outputs = saved[:TENSOR_COUNT], list(saved[TENSOR_COUNT:])
         needs, options = list(ctx.needs_input_grad[:DIFFERENTIABLE]), ctx.options._replace(extras="")
         backward = getattr(torch.ops.liger_rl, f"{name_of(fixed_shape=options.fixed_shape)}_backward")
-        values = iter(backward(*grads, known, needs, *tensors, *options, ctx.bounded))
+        values = iter(backward(*grads, outputs, needs, *tensors, *options, ctx.bounded))
         gradients[:DIFFERENTIABLE] = [next(values) if needed else None for needed in needs]
     return tuple(gradients)
 
@@ -172,8 +181,8 @@ def name_of(*, fixed_shape: bool) -> str:
     return "linear_logprobs_fixed_shape" if fixed_shape else "linear_logprobs"
 
 
-# Two operators that compute the same, because an operator has a tag or has it not. The tag keeps an operator that waits
-# for the device out of the CUDA graphs that torch.compile makes ("reduce-overhead"). They capture the other one.
+# Two operators run the same functions and differ in their tag. `linear_logprobs` waits for the device, so its tag keeps
+# it out of the CUDA graphs of torch.compile ("reduce-overhead"). They capture `linear_logprobs_fixed_shape`.
 for _fixed in (False, True):
     _tags = {} if _fixed else WAITING_OPERATOR
     _name = f"liger_rl::{name_of(fixed_shape=_fixed)}"
@@ -190,26 +199,26 @@ def logprobs_in_graph(
     options: EngineOptions,
     *,
     wants_gradient: bool,
-    targets_name: str,  # the caller's
+    targets_name: str,  # the caller's name of the targets, for messages
 ) -> dict[str, Tensor | None]:
-    """The fields of `LogProbs` of all N tokens, by name; `head.live` has the mask of the tokens that count.
+    """The fields of `LogProbs` of all N tokens, by name. `head.live` holds the mask of the tokens that count.
 
-    The other tokens get 0. With `fixed_shape` they are undefined.
+    Tokens that do not count get 0. With `fixed_shape` their values are undefined.
 
     Raises:
-        ValueError: when it runs, a target outside of the vocabulary, unless `fixed_shape`.
+        ValueError: a target outside the vocabulary, raised when the operator runs; never with `fixed_shape`.
     """
     tolerant = options.grad_tolerance != 0.0 and not options.names_chunk and head.low_inputs is None
     bounded, flat = tolerant and wants_gradient, flat_options(options, targets_name)
     operator = getattr(torch.ops.liger_rl, name_of(fixed_shape=options.fixed_shape))
     tensors = head.hidden, head.weight, head.bias, head.low_inputs, head.low_weight, head.targets, head.live.mask
     values = iter(operator(*tensors, *flat, bounded))
-    # Copies, because the caller may write to its results and the backward needs the operator's as they are.
+    # We return copies, because the caller may write to its results and the backward reads the operator's outputs.
     logps, lse = next(values).clone(), next(values).clone()
     named: dict[str, Tensor | None] = {"logps": logps, "lse": lse if options.lse else None}
     named["entropy"] = next(values).clone() if options.entropy else None
     for name in EXTRAS:
         value = next(values) if name in options.extras else None
-        # The operator gives the sum.
+        # The operator returns sum_v z_v.
         named[name] = value / head.weight.shape[0] if name == "mean_logits" and value is not None else value
     return named

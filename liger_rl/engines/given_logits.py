@@ -13,8 +13,8 @@ from liger_rl.once import differentiable_once
 class LogitRows(torch.autograd.Function):
     """(logits, targets, mask) -> (logps, entropy, lse), (tokens,) float32 each, with a gradient for the logits.
 
-    A token that does not count has log-probability 0, entropy 0 and lse +inf. No other token has an lse of +inf: a row
-    with an infinity or NaN gives -inf or NaN. `liger_rl.kernels.reference` has the shapes, and says which tokens
+    A token that does not count has log-probability 0, entropy 0 and lse +inf. A token that counts never has lse +inf:
+    a row with an infinity or NaN gives -inf or NaN. `liger_rl.kernels.reference` has the shapes, and says which tokens
     count.
     """
 
@@ -26,7 +26,7 @@ class LogitRows(torch.autograd.Function):
         ctx.transform = transform
         ctx.save_for_backward(logits, targets, mask, statistics.logps, statistics.lse, statistics.entropy)
         ctx.mark_non_differentiable(statistics.lse)
-        # Copies, because the caller may write to its results and the backward needs them as they are.
+        # We return copies, because the caller may write to its results and the backward reads the saved ones.
         entropies = None if statistics.entropy is None else statistics.entropy.clone()
         return statistics.logps.clone(), entropies, statistics.lse
 
@@ -38,8 +38,8 @@ class LogitRows(torch.autograd.Function):
             return None, None, None, None, None
         grads = torch.zeros_like(grad_entropy) if grad_logps is None else grad_logps.float(), grad_entropy
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        rows, known = _with_contiguous_rows(logits), TokenStatistics(*statistics)
-        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, known, grads, out)
+        rows, forward_statistics = _with_contiguous_rows(logits), TokenStatistics(*statistics)
+        for_device(logits.device).grad_rows(rows, targets, mask, ctx.transform, forward_statistics, grads, out)
         return out, None, None, None, None
 
 
@@ -53,10 +53,10 @@ def check_logits(
     mask: Tensor | None,
     transform: LogitTransform,
     *,
-    targets_name: str = "targets",  # the caller's name for them, for messages
+    targets_name: str = "targets",  # the caller's name of the targets, for messages
     spare_position: bool = False,  # (B, T + 1, V) logits may come with (B, T) targets
 ) -> None:
-    """Raise for mistakes that show without reading values."""
+    """Raise for arguments with a wrong type, dtype, shape or device. No tensor's values are read."""
     check_transform(transform)
     check_floating("logits", logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:

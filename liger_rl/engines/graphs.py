@@ -1,4 +1,4 @@
-"""Calls that a graph of torch.compile does not hold: the graph breaks around them."""
+"""Functions that no graph of torch.compile can hold: the graph breaks around their calls."""
 
 import sys
 from collections.abc import Callable
@@ -13,9 +13,10 @@ _HIDDEN: dict[Callable, Callable] = {}
 
 
 def break_graph(feature: str) -> None:
-    """Break the graph around the call that torch.compile traces; with fullgraph=True Dynamo raises this message.
+    """Break the graph of torch.compile at this call. With fullgraph=True Dynamo raises the message instead.
 
-    Nothing happens in eager mode. What follows in the caller must be right in eager mode, too: it runs there next.
+    In eager mode the function does nothing. After the break the rest of the caller runs in eager mode, so its code must
+    be right there too.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
@@ -25,8 +26,11 @@ def break_graph(feature: str) -> None:
 
 
 def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function`, hidden from Dynamo. Dynamo would compile its frames one by one, and fails on some with torch 2.11."""
-    # Dynamo takes seconds to load. Where it is not loaded, nothing is compiled.
+    """`function` wrapped so that Dynamo skips it.
+
+    Otherwise Dynamo compiles its frames one by one, and torch 2.11 fails on some of them.
+    """
+    # Loading Dynamo takes seconds. While Dynamo is not loaded, nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return function
     if function not in _HIDDEN:
@@ -35,7 +39,7 @@ def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Argumen
 
 
 def never_in_a_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A public function that no graph holds: `break_graph`, then `outside_of_graphs`."""
+    """Decorator of a public function that no graph can hold: `break_graph`, then `outside_of_graphs`."""
 
     @wraps(function)
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,18 +1,19 @@
-"""What every engine is given and gives back.
+"""The interface of engines: their inputs, their results, and helpers that several engines share.
 
 An engine is a module with
 
-    Saved                                                      a NamedTuple of tensors, what its backward needs
-    forward(head, options) -> statistics, saved                of the tokens that count; None for a Saved of nothing
+    Saved                                                      NamedTuple of tensors that its backward reads
+    forward(head, options) -> statistics, saved                of the tokens that count; saved may be None
     backward(head, options, statistics, saved, tokens, needs)  -> Gradients
 
-and both run without autocast and autograd, with the weight whole. An engine of `choose.ENGINES` also has
+An engine whose `saved` is always None defines no `Saved`. Both functions run without autocast and autograd, with the
+whole weight. An engine of `plan.ENGINES` also has
 
-    lacks(shape)                                               what it would need; None if it takes the call
+    lacks(shape)                                               the engine's first need; None if it takes the call
     workspace(shape)                                           bytes apart from inputs, results and gradients, at most
 
-One whose backward reads other `tokens` than
-`TokenGradients.of` makes has a `tokens_of` in its place.
+`dense.one_pass` has a function `one_pass` in place of `forward` and `backward`. An engine may define `tokens_of`, to
+replace `TokenGradients.of`, if its backward needs other per-token inputs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,20 +33,24 @@ from liger_rl.kernels.transform import LogitTransform
 
 
 class Head(NamedTuple):
-    """The tensors that logits are made of, flat and on this rank, and which of the tokens count."""
+    """The factors of the logits on this rank, tokens flattened to N, and the selection of tokens that count.
+
+    logits = hidden @ weight.T + low_inputs @ low_weight.T + bias, (N, V).
+    """
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
-    low_inputs: Tensor | None  # (N, r), and
-    low_weight: Tensor | None  # (V, r): the product of the two is added to the logits
-    targets: Tensor  # (N,); (N, K) of several, ids of the whole vocabulary even beside a shard
+    low_inputs: Tensor | None  # (N, r)
+    low_weight: Tensor | None  # (V, r)
+    targets: Tensor  # (N,), or (N, K) if each token has K targets; see `shard` for the ids
     live: TokenSelection
-    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
-    shard: VocabShard | None = None  # where the weight is a part of the vocabulary; targets are rows of it
-    temperatures: Tensor | None = None  # (N,) float32, where tokens have their own
-    listed: ListedIds | None = None  # for the support engine; targets are ids of the vocabulary
-    weight_dtype: torch.dtype | None = None  # of the weight's gradient, where `weight` is a copy in another
+    weight_grad: Tensor | None = None  # (V, H) float32: the weight's gradient is added to it, not returned
+    # Set if the weight holds a part of the vocabulary. Targets (N,) are then rows of the weight, (N, K) are global ids.
+    shard: VocabShard | None = None
+    temperatures: Tensor | None = None  # (N,) float32, if each token has its own temperature
+    listed: ListedIds | None = None  # for the support engine, whose targets are global ids
+    weight_dtype: torch.dtype | None = None  # dtype of the weight's gradient, if `weight` is a copy in another dtype
 
     @property
     def vocab(self) -> int:
@@ -54,7 +59,7 @@ class Head(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """What gradients are for, in the order of `Gradients`."""
+        """The five tensors that may need a gradient, in the order of `Gradients`."""
         return self.hidden, self.weight, self.bias, self.low_inputs, self.low_weight
 
     @property
@@ -62,66 +67,72 @@ class Head(NamedTuple):
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.differentiable)
 
     def gathered(self, dtype: torch.dtype, live: TokenSelection | None = None) -> "Head":
-        """A head of the tokens that count, or of `live`, alone, with hidden states in `dtype`."""
+        """The head of only the tokens in `live` (None: the head's own `live`), with hidden states in `dtype`."""
         live = live or self.live
         low_inputs = None if self.low_inputs is None else gathered(self.low_inputs, live, self.low_inputs.dtype)
         hidden, targets = gathered(self.hidden, live, dtype), live.gather(self.targets)
         temperatures = self.temperatures
-        if temperatures is not None:  # 1 and not 0 where a mask leaves a token in its place: logits are divided by it
-            given, temperatures = temperatures, live.gather(temperatures)
+        if temperatures is not None:  # masked rows get temperature 1, not 0, because logits are divided by it
+            all_temperatures, temperatures = temperatures, live.gather(temperatures)
             if live.mask is not None:
-                temperatures = torch.where(live.mask, given, 1.0)
-        every = TokenSelection(hidden.shape[0])
+                temperatures = torch.where(live.mask, all_temperatures, 1.0)
+        all_rows = TokenSelection(hidden.shape[0])
         return self._replace(
-            hidden=hidden, low_inputs=low_inputs, targets=targets, live=every, temperatures=temperatures
+            hidden=hidden, low_inputs=low_inputs, targets=targets, live=all_rows, temperatures=temperatures
         )
 
     def with_weight_in(self, dtype: torch.dtype) -> "Head":
-        """With a copy of a weight that is in another dtype, laid out as the product of our own needs it."""
+        """The head with its weight in `dtype`. A converted weight is contiguous, as our own product needs it."""
         if self.weight.dtype == dtype:
             return self
         copy = self.weight.to(dtype, memory_format=torch.contiguous_format)
         return self._replace(weight=copy, weight_dtype=self.weight.dtype)
 
     def transform(self, options: EngineOptions, rows: slice) -> LogitTransform:
-        """Of some of the rows."""
+        """The transform of the tokens in `rows`, with their temperatures."""
         return options.transform.of_tokens(None if self.temperatures is None else self.temperatures[rows])
 
 
 def gathered(values: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """The rows that count in `dtype`, where the product of our own can read them."""
+    """The rows of `live` in `dtype`, contiguous and aligned for our own product."""
     return realigned(live.gather(values).to(dtype).contiguous())
 
 
 class Gradients(NamedTuple):
-    """Of what the head is made of; None where not asked for."""
+    """Gradients of the head's five tensors. None for a gradient that is not needed."""
 
     hidden: Tensor | None = None  # (N, H)
-    weight: Tensor | None = None  # (V, H); also None where it went to `weight_grad`
+    weight: Tensor | None = None  # (V, H); None also if it was added to `weight_grad`
     bias: Tensor | None = None  # (V,)
     low_inputs: Tensor | None = None  # (N, r)
     low_weight: Tensor | None = None  # (V, r)
 
     def of_all_tokens(self, live: TokenSelection, head: Head) -> "Gradients":
-        """Float32 rows (n, ...) of the tokens in `live` -> rows of all N tokens, in their dtypes, 0 elsewhere."""
-        found: list[Tensor | None] = []
+        """Float32 rows (n, ...) of the tokens in `live` -> rows of all N tokens in the inputs' dtypes, 0 elsewhere.
+
+        This converts the gradients of hidden and low_inputs. The other three stay as they are.
+        """
+        converted: list[Tensor | None] = []
         for rows, like in ((self.hidden, head.hidden), (self.low_inputs, head.low_inputs)):
             if rows is None or like is None or live.index is None:
-                found.append(None if rows is None or like is None else rows.to(like.dtype))
+                converted.append(None if rows is None or like is None else rows.to(like.dtype))
                 continue
             out = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             for_device(like.device).scatter_rows(rows, live.index, out)
-            found.append(out)
-        return self._replace(hidden=found[0], low_inputs=found[1])
+            converted.append(out)
+        return self._replace(hidden=converted[0], low_inputs=converted[1])
 
 
-Needs = tuple[bool, ...]  # which of `Gradients` are asked for
+Needs = tuple[bool, ...]  # for each field of `Gradients`: whether it is needed
 
 
 def with_gradient(
     live: TokenSelection, tokens: TokenGradients, count: int | None = None
 ) -> tuple[TokenSelection, TokenGradients]:
-    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask or `count` known."""
+    """The live tokens whose gradient is not exactly zero; `count` is their number, if the caller knows it.
+
+    It takes one host sync, unless `live` is a mask or `count` is given.
+    """
     if live.mask is not None:
         live = live.restricted(has_gradient(tokens))
         assert live.mask is not None
@@ -131,24 +142,27 @@ def with_gradient(
 
 
 def has_gradient(tokens: TokenGradients) -> Tensor:
-    """(n,) bool: the gradient is not exactly zero; true for NaN, which must reach the gradients and not be dropped."""
-    wanted = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
-    return wanted if tokens.grad_entropy is None else wanted | (tokens.grad_entropy != 0)
+    """(n,) bool: the gradient is not exactly zero. A NaN is true, because it must reach the gradients."""
+    nonzero = tokens.grad_logps != 0 if tokens.wanted is None else tokens.wanted
+    return nonzero if tokens.grad_entropy is None else nonzero | (tokens.grad_entropy != 0)
 
 
-def picked_rows(wanted: Tensor, count: int | None = None) -> Tensor | None:
-    """Index of the tokens that are wanted, None for all of them; one host sync, unless their `count` is known."""
+def picked_rows(selected: Tensor, count: int | None = None) -> Tensor | None:
+    """Index (count,) of the tokens where `selected` (n,) is true; None if it is true everywhere.
+
+    It takes one host sync, unless the `count` of these tokens is given.
+    """
     if count is None:
-        index = wanted.nonzero().squeeze(1)
-    elif count == wanted.numel():
+        index = selected.nonzero().squeeze(1)
+    elif count == selected.numel():
         return None
     else:
-        index = torch.sort(wanted.logical_not().to(torch.uint8), stable=True).indices[:count]
-    return None if index.numel() == wanted.numel() else index
+        index = torch.sort(selected.logical_not().to(torch.uint8), stable=True).indices[:count]
+    return None if index.numel() == selected.numel() else index
 
 
 def whole_head(gather: Gather | None, weight: Tensor, bias: Tensor | None) -> AbstractContextManager:
-    """The context in which weight and bias are whole, where they are sharded outside of it."""
+    """The context in which weight and bias are whole. Without a `gather` they are whole already."""
     if gather is None:
         return nullcontext()
     return gather(weight) if bias is None else gather(weight, bias)

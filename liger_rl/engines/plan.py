@@ -1,8 +1,8 @@
-"""Which engine makes a call of the head, in which tiles, and why: from shapes alone.
+"""Chooses the engine and the tiles of a call of the head from shapes alone, and says why.
 
-`ENGINES` is in order: the first engine whose `lacks` says None runs. A plan and a real call both ask `path_for`. Each
-engine has one formula of its workspace: an upper bound of the memory that a call takes apart from its inputs, results
-and gradients. The tests hold it against measured memory.
+`ENGINES` is ordered: the first engine whose `lacks(shape)` is None runs. A plan and a real call both use `path_for`.
+Each engine's `workspace(shape)` is an upper bound of the memory that a call takes apart from its inputs, results and
+gradients. The tests compare it with measured memory.
 """
 
 from dataclasses import dataclass
@@ -33,38 +33,39 @@ ENGINES: dict[str, ModuleType] = {
 
 
 def path_for(shape: HeadShape) -> tuple[str, list[str]]:
-    """The name of the first engine that takes the call, and what each engine before it needs.
+    """The name of the first engine that takes the call, and one line for each earlier engine with its need.
 
     Raises:
-        ValueError: passes="one" where one pass is not possible. Without a gradient there is no pass to choose.
+        ValueError: passes="one" if one pass is not possible. A call that only lacks a gradient goes to two passes.
     """
     refusals: list[str] = []
     for path, engine in ENGINES.items():
-        needed = engine.lacks(shape)
-        if needed is None:
+        need = engine.lacks(shape)
+        if need is None:
             return path, refusals
-        if engine is one_pass and shape.passes == "one" and needed != NO_GRADIENT:
-            raise ValueError(f'passes="one" needs {needed}')
-        refusals.append(f"{path}: needs {needed}")
+        if engine is one_pass and shape.passes == "one" and need != NO_GRADIENT:
+            raise ValueError(f'passes="one" needs {need}')
+        refusals.append(f"{path}: needs {need}")
     raise AssertionError("two passes take every call")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """What `linear_logprobs` or `FusedLinearGRPOLoss` would do; `str` of it says so in a few lines."""
+    """How `linear_logprobs` or `FusedLinearGRPOLoss` computes a call. `str(plan)` is a summary of a few lines."""
 
     path: str
     """"several targets", "sparse", "one pass" or "two passes"."""
     reason: str
-    """What each engine before this one needs; on a GPU also what the product's epilogue needs where it is not taken."""
+    """The needs of the engines before this one. Then the dtype of one pass's weight sum or a copied weight, and on a
+    GPU the need of an epilogue that does not apply."""
     epilogue: bool
-    """Whether the work is in the product's epilogue, with no float32 tile in memory."""
+    """Whether tiles are folded in the product's epilogue, with no float32 tile in memory."""
     family: str | None
-    """How that product reads memory: "tma" or "portable" (with pointers). None without an epilogue."""
+    """How the product with the epilogue reads memory: "tma" or "portable" (pointers). None without an epilogue."""
     tiles: Tiles
-    """Upper bounds of a tile's sides; of one pass, its chunk. With `batch_invariant`, the forward has its own."""
+    """Upper bounds of a tile's sides, or of a chunk's in one pass. With `batch_invariant`, of the backward's."""
     extra_bytes: int
-    """Peak of the memory apart from inputs, results and gradients, at most."""
+    """Upper bound of the peak memory apart from inputs, results and gradients."""
 
     def __str__(self) -> str:
         kind = "chunks" if self.path == "one pass" else "tiles"
@@ -98,7 +99,7 @@ def _plan(shape: HeadShape) -> LinearPlan:
 
 
 class PlanKeywords(HeadKeywords, total=False):
-    """How the tensors lie, and the fields of `HeadOptions`."""
+    """The memory layout of the tensors, and the fields of `HeadOptions`."""
 
     contiguous: tuple[bool, bool]
     aligned: bool
@@ -120,42 +121,44 @@ def plan_linear_logprobs(
     together: int = 1,
     **options: "Unpack[PlanKeywords]",
 ) -> LinearPlan:
-    """Which engine `linear_logprobs` or `FusedLinearGRPOLoss` takes for these shapes, why, and in how much memory.
+    """The engine that `linear_logprobs` or `FusedLinearGRPOLoss` uses for these shapes, the reason, and the memory.
 
-    The first of these engines that takes the call runs:
+    The first engine of this list that takes the call runs:
 
     1. "several targets", with `topk`.
     2. "sparse", with a `grad_tolerance` above 0 and products in an epilogue.
     3. "one pass", if `passes` allows it and a chunk has room for all tokens that one token's gradient depends on.
-       "auto" takes it if no chunk is named, a chunk has room for 512 tokens (256 on CPU), and a 16-bit weight's
-       gradient needs no float32 sum of 4VH bytes over several chunks.
+       passes="auto" also asks that no chunk is named, that a chunk has room for 512 tokens (256 on CPU) or for all N,
+       and that a 16-bit weight's gradient needs no float32 sum of 4VH bytes over several chunks.
     4. "two passes".
 
-    A chunk of one pass takes 544 MiB (64 MiB on CPU). If one or two chunks hold all tokens with the sum's memory, they
-    get that memory, and the gradient is rounded after each of them.
+    A chunk of one pass takes 544 MiB (64 MiB on CPU). With the memory of the float32 sum added, one or two chunks may
+    hold all tokens. They then get that memory, and the gradient is rounded after each of them.
 
     A product with an epilogue needs an NVIDIA GPU of compute capability 8.0 or higher or AMD's gfx942 or gfx950, 16-bit
-    products, aligned rows, 512 tokens or more, and no named chunk. A weight in another dtype than the
-    products' is copied (2VH bytes) once in each direction of two passes. Other calls make float32 tiles of logits.
+    products, aligned rows, 512 tokens or more, and no named chunk. If the weight's dtype differs from the products',
+    two passes copy the weight (2VH bytes) once in the forward and once in the backward. Calls without an epilogue make
+    float32 tiles of logits.
 
-    A tolerance saves nothing where lists of ids get long. The exact backward then runs. A plan cannot tell, because it
-    knows no distribution.
+    A tolerance saves nothing if the tokens' lists of ids get long: the exact backward then runs. A plan cannot foresee
+    that, because it depends on the probabilities.
 
     Args:
         tokens, vocab, hidden_size: N, V, H.
-        dtype, weight_dtype: of hidden and weight (None: the same).
-        device: "cuda" plans for the GPU there is, or without one for compute capability 9.0 with Triton.
-        needs: whether a gradient is wanted of hidden, and of weight.
-        bias, rank: whether there is a bias; columns of low-rank terms together.
-        weight_grad: whether the weight's gradient is added to a tensor of the caller's.
+        dtype, weight_dtype: dtypes of hidden and of weight. weight_dtype=None is the dtype of hidden.
+        device: "cuda" plans for this machine's GPU. Without a GPU it plans for compute capability 9.0 with Triton.
+        needs: whether hidden needs a gradient, and whether weight does.
+        bias, rank: whether there is a bias; the sum of the low-rank terms' ranks.
+        weight_grad: whether the weight's gradient is added to the caller's tensor.
         passes: "two", "one" or "auto", as in `FusedLinearGRPOLoss`; `linear_logprobs` takes two.
-        together: for one pass, the most tokens that the gradient of one of them depends on: 1 for a token-local loss, T
-            for a sequence-local one of rows (B, T), N for any other.
-        options: the fields of `HeadOptions`. `contiguous`, a pair like needs (True, True): whether rows lie densely.
-            `aligned` (True): whether the weight's rows start at multiples of 16 bytes; those of a view (FSDP1) may not.
+        together: for one pass, the largest number of tokens that one token's gradient depends on: 1 for a token-local
+            loss, T for a sequence-local loss of rows (B, T), N for any other loss.
+        options: the fields of `HeadOptions`, and two more. `contiguous`, default (True, True): whether hidden and
+            weight are contiguous. `aligned`, default True: whether the weight's rows start at multiples of 16 bytes;
+            in a view (FSDP1) they may not.
 
     Raises:
-        TypeError, ValueError: a bad argument; options that do not go together; passes="one" where it is not possible.
+        TypeError, ValueError: a bad argument; options that exclude each other; passes="one" if it is not possible.
     """
     counts = {"tokens": tokens, "vocab": vocab, "hidden_size": hidden_size, "rank": rank, "together": together}
     for name, count in counts.items():
@@ -163,9 +166,9 @@ def plan_linear_logprobs(
     for name, value in (("dtype", dtype), ("weight_dtype", weight_dtype)):
         if value not in checks.FLOAT_DTYPES and (value is not None or name == "dtype"):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value!r}")
-    lies, dense = options.pop("aligned", True), options.pop("contiguous", (True, True))
-    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": lies}
-    for name, pair in (("needs", needs), ("contiguous", dense)):
+    weight_aligned, are_contiguous = options.pop("aligned", True), options.pop("contiguous", (True, True))
+    flags = {"bias": bias, "weight_grad": weight_grad, "aligned": weight_aligned}
+    for name, pair in (("needs", needs), ("contiguous", are_contiguous)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair of bools, of hidden and of weight, got {pair!r}")
         flags |= {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
@@ -173,14 +176,15 @@ def plan_linear_logprobs(
         checks.check_flag(name, flag)
     checks.check_passes(passes)
     head_options = options_of("plan_linear_logprobs", options)
-    for given, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
-        if given:
+    for is_set, name in ((weight_grad, "with weight_grad"), (rank, "with low_rank")):
+        if is_set:
             check_left_alone(head_options, name)
     return _plan(
         HeadShape(
             tokens=tokens, vocab=vocab, hidden_size=hidden_size, dtype=dtype, weight_dtype=weight_dtype or dtype,
             device=_device(device), needs=(needs[0], needs[1]), wants_gradient=any(needs), bias=bias, rank=rank,
-            in_place=weight_grad, contiguous=(dense[0], dense[1]), aligned=lies, passes=passes, together=together,
+            in_place=weight_grad, contiguous=(are_contiguous[0], are_contiguous[1]), aligned=weight_aligned,
+            passes=passes, together=together,
             options=resolved(head_options, head_options.compute_dtype or dtype),
             auto_tolerance=head_options.grad_tolerance == "auto",
         )

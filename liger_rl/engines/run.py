@@ -1,4 +1,4 @@
-"""From a call to its log-probabilities: which tokens count, which engine and tiles, and the way into autograd."""
+"""Computes the log-probabilities of a call: checks it, selects tokens, picks the engine and runs it under autograd."""
 
 from collections.abc import Callable
 
@@ -32,10 +32,10 @@ from liger_rl.kernels.segments import BAD_MASKS, BAD_TARGETS, COUNTED
 
 
 def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
-    """Log-probabilities of the needed tokens: the others get 0 as masked ones do, but their ids are looked at.
+    """Log-probabilities where `needed_mask` is set. Other tokens get 0 like masked ones; their ids are still checked.
 
     Args:
-        dtype: what `call.check_tensors` returned, where these tensors have been checked before.
+        dtype: the result of `call.check_tensors()`, if the caller has already checked these tensors.
     """
     if torch.compiler.is_compiling():
         feature = call.outside_of_graphs
@@ -46,140 +46,143 @@ def log_probs(call: HeadCall, *, dtype: torch.dtype | None = None) -> LogProbs:
 
 
 def _in_graph(call: HeadCall) -> LogProbs:
-    """By the operator."""
+    """The log-probabilities from the custom operator, while torch.compile traces."""
     call.check_together()
     dtype = call.check_tensors()
     targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     ids = targets.amax(-1) if call.several else targets
     options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
-    live = _masked(call, ids, call.weight.shape[0])
+    live = _mask_selection(call, ids, call.weight.shape[0])
     head = _head(call, targets.view(-1, targets.shape[-1]) if call.several else targets.view(-1), live, None)
     values = logprobs_in_graph(head, options, wants_gradient=any(call.needs), targets_name=call.targets_name)
-    # The operator puts 0 at tokens that do not count, except with fixed_shape.
+    # Without fixed_shape the operator has already put 0 at tokens that do not count.
     live = live if call.options.fixed_shape else TokenSelection(live.total)
     return _log_probs(values, live, ids.shape)
 
 
-def _in_eager_mode(given: HeadCall, dtype: torch.dtype | None) -> LogProbs:
-    original = given.weight
-    with shared_errors(given.vocab_parallel, original, *given.tensors):
-        call = localized(given)
-    with shared_errors(call.vocab_parallel, original):
+def _in_eager_mode(original_call: HeadCall, dtype: torch.dtype | None) -> LogProbs:
+    original_weight = original_call.weight
+    with shared_errors(original_call.vocab_parallel, original_weight, *original_call.tensors):
+        call = localized(original_call)
+    with shared_errors(call.vocab_parallel, original_weight):
         call.check_together()
     options, shard = call.options, None
 
-    def facts() -> dict[str, object]:
-        call.check_weight_grad(original)
+    def rank_signature() -> dict[str, object]:
+        call.check_weight_grad(original_weight)
         return call.facts()
 
     with whole_head(options.gather, call.weight, call.bias):
         if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, facts, known_by=original)
-        if dtype is None or call is not given:
+            shard = call.vocab_parallel.shard_of(call.weight, rank_signature, known_by=original_weight)
+        if dtype is None or call is not original_call:
             dtype = call.check_tensors()
-        call.check_weight_grad(original)
+        call.check_weight_grad(original_weight)
         targets = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
         vocab = call.weight.shape[0] if shard is None else shard.vocab
         check_topk(options.topk, vocab)
-        # One that is negative if all of them are, and too large if any of them is.
+        # The largest of K targets: negative if all K are negative, outside the vocabulary if any is too large.
         ids = targets.amax(-1) if call.several else targets
         engine_options = resolved(call.options, dtype, grad_tolerance=0.0 if call.exact else None)
         if call.support is not None:
             return _over_support(call, call.support, ids, engine_options, shard)
-        selected = None
+        wait_for_selection = None
         if not options.fixed_shape:
-            selected = _asked(call, ids, vocab)
+            wait_for_selection = _start_selection(call, ids, vocab)
         engine = ENGINES[path_for(HeadShape.of(call, engine_options))[0]]
         flat_targets = ids.view(-1) if shard is None else shard.local(ids.view(-1))
         if call.several:
             flat_targets = targets.view(-1, targets.shape[-1])
-        # As late as possible: from this sync on the device waits for the host to launch the product.
-        live = _masked(call, ids, vocab) if selected is None else selected().selection
+        # We wait as late as possible: after this sync the device is idle until the host launches the product.
+        live = _mask_selection(call, ids, vocab) if wait_for_selection is None else wait_for_selection().selection
         head = _head(call, flat_targets, live, shard)
         values = dict(zip(VALUES, linear_values(head, engine_options, engine), strict=True))
     return _log_probs(values, live, ids.shape)
 
 
 def _log_probs(values: dict[str, Tensor | None], live: TokenSelection, shape: torch.Size) -> LogProbs:
-    """Values of the live tokens, by name -> of all tokens, 0 at the others."""
+    """Values of the live tokens, by name -> of all tokens, 0 (topk_ids: -1) at tokens that do not count."""
     columns = {name: None if value is None else live.spread(value, shape) for name, value in values.items()}
     topk_ids = values.get("topk_ids")
     if topk_ids is not None:
-        columns["topk_ids"] = live.spread(topk_ids + 1, shape) - 1  # -1 elsewhere
+        columns["topk_ids"] = live.spread(topk_ids + 1, shape) - 1  # -1 at tokens that do not count
     return LogProbs(**columns)  # type: ignore[arg-type]
 
 
 def _over_support(
     call: HeadCall, support: Support, ids: Tensor, options: EngineOptions, shard: VocabShard | None
 ) -> LogProbs:
-    """Over each token's own ids; that of a token that lists none is the whole vocabulary."""
-    # `flatten` gives what is flat itself, where another view of it would take the host as long as a launch.
+    """Log-probabilities over the ids that each token lists. A token that lists none has the whole vocabulary."""
+    # `flatten` returns a flat tensor itself. A view costs as much host time as a launch.
     flat, n = ids.flatten(), ids.numel()
     vocab = call.weight.shape[0] if shard is None else shard.vocab
     shape = call.targets.shape
 
     def listed_ids() -> ListedIds:
-        flat_mask, wanted = (None if part is None else part.flatten() for part in (call.mask, call.needed_mask))
-        slots = support_engine.support_slots(support, flat, flat_mask, wanted, call.weight, options, shard)
-        return ListedIds(slots, None if options.fixed_shape else _checked(call, ids, vocab, support, slots.numbers))
+        flat_mask, flat_needed = (
+            None if tensor is None else tensor.flatten() for tensor in (call.mask, call.needed_mask)
+        )
+        slots = support_engine.support_slots(support, flat, flat_mask, flat_needed, call.weight, options, shard)
+        return ListedIds(slots, None if options.fixed_shape else _start_check(call, ids, vocab, support, slots.numbers))
 
     if options.fixed_shape:
         listed = listed_ids()
     else:
         temperature = call.options.transform.temperature
-        values = call.targets, call.mask, call.needed_mask, temperature if isinstance(temperature, Tensor) else None
+        per_token = temperature if isinstance(temperature, Tensor) else None
+        key_tensors = call.targets, call.mask, call.needed_mask, per_token
         place = None if shard is None else shard.place.vocab_start
-        rest = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
-        listed = kept(support, values, rest, listed_ids)
-    # The mask itself is for the products of low-rank terms alone.
+        key = (call.weight.shape[0], place, vocab, "mean_logits" in options.extras, call.targets_name)
+        listed = kept(support, key_tensors, key, listed_ids)
+    # Only the products of low-rank terms read this mask.
     mask = counted_tokens(ids, call.mask, call.needed_mask).reshape(-1) if call.low_rank else None
     head = _head(call, flat, TokenSelection(n, mask=mask), shard)
     head = head._replace(listed=listed)
     results = linear_values(head, options, support_engine)
-    # A copy, because the support may keep its slots and the caller may write to what it gets.
+    # We copy `missing`, because the support may keep its slots and the caller may write to its results.
     named = dict(zip(VALUES, results, strict=True), missing_target=listed.slots.missing.clone())
     if flat.shape != shape:
-        named = {name: None if part is None else part.view(shape) for name, part in named.items()}
+        named = {name: None if tensor is None else tensor.view(shape) for name, tensor in named.items()}
     return LogProbs(**named)  # type: ignore[arg-type]
 
 
-def _checked(
+def _start_check(
     call: HeadCall, ids: Tensor, vocab: int, support: Support, counts: Tensor
 ) -> Callable[[], tuple[list[int], int]]:
-    """Ask the device for `Slots.numbers`; the check of a `ListedIds`."""
+    """Ask the device for `counts`, which are `Slots.numbers`. The result is the check of a `ListedIds`, and waits."""
     improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
     answer = HostAnswer(torch.cat([counts, *improper]) if improper else counts)
 
     def check() -> tuple[list[int], int]:
         numbers = answer.wait().tolist()
         if numbers[BAD_TARGETS] or numbers[BAD_MASKS] or any(numbers[COUNTED:]):
-            _asked(call, ids, vocab)()  # which says what is wrong
+            _start_selection(call, ids, vocab)()  # raises the error with the wrong values
         return numbers, support.check_values(numbers, vocab=vocab, targets_name=call.targets_name)
 
     return check
 
 
-def _asked(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
-    """`live_tokens`, and the check of temperatures in the same sync."""
+def _start_selection(call: HeadCall, ids: Tensor, vocab: int) -> Callable[[], LiveTokens]:
+    """`live_tokens` of the call. The same sync also checks the temperatures."""
     improper = improper_temperatures(call.options.transform.temperature, ids, call.mask)
     wait = live_tokens(
         ids, call.mask, vocab, "weight", wanted=call.needed_mask, counts=improper, targets_name=call.targets_name
     )
 
     def answer() -> LiveTokens:
-        found = wait()
+        tokens = wait()
         if improper:
-            check_temperatures(found.counts[-1])
-        return found
+            check_temperatures(tokens.counts[-1])
+        return tokens
 
     return answer
 
 
-def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
-    """The tokens that count, each in its place."""
+def _mask_selection(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
+    """The tokens that count, as a mask (N,)."""
     needed = call.needed_mask
     if not call.options.fixed_shape and needed is not None:
-        # The operator raises for an id outside of the vocabulary, so those are needed too.
+        # The operator must see every id outside the vocabulary to raise for it, so tokens with such ids are needed too.
         needed = torch.logical_or(ids >= vocab, needed)
     mask = counted_tokens(ids, call.mask, needed)
     if call.options.fixed_shape:
@@ -188,9 +191,9 @@ def _masked(call: HeadCall, ids: Tensor, vocab: int) -> TokenSelection:
 
 
 def _head(call: HeadCall, targets: Tensor, live: TokenSelection, shard: VocabShard | None) -> Head:
-    """Of flat tensors."""
+    """The Head of a call, with tokens flattened to N. `targets` (N,) or (N, K) are flat already."""
     hidden = call.hidden.flatten(0, -2)
     inputs, weight = low_rank_factors(call.low_rank, call.hidden, live)
-    given = call.options.transform.temperature
-    temperatures = given.reshape(-1).float() if isinstance(given, Tensor) else None
+    temperature = call.options.transform.temperature
+    temperatures = temperature.reshape(-1).float() if isinstance(temperature, Tensor) else None
     return Head(hidden, call.weight, call.bias, inputs, weight, targets, live, call.weight_grad, shard, temperatures)

@@ -1,4 +1,4 @@
-"""A call of the head without its tensors, from which the planner picks an engine and bounds its memory."""
+"""The shapes, dtypes and options of a call. From them the planner picks an engine and bounds its memory."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from liger_rl.engines.tiles import kind_of
 from liger_rl.kernels import devices, gemm
 from liger_rl.kernels.devices import MIN_TOKENS, aligned, call_lacks, compiles
 
-LIBRARY_BYTES = {"cuda": 64 << 20, "cpu": 0}  # cuBLAS's own workspace, at most
+LIBRARY_BYTES = {"cuda": 64 << 20, "cpu": 0}  # upper bound of cuBLAS's own workspace
 BYTES_PER_TOKEN = 256  # statistics, their gradients, indices, and intermediate values
 NO_GRADIENT = "an input that wants a gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """A call without its tensors."""
+    """The shapes, dtypes and options of a call."""
 
     tokens: int  # N
     vocab: int  # V
@@ -27,19 +27,19 @@ class HeadShape:
     dtype: torch.dtype  # of the hidden states
     weight_dtype: torch.dtype
     device: torch.device
-    needs: tuple[bool, bool]  # gradients of the hidden states, and of the weight
-    wants_gradient: bool  # of these, a bias or a low-rank term
+    needs: tuple[bool, bool]  # whether hidden and weight need a gradient
+    wants_gradient: bool  # whether hidden, weight, bias or a low-rank term needs one
     bias: bool
-    rank: int  # columns of low-rank terms together
-    in_place: bool  # the weight's gradient is added to a float32 tensor of the caller's
+    rank: int  # sum of the ranks of the low-rank terms
+    in_place: bool  # the weight's gradient is added to the caller's float32 tensor
     options: EngineOptions
-    auto_tolerance: bool  # the tolerance is "auto", which gives way to one pass
-    targets: int = 0  # in the list of each token, if tokens have lists
-    contiguous: tuple[bool, bool] = (True, True)  # the hidden states, and the weight
-    aligned: bool = True  # the weight's rows start where the product of our own can read them
+    auto_tolerance: bool  # the tolerance is "auto", which does not rule out one pass
+    targets: int = 0  # K, if each token has a list of K targets, else 0
+    contiguous: tuple[bool, bool] = (True, True)  # hidden, weight
+    aligned: bool = True  # the weight's rows start at multiples of 16 bytes
     passes: Passes = "two"
-    together: int = 1  # tokens that the gradient of one of them depends on, at most
-    loss_lacks: str | None = None  # what one pass needs that the loss does not have
+    together: int = 1  # largest number of tokens that one token's gradient depends on
+    loss_lacks: str | None = None  # one pass's need that the loss does not meet; None: it meets all
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class HeadShape:
         together: int = 1,
         loss_lacks: str | None = None,
     ) -> "HeadShape":
-        """Of a call whose tensors are checked."""
+        """The shape of a call whose tensors have been checked."""
         needs = call.needs
         return cls(
             tokens=math.prod(call.hidden.shape[:-1]),
@@ -81,14 +81,14 @@ class HeadShape:
 
     @property
     def ids(self) -> int:
-        """Ids for each token: several targets, and the largest of the vocabulary."""
+        """Ids per token: K of several targets plus K of topk."""
         return self.targets + (self.options.topk or 0)
 
     @property
     def epilogue_lacks(self) -> str | None:
-        """What the product with its work in the epilogue would need; None where it applies."""
+        """The first thing that the product with an epilogue needs and this call lacks; None if it applies."""
         tokens = max(self.tokens, MIN_TOKENS) if self.options.batch_invariant else self.tokens
-        dtype = self.options.compute_dtype  # also of the weight, or of its copy
+        dtype = self.options.compute_dtype  # the weight's too, or that of its copy
         return (
             devices.device_lacks(self.device)
             or ("a head without low_rank terms" if self.rank else None)
@@ -100,24 +100,26 @@ class HeadShape:
 
     @property
     def casts_weight(self) -> bool:
-        """A copy of the weight, in the dtype of products, is what two passes in an epilogue read."""
+        """Whether the weight's dtype is not the products'. Two passes in an epilogue then read a copy of the weight."""
         return self.weight_dtype != self.options.compute_dtype
 
     @property
     def epilogue_of_two_lacks(self) -> str | None:
+        """`epilogue_lacks` of two passes, which need also that no chunk is named."""
         return self.epilogue_lacks or ("no chunk to be named" if self.options.names_chunk else None)
 
     @property
     def base_bytes(self) -> int:
-        """What every engine takes: libraries, numbers per token, and contiguous copies of tensors that are not."""
+        """Memory that every engine takes: libraries, numbers per token, contiguous copies of strided tensors."""
         hidden = 0 if self.contiguous[0] else self.tokens * self.hidden_size * self.dtype.itemsize
-        relaid = not self.contiguous[1] and self.needs[1] and not self.in_place  # autograd copies to a leaf's strides
+        # Autograd copies a gradient to the strides of its leaf.
+        relaid = not self.contiguous[1] and self.needs[1] and not self.in_place
         weight = self.vocab * self.hidden_size * self.weight_dtype.itemsize * relaid
         return LIBRARY_BYTES[kind_of(self.device)] + BYTES_PER_TOKEN * self.tokens + hidden + weight
 
     @property
     def logit_bytes(self) -> int:
-        """A float32 logit, with what eager kernels make on the way to its gradient."""
+        """Bytes per logit: 4 with Triton. PyTorch's kernels also make temporaries on the way to the gradient."""
         if compiles(self.device):
             return 4
         transform = self.options.transform
@@ -126,18 +128,18 @@ class HeadShape:
 
     @property
     def column_bytes(self) -> int:
-        """What a product makes of each element of a weight's tile: copies, and a gradient that is added elsewhere."""
+        """Bytes that a product makes per element of a weight tile: copies, and a gradient before it is added."""
         copies = self.casts_weight or not self.contiguous[1]
         added = 4 * (self.cuda and not gemm.ADDS_TO_FLOAT32)
         return self.options.compute_dtype.itemsize * (copies + (self.rank > 0)) + self.widened_bytes + added
 
     @property
     def widened_bytes(self) -> int:
-        """On CPU, the float32 copy of one element of a product's factor."""
+        """Bytes of the float32 copy of an element of a 16-bit factor, which products make on CPU; else 0."""
         return 4 if not self.cuda and self.options.compute_dtype.itemsize < 4 else 0
 
     @property
     def sum_bytes(self) -> int:
-        """A float32 sum of the weight's gradient, unless it is the gradient itself."""
+        """Bytes of a float32 sum beside the weight's gradient; 0 if there is none, or the gradient is the sum."""
         apart = self.needs[1] and not self.in_place and self.weight_dtype != torch.float32
         return 4 * self.vocab * self.hidden_size * apart

@@ -1,4 +1,4 @@
-"""Tiles of logits: how large they are where nobody says it."""
+"""The default sizes of tiles of logits."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import torch
 from liger_rl.call.options import EngineOptions
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB
 
-# Working memory of one pass where the caller names no chunk: large enough that the products run at full speed, small
-# beside what a training step holds anyway. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) this
-# choice took 54.7 ms forward and backward, other tiles of 4096 x 8192 to 8192 x 16384 up to 57.9, 4096 x 4096 60.9.
+# Working memory of one tile if the caller names no chunk. Products run at full speed in it, and it is small compared to
+# the memory of a training step. On one H200 (bf16, N = 8192, H = 4096, V = 128256, float32 tiles) forward and backward
+# took 54.7 ms with it. Other tiles of 4096 x 8192 to 8192 x 16384 took up to 57.9 ms, and 4096 x 4096 took 60.9 ms.
 WORKSPACE_BYTES = {"cuda": 320 << 20, "cpu": 24 << 20}
 MAX_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
 CHUNK_ALIGNMENT = BLOCK_VOCAB
-# Where gradients cannot have the memory of the exponentials, the vocabulary is cut into about so many tiles.
+# Gradients that cannot reuse the memory of the exponentials are made in about 16 tiles of the vocabulary.
 VOCAB_TILES = 16
 
 
@@ -27,7 +27,11 @@ class Tiles(NamedTuple):
 def plan_tiles(
     tokens: int, vocab: int, hidden_size: int, device: torch.device, options: EngineOptions, *, bytes_per_logit: int
 ) -> Tiles:
-    """Tiles whose logits, gradients and per-tile float32 copies of a weight tile fit the workspace."""
+    """Tiles for which t v bytes_per_logit + 4 v H <= WORKSPACE_BYTES, for t tokens and v vocabulary entries.
+
+    The second term is a float32 copy of a weight tile (v, H). A tile may be larger if `options` names a chunk, or
+    because v is at least CHUNK_ALIGNMENT (or V, if V is smaller).
+    """
     kind = kind_of(device)
     chunk_tokens = options.chunk_tokens or MAX_CHUNK_TOKENS[kind]
     chunk_tokens = max(1, min(chunk_tokens, tokens))
@@ -39,11 +43,15 @@ def plan_tiles(
 
 
 def free_tile_vocab(vocab: int) -> int:
+    """Width of a tile if no chunk is named: V / VOCAB_TILES, rounded up to a multiple of CHUNK_ALIGNMENT."""
     return -(-vocab // (VOCAB_TILES * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
 def whole_waves(tokens: int, columns: int, programs: int) -> int:
-    """At most so many columns, and at least half of them, whose tiles keep all programs busy to the end."""
+    """The width, from half of `columns` to `columns`, whose last wave of tiles leaves the fewest programs idle.
+
+    It is a multiple of BLOCK_VOCAB, and the largest if several are equally good.
+    """
     rows, most = -(-tokens // BLOCK_TOKENS), max(columns // BLOCK_VOCAB, 1)
 
     def busy(tiles: int) -> float:
@@ -54,9 +62,10 @@ def whole_waves(tokens: int, columns: int, programs: int) -> int:
 
 
 def kind_of(device: torch.device) -> str:
-    """Key of the constants above."""
+    """Key of WORKSPACE_BYTES and MAX_CHUNK_TOKENS: "cuda" or "cpu"."""
     return device.type if device.type in WORKSPACE_BYTES else "cpu"
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:
+    """[0, total) in pieces of `step`, the last one shorter: spans(5, 2) = [(0, 2), (2, 4), (4, 5)]."""
     return [(start, min(start + step, total)) for start in range(0, total, max(step, 1))]

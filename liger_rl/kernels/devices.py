@@ -1,6 +1,6 @@
-"""Which kernels a GPU runs, and where the product of our own applies.
+"""Which kernels a GPU runs, and which calls our own product takes.
 
-Every choice between kernels is made here, and the plan reads the same functions. Triton is imported only when a GPU is
+Every choice between kernels is made here, and the plan calls the same functions. Triton is imported only when a GPU is
 looked up.
 """
 
@@ -14,40 +14,42 @@ from torch import Tensor
 
 from liger_rl.kernels.statistics import BLOCK_TOKENS
 
-CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator
+CAPABILITY = (9, 0)  # of the first GPUs with the tensor memory accelerator (TMA)
 SHARED_BYTES = 227 << 10  # shared memory of a TMA program
 PORTABLE_CAPABILITY = (8, 0)  # of the first GPUs with bfloat16 products and asynchronous copies
 AMD_CAPABILITIES = ((9, 4), (9, 5))  # gfx942 and gfx950
-AMD_SHARED_BYTES = 64 << 10  # PyTorch's builds for AMD do not report it
-# The first Triton that compiles our products for capability 10.x: 3.4 asks for too much shared memory.
+AMD_SHARED_BYTES = 64 << 10  # used for AMD, because PyTorch's builds for AMD do not report it
+# The first Triton that compiles our products for capability 10.x is 3.5. With 3.4 they need too much shared memory.
 BLACKWELL, BLACKWELL_TRITON = (10, 0), (3, 5)
-# From this version of Triton on, the largest folds spill more registers, and `family_of_gpu` takes more warps or parts.
-# Bytes that a thread spills before and after: 1336 and 256 on 10.0 with Triton 3.9 (384 and 432 with 3.6), 1808 and 176
-# on 9.0 with pointers (1224 with 3.6), 1744 and 920 on gfx950 with this version alone (284 with 3.9).
+# From this version of Triton on, the largest folds spill more registers, so `family_of_gpu` takes more warps or parts.
+# Bytes that a thread spills before and after that change:
+#   10.0: 1336 and 256 with Triton 3.9, 384 and 432 with 3.6
+#   9.0 with pointers: 1808 and 176; 1224 with 3.6
+#   gfx950: 1744 and 920 with Triton 3.8, the only version that gets the change; 284 with 3.9
 SPILLING_TRITON = (3, 8)
-WARPS = 8  # of a program
+WARPS = 8  # of a program, by default
 DTYPES = (torch.bfloat16, torch.float16)
-MIN_TOKENS = 4 * BLOCK_TOKENS  # with fewer, too few tiles share a read of the weight
-STATISTICS_BYTES = 48 << 20  # most memory of the vocabulary tiles' statistics
+MIN_TOKENS = 4 * BLOCK_TOKENS  # with fewer tokens, too few token tiles share each read of the weight
+STATISTICS_BYTES = 48 << 20  # largest memory of the statistics of vocabulary tiles
 ALIGNMENT_BYTES = 16
 HERE = nullcontext()
 
 
 FORCIBLE = ("tma", "portable", "tiles")
-# For reports of bugs and for measurements: the family that runs, where this GPU can, in place of the fastest.
+# For bug reports and measurements: the family that runs in place of the fastest. A GPU that cannot run it raises.
 FORCED = os.environ.get("LIGER_RL_KERNELS") or None
 
 
 class Family(NamedTuple):
-    """How the products of our own read memory: with TMA or with pointers, and how many steps ahead."""
+    """How our own products read memory: with TMA or with pointers, in which steps, and how many steps ahead."""
 
     tma: bool
-    step: int  # of a product's sum: columns of hidden states and of the weight, or rows of either
-    stages: int  # steps that are loaded or on their way
-    storing_stages: int  # stages of a kernel that also stores a tile through shared memory
-    parts: int  # of a tile of logits, one after the other: before Hopper a product leaves less room in registers
-    shared_bytes: int  # shared memory of a program, at most
-    fold_warps: int = WARPS  # of a program of the fold
+    step: int  # length of a step of a product's sum: columns of hidden states and weight, or rows of either
+    stages: int  # steps that are loaded or being loaded
+    storing_stages: int  # `stages` of a kernel that also stores a tile through shared memory
+    parts: int  # a tile of logits is folded in so many parts; before Hopper a product leaves fewer registers
+    shared_bytes: int  # largest shared memory of a program
+    fold_warps: int = WARPS  # warps of a program of the fold
 
     @property
     def name(self) -> str:
@@ -55,8 +57,8 @@ class Family(NamedTuple):
 
 
 TMA = Family(tma=True, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES)
-# In descending order of shared memory: Hopper if forced, A100, and GPUs with half of that. Two parts were faster than
-# one and four for code of 8.0 on an H200.
+# In descending order of shared memory: Hopper (if forced), A100, GPUs with about half of Hopper's. Code for 8.0 ran
+# faster on an H200 with two parts than with one or four.
 PORTABLE = (
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=1, shared_bytes=SHARED_BYTES),
     Family(tma=False, step=64, stages=4, storing_stages=3, parts=2, shared_bytes=163 << 10),
@@ -69,16 +71,16 @@ class Gpu(NamedTuple):
     """The properties of a GPU that decide which kernels it runs."""
 
     capability: tuple[int, int]
-    shared_bytes: int  # of one program, at most
-    amd: bool  # PyTorch reports AMD's GPUs as cuda, and their architecture as a compute capability
-    triton: tuple[int, int] | None  # the installed version
+    shared_bytes: int  # largest shared memory of a program
+    amd: bool  # PyTorch calls AMD's GPUs cuda, and gives gfx942 as capability (9, 4)
+    triton: tuple[int, int] | None  # the installed version; None without Triton
 
 
 HOPPER = Gpu(CAPABILITY, SHARED_BYTES, amd=False, triton=BLACKWELL_TRITON)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a CUDA device. On a machine without one it is a Hopper GPU, so that calls can be planned."""
+    """The GPU of a CUDA device. On a machine without CUDA it is HOPPER, so that calls can be planned."""
     index = device.index
     if index is None and torch.cuda.is_available():
         index = torch.cuda.current_device()
@@ -88,7 +90,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return gpu
 
 
-# No functools.cache, of which torch.compile would warn where it traces a plan.
+# We do not use functools.cache, because torch.compile warns about it when it traces a plan.
 _KNOWN: dict[int | None, Gpu] = {}
 
 
@@ -124,8 +126,8 @@ def compiles(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """The context of a launch: Triton launches on the current device, which may not be the device of the tensors."""
-    # A switch to the current device costs more host time than this comparison.
+    """The context of a launch. Triton launches on the current device, which may differ from the tensors' device."""
+    # Entering torch.cuda.device takes more host time than this comparison.
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device.index)
@@ -147,7 +149,7 @@ def tma_lacks(gpu: Gpu) -> str | None:
 
 
 def portable_lacks(gpu: Gpu) -> str | None:
-    """`tma_lacks` of the product with pointers."""
+    """The first thing that the product with pointers needs and this GPU lacks; None if it lacks nothing."""
     if gpu.triton is None:
         return "Triton"
     if gpu.amd:
@@ -170,12 +172,12 @@ def _lacks_triton(gpu: Gpu) -> str:
 
 
 def device_lacks(device: torch.device) -> str | None:
-    """What the product of our own needs and this device does not have; None where nothing is missing."""
+    """The first thing that our own product needs and this device lacks; None if it lacks nothing."""
     return gpu_lacks(gpu_of(device)) if device.type == "cuda" else "a GPU"
 
 
 def gpu_lacks(gpu: Gpu) -> str | None:
-    """The first thing that the product of our own needs and this GPU lacks; None if it lacks nothing.
+    """The first thing that our own product needs and this GPU lacks; None if it lacks nothing.
 
     Raises:
         ValueError: LIGER_RL_KERNELS names no family, or one that this GPU cannot run.
@@ -193,19 +195,20 @@ def gpu_lacks(gpu: Gpu) -> str | None:
 
 
 def family_of(device: torch.device) -> Family:
-    """The family of a device that lacks nothing. Tests replace this function on CPU."""
+    """The family of a device whose `device_lacks` is None. Tests replace this function on CPU."""
     return family_of_gpu(gpu_of(device))
 
 
 def family_of_gpu(gpu: Gpu) -> Family:
-    """TMA if the GPU has it, else the first family with pointers that fits its shared memory."""
+    """TMA if the GPU has it and LIGER_RL_KERNELS is not "portable". Else the first family with pointers that fits."""
     blackwell = gpu.capability[0] == BLACKWELL[0] and not gpu.amd
     if FORCED != "portable" and tma_lacks(gpu) is None:
         family = TMA
     elif gpu.amd:
         family = PORTABLE_AMD
     elif blackwell:
-        # Factors and loads share its memory, and the halves of a tile lie on different threads.
+        # Factors and loads share the memory of 10.x, so it gets the family that needs the least. The halves of a tile
+        # lie on different threads, so a tile is one part.
         family = PORTABLE[-1]._replace(parts=1)
     else:
         family = next((family for family in PORTABLE if family.shared_bytes <= gpu.shared_bytes), PORTABLE[-1])
@@ -219,7 +222,7 @@ def family_of_gpu(gpu: Gpu) -> Family:
 
 
 def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """The first thing that (tokens, hidden_size) @ (V, hidden_size).T lacks for the product of our own, or None."""
+    """The first thing that (tokens, hidden_size) @ (V, hidden_size).T lacks for our own product, or None."""
     if dtype not in DTYPES or weight_dtype != dtype:
         return "hidden states and weight in one 16-bit dtype"
     if hidden_size * dtype.itemsize % ALIGNMENT_BYTES != 0:
@@ -230,20 +233,23 @@ def call_lacks(tokens: int, hidden_size: int, dtype: torch.dtype, weight_dtype: 
 
 
 def applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the product of our own takes hidden (N, H) @ weight (V, H).T."""
+    """Whether our own product takes hidden (N, H) @ weight (V, H).T."""
     tokens, hidden_size = hidden.shape
     return applies_to(tokens, hidden_size, hidden.dtype, weight) and aligned(hidden)
 
 
 def applies_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """`applies` of aligned hidden states that do not exist yet."""
+    """`applies` for hidden states that do not exist yet and will be aligned."""
     if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
         return False
     return call_lacks(tokens, hidden_size, dtype, weight.dtype) is None and aligned(weight)
 
 
 def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """`applies_to` of the product whose epilogue reads a teacher's logits. A weight of another dtype is copied."""
+    """`applies_to` for the product whose epilogue reads a teacher's logits.
+
+    A weight of another dtype counts as `dtype` and as aligned, because it is copied.
+    """
     if weight.dtype == dtype:
         return applies_to(tokens, hidden_size, dtype, weight) and runs_pairs(gpu_of(weight.device))
     if not weight.is_cuda or gpu_lacks(gpu_of(weight.device)) is not None:
@@ -252,27 +258,27 @@ def pairs_apply_to(tokens: int, hidden_size: int, dtype: torch.dtype, weight: Te
 
 
 def runs_pairs(gpu: Gpu) -> bool:
-    """Whether a GPU has the registers for an epilogue of two heads. GPUs of 10.x and AMD's do not.
+    """Whether a GPU has enough registers for an epilogue of two heads. GPUs of 10.x and AMD's do not.
 
-    The fold would spill 3168 bytes a thread on 10.0, and spills at most 800 on 8.0, 9.0 and 12.0.
+    The fold would spill 3168 bytes per thread on 10.0. It spills at most 800 on 8.0, 9.0 and 12.0.
     """
     return not gpu.amd and gpu.capability[0] != BLACKWELL[0]
 
 
 def empty_rows(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for (n, columns) whose rows start at multiples of 16 bytes."""
+    """An uninitialized (n, columns) matrix whose rows start at multiples of 16 bytes."""
     multiple = ALIGNMENT_BYTES // dtype.itemsize
     width = -(-columns // multiple) * multiple
     return torch.empty(n, width, dtype=dtype, device=device)[:, :columns]
 
 
 def realigned(rows: Tensor) -> Tensor:
-    """Contiguous rows that start at a multiple of 16 bytes: a copy if `rows` is a view that starts elsewhere."""
+    """`rows`, which are contiguous, or on a GPU a copy if they do not start at a multiple of 16 bytes."""
     return rows.clone() if rows.is_cuda and rows.data_ptr() % ALIGNMENT_BYTES != 0 else rows
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether rows are contiguous and start at multiples of 16 bytes, as the tensor memory accelerator needs."""
+    """Whether rows are contiguous and start at multiples of 16 bytes, as TMA needs."""
     if matrix.stride(1) != 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES != 0:
         return False
     # Tensors have no address while torch.compile traces. They then count as aligned.

@@ -1,20 +1,20 @@
-"""Matrix products and sums of 16-bit numbers that return their float32 accumulators."""
+"""Matrix products and column sums of 16-bit matrices, in float32 without a rounding on the way."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-# Rows that `column_sums` adds at a time. PyTorch on CUDA splits longer columns over thread blocks, with up to 512 bytes
-# for each column and block: 140 MiB on an H200, as much as the tile of the gradient that is summed.
+# Rows that `column_sums` adds at a time. PyTorch on CUDA splits longer columns over thread blocks, and takes up to 512
+# bytes for each column and block. On an H200 that was 140 MiB, as much as the summed tile of the gradient.
 SUMMED_ROWS = 256
-# addmm with an out_dtype accepts a float32 input from torch 2.10 on.
+# From torch 2.10 on, addmm with an out_dtype accepts a float32 input.
 ADDS_TO_FLOAT32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """The context in which products take their factors in their own dtype."""
-    # The autocast context costs as much host time as a launch, even if autocast is off.
+    """The context in which autocast does not convert the factors of products."""
+    # Entering torch.autocast takes as much host time as a launch, even if autocast is off.
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
@@ -57,6 +57,6 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def column_sums(matrix: Tensor) -> Tensor:
     """(m, n) any float dtype -> (n,) float32."""
-    whole = matrix.shape[0] // SUMMED_ROWS
-    parts = matrix[: whole * SUMMED_ROWS].unflatten(0, (whole, SUMMED_ROWS)).sum(1, dtype=torch.float32)
-    return parts.sum(0) + matrix[whole * SUMMED_ROWS :].sum(0, dtype=torch.float32)
+    blocks = matrix.shape[0] // SUMMED_ROWS
+    block_sums = matrix[: blocks * SUMMED_ROWS].unflatten(0, (blocks, SUMMED_ROWS)).sum(1, dtype=torch.float32)
+    return block_sums.sum(0) + matrix[blocks * SUMMED_ROWS :].sum(0, dtype=torch.float32)

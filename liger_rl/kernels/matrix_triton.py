@@ -1,7 +1,7 @@
-"""Matrices of products, read and written with the tensor memory accelerator (TMA) or with pointers.
+"""Tiles of matrices, read and written with the tensor memory accelerator (TMA) or with pointers.
 
-`load`, `store` and `product` take a TMA descriptor or `Rows`. A descriptor gives zeros past the last row and column.
-Pointers give zeros past the last column, and past the last row the last row again, for results that are masked.
+`load`, `store` and `product` take a TMA descriptor, `Rows` or `RaggedRows`. Past the last column all three read zeros.
+Past the last row a descriptor reads zeros. Pointers read the last row again, so the caller must mask these results.
 """
 
 from typing import NamedTuple
@@ -11,21 +11,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes; a row takes a multiple of it
+GROUP = tl.constexpr(8)  # 16-bit numbers in 16 bytes; the stride of rows is a multiple of GROUP
 
 
 class Rows(NamedTuple):
-    """A matrix with contiguous columns, for pointers. No tile reaches past its last column."""
+    """A matrix with contiguous rows, for pointers. No tile reaches past its last column."""
 
     start: Tensor
-    stride: int  # between two rows, in units of GROUP, so that the compiler knows a divisor
+    stride: int  # from row to row in units of GROUP, so that the compiler knows a divisor
     rows: int
 
 
 class RaggedRows(NamedTuple):
-    """`Rows` whose last tiles reach past the last column. Such columns are masked GROUP at a time.
+    """`Rows` whose last tiles reach past the last column. Columns past it are masked in groups of GROUP.
 
-    It is a type of its own, because Triton 3.6 cannot tell a tuple that holds None from a descriptor.
+    We do not use `Rows` with columns=None, because Triton 3.6 cannot tell a tuple that holds None from a descriptor.
     """
 
     start: Tensor
@@ -37,29 +37,29 @@ class RaggedRows(NamedTuple):
 def matrix(
     values: Tensor, rows: int, columns: int, *, tma: bool, parts: int = 1
 ) -> TensorDescriptor | Rows | RaggedRows:
-    """`values` as an argument of a kernel that reads or writes tiles of (rows, columns), each in so many parts."""
+    """`values` as an argument of a kernel whose tiles are (rows, columns), accessed in `parts` parts of its columns."""
     if tma:
         return TensorDescriptor.from_tensor(values, [rows, columns // parts])
-    whole, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
-    return whole if width % columns == 0 else RaggedRows(*whole, width)
+    plain, width = Rows(values, values.stride(0) // GROUP.value, values.shape[0]), values.shape[1]
+    return plain if width % columns == 0 else RaggedRows(*plain, width)
 
 
 @triton.jit
 def _row_starts(matrix, row, ROWS: tl.constexpr):
-    """-> (ROWS, 1) addresses of rows from `row` on."""
+    """-> (ROWS, 1) addresses of ROWS rows from `row` on; past the last row, the last row's."""
     place = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1)
     return (matrix.start + place.to(tl.int64) * matrix.stride * GROUP)[:, None]
 
 
 @triton.jit
 def _inside(column, matrix):
-    """-> which columns are in the matrix, the same for all columns of a GROUP."""
+    """-> whether columns are in the matrix; the same answer for all columns of a GROUP."""
     return column // GROUP < tl.cdiv(matrix.columns, GROUP)
 
 
 @triton.jit
 def _from_rows(starts, matrix, first, COLUMNS: tl.constexpr):
-    """-> (ROWS, COLUMNS) columns from `first` on."""
+    """-> (ROWS, COLUMNS): COLUMNS columns from `first` on, of the rows at the addresses `starts`."""
     column = first + tl.arange(0, COLUMNS)
     if len(matrix) == 4:
         return tl.load(starts + column[None, :], mask=_inside(column, matrix)[None, :], other=0.0)
@@ -78,7 +78,7 @@ def load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_picked(matrix, row, column, COLUMNS: tl.constexpr):
-    """-> (rows, COLUMNS) of the rows `row`, in any order; the matrix is for pointers."""
+    """-> (n, COLUMNS): the rows of indices `row` (n,), in any order. The matrix must not be a descriptor."""
     starts = (matrix.start + row.to(tl.int64) * matrix.stride * GROUP)[:, None]
     return _from_rows(starts, matrix, column, COLUMNS)
 
@@ -102,7 +102,7 @@ def store(matrix, row, column, values):
 def product(
     a, b, row, entry, size, ROWS: tl.constexpr, ENTRIES: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """-> a @ b.T in float32 of ROWS rows of a from `row` on and ENTRIES rows of b from `entry` on, `size` columns."""
+    """-> (ROWS, ENTRIES) float32, a[row : row + ROWS] @ b[entry : entry + ENTRIES].T, over `size` columns."""
     total = tl.zeros((ROWS, ENTRIES), tl.float32)
     if isinstance(a, tl.core.tensor_descriptor_base):
         for step in range(tl.cdiv(size, STEP)):

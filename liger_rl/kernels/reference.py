@@ -1,4 +1,4 @@
-"""THE formulas, in PyTorch: the specification of every shared kernel, and what runs on CPU and without Triton.
+"""The formulas in PyTorch: the specification of every shared kernel, and the kernels on CPU and without Triton.
 
 With z the transformed logits and p = exp(z - lse):
 
@@ -6,21 +6,22 @@ With z the transformed logits and p = exp(z - lse):
     dL/dz_v = dL/dlogp (1[v=y] - p_v) - dL/dentropy p_v (log p_v + entropy)
     dL/dx_v = dL/dz_v dz_v/dx_v,  z = softcap tanh(scale x / softcap) / temperature
 
-`fold` and `grad` work on a tile of the vocabulary, `fold_rows` and `grad_rows` on whole rows of given logits. These are
-(N, V), or (B, P, V) with any strides between rows, for targets (N,), or (B, T) with T <= P. A token counts where its
-mask is not 0 and its target is an id in [0, V). The logits of other tokens, NaN included, change nothing.
+`fold` and `grad` take a tile of the vocabulary. `fold_rows` and `grad_rows` take whole rows of given logits: (N, V)
+with targets (N,), or (B, P, V) with targets (B, T) and T <= P. The strides between rows are free. A token counts if its
+mask is not 0 and its target is an id in [0, V). Logits of tokens that do not count, NaN included, change nothing.
 
-`keep` and `grad_kept` are for one pass. They keep exp(z - peak) and the peaks: the largest z of every few vocabulary
-entries. The probability of an entry is then exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so with
-bfloat16 factors they are kept in float16: the same two bytes, an eighth of the rounding. As multiples of 1 / KEPT_ONE
-they use all of float16's exponents. Only exponentials under 2^-39 of a tile's largest underflow. Under a softcap the
-gradient also needs z, which is the logarithm of a kept value plus the peak. With u the rounding of a value, 2^-11 in
-float16, dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap. For softcap >=
-temperature, which one pass asks for, this adds less to the gradient's error than rounding it to bfloat16, unless all
-likely ids are within 1% of the cap.
+`keep` and `grad_kept` serve one pass. They keep exp(z - peak) and the peaks, where a peak is the largest z of a tile of
+vocabulary entries. The probability of an entry is exp(z - peak) exp(peak - lse). The exponentials lie in [0, 1], so
+with 16-bit factors they are kept in float16: the same two bytes as bfloat16, and an eighth of the rounding. They are
+multiplied by KEPT_ONE to use all exponents of float16. Only exponentials below 2^-39 of a tile's largest underflow.
 
-`keep_largest` orders logits by one int64 key of a logit and its id. Of equal logits the smaller id has the larger key,
-so the largest keys of a token are the same in any order of tiles and ranks.
+Under a softcap the gradient also needs z, which is the logarithm of a kept value plus the peak. Let u be the rounding
+of a value, 2^-11 in float16. Then dz/dx = 1 - (z temperature / softcap)^2 is off by at most 2 u temperature / softcap.
+One pass requires softcap >= temperature. The gradient's error then grows by less than rounding it to bfloat16 adds,
+unless all likely ids are within 1% of the cap.
+
+`keep_largest` orders logits by an int64 key of the logit and its id. Among equal logits the smallest id has the largest
+key, so the K largest keys of a token do not depend on the order of tiles and ranks.
 """
 
 import math
@@ -34,7 +35,8 @@ from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.statistics import KEPT_ONE, Fold, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-# exp(-200) is 0 in float32, so nothing is lost, and 0 * -200 is 0 where 0 * -inf (a banned id) is NaN.
+# Smallest log-probability in products with p. exp(-200) is 0 in float32, so nothing is lost. For a banned id, 0 * -200
+# is 0, but 0 * -inf would be NaN.
 LOWEST_LOG_PROBABILITY = -200.0
 
 
@@ -46,26 +48,27 @@ def fold(
     transform: LogitTransform,
     state: Fold,  # (n,) each, updated in place
 ) -> None:
+    """Fold a tile of logits into the running sums of `state`."""
     z = transformed(logits, bias, transform)
     peak = torch.maximum(state.peak, z.amax(-1))
-    kept = (state.peak - peak).exp_()
+    rescale = (state.peak - peak).exp_()
     shifted = z - peak[:, None]
     column, hit = _target_column(targets, first, z.shape[-1])
     if state.sum_logits is not None:
         state.sum_logits.add_(z.sum(-1))
     if state.rival is not None:
-        before = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
-        torch.maximum(state.rival, torch.where(before, z, -math.inf).amax(-1), out=state.rival)
+        before_target = torch.arange(first, first + z.shape[-1], device=z.device) < targets[:, None]
+        torch.maximum(state.rival, torch.where(before_target, z, -math.inf).amax(-1), out=state.rival)
     if state.moment is None:
         exp = shifted.exp_()
     else:
         shifted.clamp_(min=LOWEST_LOG_PROBABILITY)
         exp = shifted.exp()
         moment = state.moment + (state.peak - peak) * state.sum_exp
-        state.moment.copy_(kept * moment + (exp * shifted).sum(-1))
-    state.sum_exp.mul_(kept).add_(exp.sum(-1))
+        state.moment.copy_(rescale * moment + (exp * shifted).sum(-1))
+    state.sum_exp.mul_(rescale).add_(exp.sum(-1))
     if state.sum_sq_exp is not None:
-        state.sum_sq_exp.mul_(kept.square()).add_(exp.square().sum(-1))
+        state.sum_sq_exp.mul_(rescale.square()).add_(exp.square().sum(-1))
     state.peak.copy_(peak)
     state.target.copy_(torch.where(hit, z.gather(-1, column[:, None]).squeeze(-1), state.target))
 
@@ -77,8 +80,9 @@ def grad(
     bias: Tensor | None,
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each
-    out: Tensor,  # shaped like logits, any float dtype, may be the logits themselves
+    out: Tensor,  # shaped like logits, any float dtype; may be `logits` itself
 ) -> None:
+    """out = dL/dx of a tile of logits."""
     z = transformed(logits, bias, transform)
     log_p, at_target = z - tokens.lse[:, None], tokens.at_target
     if tokens.grad_entropy is None or tokens.entropy is None:
@@ -86,31 +90,31 @@ def grad(
     else:
         p = log_p.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
         column = _target_column(targets, first, z.shape[-1])[0][:, None]
-        p_there, log_p_there = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
-        at_target = at_target - p_there * ((log_p_there + tokens.entropy) * tokens.grad_entropy)
+        target_p, target_log_p = (values.gather(-1, column).squeeze(-1) for values in (p, log_p))
+        at_target = at_target - target_p * ((target_log_p + tokens.entropy) * tokens.grad_entropy)
     grad_z = grad_beside_targets(log_p, p, tokens)
     put_at_targets(grad_z, at_target, targets, first)
     out.copy_(times_derivative(grad_z, z, transform))
 
 
 def grad_beside_targets(
-    log_p: Tensor,  # (n, v) read and overwritten for a gradient of the entropy alone; finite
+    log_p: Tensor,  # (n, v) finite; read and overwritten only with a gradient of the entropy
     p: Tensor,  # (n, v) overwritten
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
-    """-> dL/dz (n, v) in float32, wrong at the targets."""
+    """-> dL/dz (n, v) float32 at all entries except the targets, where it is wrong (`put_at_targets` fixes it)."""
     if tokens.grad_entropy is None or tokens.entropy is None:
         return p.mul_(-tokens.grad_logps[:, None])
-    # g + e (log p + entropy), then times -p: one temporary less than the two terms apart.
+    # -p (g + e (log p + entropy)) takes one temporary less than the two terms computed apart.
     grad_z = log_p.add_(tokens.entropy[:, None]).mul_(tokens.grad_entropy[:, None])
     return grad_z.add_(tokens.grad_logps[:, None]).mul_(p).neg_()
 
 
 def put_at_targets(grad: Tensor, at_target: Tensor, targets: Tensor, first: int) -> None:
-    """grad (n, v) = at_target (n,) in the targets' columns, for targets in [first, first + v)."""
+    """Write at_target (n,) into the targets' columns of grad (n, v), for targets in [first, first + v)."""
     column, hit = _target_column(targets, first, grad.shape[-1])
-    beside = grad.gather(-1, column[:, None]).squeeze(-1)
-    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, beside)[:, None])
+    unchanged = grad.gather(-1, column[:, None]).squeeze(-1)
+    grad.scatter_(-1, column[:, None], torch.where(hit, at_target, unchanged)[:, None])
 
 
 def entropy_term(log_p: Tensor, entropy: Tensor) -> Tensor:
@@ -127,13 +131,13 @@ def target_gradient(tokens: TokenGradients, logps: Tensor) -> Tensor:
 
 
 def _target_column(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """-> column of the target in the tile, clamped into it, and whether it is really there."""
+    """-> column of the target (n,), clamped to [0, width), and (n,) bool: the target is in the tile."""
     column = targets - first
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def transformed(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
-    """z in float32; may be `logits` itself, so the caller must not write to it."""
+    """z in float32. It may be `logits` itself, so the caller must not write to it."""
     x = logits.float()
     if bias is not None:
         x = x + bias.float()
@@ -155,7 +159,7 @@ def tanh_square(z: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Tensor:
-    """dL/dx in the memory of grad_z: dz/dx = scale / temperature (1 - tanh^2)."""
+    """dL/dx = dL/dz dz/dx in the memory of grad_z, with dz/dx = scale / temperature (1 - tanh^2)."""
     if transform.softcap is not None:
         grad_z.mul_(tanh_square(z, transform).neg_().add_(1.0))
     factor = transform.scale / transform.temperature
@@ -165,10 +169,10 @@ def times_derivative(grad_z: Tensor, z: Tensor, transform: LogitTransform) -> Te
 
 
 class Kept(NamedTuple):
-    """The exponentials of n tokens over the whole vocabulary."""
+    """The kept exponentials of n tokens over the whole vocabulary."""
 
     values: Tensor  # (n, V) float16 or float32, KEPT_ONE exp(z - peak)
-    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number where every id is banned
+    peaks: Tensor  # (tiles, n) float32, max_v z_v over a tile; the lowest finite number if every id is banned
     tile_vocab: int  # vocabulary entries in a tile, a power of two
 
     @classmethod
@@ -182,21 +186,22 @@ class Kept(NamedTuple):
         return vocab * compute_dtype.itemsize + 4 * -(-vocab // tile_vocab)
 
     def rows(self, rows: slice) -> "Kept":
-        """Views of some tokens."""
+        """Views of the tokens `rows`."""
         return Kept(self.values[rows], self.peaks[:, rows], self.tile_vocab)
 
     def from_column(self, first: int) -> tuple[Tensor, Tensor]:
-        """Views of the values and peaks from the first column of a tile on."""
+        """Views of the values and peaks from column `first` on, which must be the first of a tile."""
         return self.values[:, first:], self.peaks[first // self.tile_vocab :]
 
 
 def keep(
     logits: Tensor,  # (n, v) float32
-    first: int,  # vocabulary id of the first column; begins a tile
+    first: int,  # vocabulary id of the first column, the first of a tile of `kept`
     bias: Tensor | None,  # (v,)
     transform: LogitTransform,
-    kept: Kept,  # (n, V), columns `first` on are written
+    kept: Kept,  # (n, V); columns first to first + v are written
 ) -> None:
+    """Write the exponentials and peaks of a tile of logits into `kept`."""
     z = transformed(logits, bias, transform)
     columns, tile_vocab = z.shape[1], kept.tile_vocab
     z = torch.nn.functional.pad(z, (0, -columns % tile_vocab), value=-torch.inf).view(z.shape[0], -1, tile_vocab)
@@ -209,7 +214,7 @@ def keep(
 def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transform: LogitTransform) -> Tensor:
     """(n,) float32 dL/dlogits at the targets, from the forward's statistics, which include the targets' logits.
 
-    The exponential of a target may have underflowed, and its gradient is large then.
+    Kept exponentials are not used: a target's exponential may have underflowed, and its gradient is large then.
     """
     grad = target_gradient(tokens, statistics.logps)
     if transform.softcap is not None:
@@ -220,20 +225,21 @@ def grad_at_targets(tokens: TokenGradients, statistics: TokenStatistics, transfo
 
 def grad_kept(
     kept: Kept,
-    rows: Tensor | None,  # (n,) positions of the tokens with a gradient among the kept ones; None is all
-    first: int,  # vocabulary id of the first column of `out`; begins a tile
+    rows: Tensor | None,  # (n,) rows of `kept` with a gradient; None: all rows
+    first: int,  # vocabulary id of the first column of `out`, the first of a tile of `kept`
     targets: Tensor,  # (n,)
     transform: LogitTransform,
     tokens: TokenGradients,  # (n,) each; `at_target` is not read
-    at_target: Tensor,  # (n,) as `grad_at_targets` gives it
-    out: Tensor,  # (n, v) any float dtype; without `rows` it may be the memory of the same columns of the values
+    at_target: Tensor,  # (n,) from `grad_at_targets`
+    out: Tensor,  # (n, v) any float dtype; without `rows` it may share the memory of the same columns of `kept.values`
 ) -> None:
+    """out = dL/dx of columns first to first + v, from the kept exponentials."""
     values, peaks = kept.from_column(first)
     values, peaks = values[:, : out.shape[1]], peaks[: -(-out.shape[1] // kept.tile_vocab)]
     if rows is not None:
         values, peaks = values[rows], peaks[:, rows]
     exp, peaks = values.float() / KEPT_ONE, peaks.T.repeat_interleave(kept.tile_vocab, 1)[:, : out.shape[1]]
-    # Any finite logarithm does where a value underflowed, because the probability is 0 there.
+    # If a value underflowed, any finite logarithm will do, because the probability is 0.
     log_exp = exp.log().clamp_(min=LOWEST_LOG_PROBABILITY)
     lse = tokens.lse[:, None]
     p = (peaks - lse).exp_().mul_(exp)
@@ -245,22 +251,22 @@ def grad_kept(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, a () float32 tensor. With a factor of 1 a GPU does not read the values."""
+    """values *= factor, a () float32 tensor. With a factor of 1 the Triton kernel does not read the values."""
     values.mul_(factor)
 
 
-FLOAT32_BYTES = 16 << 20  # bound of a float32 copy of some rows
+FLOAT32_BYTES = 16 << 20  # bound of the float32 copy of a piece of rows
 
 
 def fold_rows(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
 ) -> TokenStatistics:
-    """-> (tokens,) each, of the flattened targets. A token that does not count has 0, and an lse of +inf."""
+    """-> statistics (tokens,) in the order of targets.flatten(). A token that does not count has 0, and lse +inf."""
     counts, flat_targets = _counted(logits, targets, mask), targets.flatten().long()
     columns = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     for tokens, rows in _pieces(logits, targets):
         state = Fold.start(len(rows[0]), logits.device, entropy=entropy)
-        fold(logits[rows], flat_targets[tokens], 0, None, _of_tokens(transform, tokens), state)
+        fold(logits[rows], flat_targets[tokens], 0, None, _token_transform(transform, tokens), state)
         piece = state.finish()
         for column, values in zip(columns, (piece.logps, piece.lse, piece.entropy), strict=False):
             column[tokens] = values
@@ -274,59 +280,62 @@ def grad_rows(
     targets: Tensor,
     mask: Tensor | None,
     transform: LogitTransform,
-    statistics: TokenStatistics,  # of fold_rows
-    grads: tuple[Tensor, Tensor | None],  # (tokens,) float32, of log-probabilities and entropies
-    out: Tensor,  # shaped like the logits: every row is written, 0 without a gradient
+    statistics: TokenStatistics,  # from `fold_rows`
+    grads: tuple[Tensor, Tensor | None],  # (tokens,) float32: dL/dlogp, dL/dentropy
+    out: Tensor,  # shaped like logits; every row is written, with 0 if the token has no gradient
 ) -> None:
+    """out = dL/dx of given logits."""
     (grad_logps, grad_entropy), flat_targets = grads, targets.flatten().long()
     has_gradient = grad_logps != 0 if grad_entropy is None else (grad_logps != 0) | (grad_entropy != 0)
     has_gradient = has_gradient & _counted(logits, targets, mask)
     gradients = TokenGradients.of(statistics, grad_logps, grad_entropy)
     for tokens, rows in _pieces(logits, targets):
         gradient = torch.empty(len(rows[0]), logits.shape[-1], dtype=torch.float32, device=logits.device)
-        tokens_transform = _of_tokens(transform, tokens)
+        tokens_transform = _token_transform(transform, tokens)
         grad(logits[rows], flat_targets[tokens], 0, None, tokens_transform, gradients.take(tokens), gradient)
         out[rows] = gradient.masked_fill_(~has_gradient[tokens, None], 0.0).to(out.dtype)
     if logits.dim() == 3:
         out[:, targets.shape[1] :] = 0
 
 
-def _of_tokens(transform: LogitTransform, tokens: slice) -> LogitTransform:
+def _token_transform(transform: LogitTransform, tokens: slice) -> LogitTransform:
     temperature = transform.temperature
     return transform.of_tokens(temperature.flatten()[tokens]) if isinstance(temperature, Tensor) else transform
 
 
 def _counted(logits: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-    """(tokens,) bool."""
+    """(tokens,) bool: the tokens that count."""
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counts = (targets >= 0) & (targets < logits.shape[-1])
     return (counts if mask is None else counts & (mask != 0)).flatten()
 
 
 def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """A few tokens at a time, with the indices of their rows of logits."""
+    """Slices of the flattened tokens, FLOAT32_BYTES of logits each, with the indices of their rows of logits."""
     step = max(1, FLOAT32_BYTES // (4 * logits.shape[-1]))
     for first in range(0, targets.numel(), step):
         last = min(first + step, targets.numel())
         yield slice(first, last), torch.unravel_index(torch.arange(first, last, device=logits.device), targets.shape)
 
 
-ROWS = 2048  # scattered at a time, so that their converted copy stays small
+ROWS = 2048  # rows that `scatter_rows` converts at a time, so that the copy stays small
 
 
 def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the tokens that count and are wanted. A token counts if its mask is nonzero and its target >= 0.
 
+    Nothing waits for the device.
+
     Args:
         targets: (B, T) or (N,) integer ids.
         mask: shaped like targets, or None; its values should be 0 or 1.
-        vocab: number of ids; larger targets are counted as outside.
+        vocab: number of ids; targets >= vocab are counted as outside.
         wanted: shaped like targets or (B, 1), nonzero where a token is wanted; None wants all.
 
     Returns:
-        (N,) int64, whose first n entries are the flat positions, ascending, and (4,) int64: n; the number of tokens
-        that count with a target outside the vocabulary; the largest of these targets, or 0; the number of mask values
-        other than 0 and 1.
+        (N,) int64, whose first n entries are the flat positions in ascending order, and (4,) int64: n; the number of
+        tokens that count, wanted or not, with a target outside the vocabulary; the largest of these targets, or 0; the
+        number of mask values other than 0 and 1.
     """
     targets = targets.long()  # a narrow dtype would wrap the vocabulary's size in comparisons
     counted = targets >= 0 if mask is None else torch.logical_and(targets >= 0, mask)
@@ -336,15 +345,15 @@ def select(targets: Tensor, mask: Tensor | None, vocab: int, wanted: Tensor | No
     improper = n - n if mask is None or mask.dtype == torch.bool else ((mask != 0) & (mask != 1)).sum()
     largest = (targets * outside).max() if targets.numel() else n
     numbers = torch.stack([n, outside.sum(), largest, improper])
-    # A stable sort puts the live positions first and, unlike nonzero, need not ask the device for their number.
+    # A stable sort puts the live positions first. Unlike `nonzero` it does not wait for their number.
     return torch.argsort(live.reshape(-1), descending=True, stable=True), numbers
 
 
 def scatter_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     """out[index] = rows, for float32 rows (n, H), an index (n,) without repeats and out (N, H) of any float dtype."""
     for first in range(0, rows.shape[0], ROWS):
-        part = slice(first, first + ROWS)
-        out.index_copy_(0, index[part], rows[part].to(out.dtype))
+        piece = slice(first, first + ROWS)
+        out.index_copy_(0, index[piece], rows[piece].to(out.dtype))
 
 
 ID_BITS = 32
@@ -353,19 +362,19 @@ LEAST_KEY = -(1 << 63)
 
 
 def no_keys(n: int, count: int, device: torch.device) -> Tensor:
-    """(n, count) int64 under every key of a logit, and no two of a token the same."""
+    """(n, count) int64: keys below the key of every logit. A token's keys differ from each other."""
     return (LEAST_KEY + torch.arange(count, device=device)).repeat(n, 1)
 
 
 def keys_of(z: Tensor, ids: Tensor) -> Tensor:
-    """(n, v) float32 and (v,) int64 -> (n, v) int64. As with `torch.topk`, NaN is the largest."""
-    bits = torch.where(z == 0, 0.0, z).view(torch.int32)  # 0 and -0 are the same
+    """z (n, v) float32, ids (v,) int64 -> keys (n, v) int64. NaN is the largest, as in `torch.topk`."""
+    bits = torch.where(z == 0, 0.0, z).view(torch.int32)  # 0 and -0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << ID_BITS) | (LARGEST_ID - ids)
 
 
 def taken_apart(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """-> float32 logits and int64 ids."""
+    """The inverse of `keys_of`: keys -> float32 logits and int64 ids."""
     ordered = (keys >> ID_BITS).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), LARGEST_ID - (keys & LARGEST_ID)
 
@@ -375,8 +384,9 @@ def keep_largest(
     first: int,  # vocabulary id of the tile's first column
     bias: Tensor | None,  # (v,)
     transform: LogitTransform,
-    keys: Tensor,  # (n, K) int64, updated: the largest of all tiles so far, in any order
+    keys: Tensor,  # (n, K) int64, updated: the K largest keys of all tiles so far, unordered
 ) -> None:
+    """Update each token's K largest keys with a tile of logits."""
     ids = torch.arange(first, first + logits.shape[1], device=logits.device)
     found = keys_of(transformed(logits, bias, transform), ids)
     keys.copy_(torch.cat([keys, found], dim=1).topk(keys.shape[1], sorted=False).values)
@@ -384,8 +394,8 @@ def keep_largest(
 
 def put(
     tile: Tensor,  # (n, v) any float dtype
-    ids: Tensor,  # (n, K) int64; those outside of the tile are left out
-    values: Tensor,  # (n, K) float32, the same number where a token's id is repeated
+    ids: Tensor,  # (n, K) int64; ids outside the tile are skipped
+    values: Tensor,  # (n, K) float32; the same number at each repetition of an id in a row
     first: int,  # id of the tile's first column
 ) -> None:
     """tile[i, ids[i, k] - first] = values[i, k]"""

@@ -1,7 +1,8 @@
-"""Logits at listed ids, and sums over segments of them, in PyTorch: the CPU path and the specification.
+"""Logits at listed ids, and sums over segments of slots, in PyTorch: the CPU path and the specification.
 
-A token's logits are wanted at some ids. Each of them has a slot. Both gradients are sums over segments of slots: the
-slots of a token for the hidden states, and the slots of one id, after a stable sort by id, for the weight.
+A token lists some ids, and each of these (token, id) pairs has a slot. Both gradients are sums over segments of slots.
+For the hidden states a segment is the slots of one token. For the weight it is the slots of one id, after a stable sort
+by id.
 """
 
 from typing import NamedTuple
@@ -12,22 +13,22 @@ from torch import Tensor
 from liger_rl.kernels.reference import transformed
 from liger_rl.kernels.transform import LogitTransform
 
-# What a row is. IGNORED: its token does not count. FULL: it lists nothing, which stands for the whole vocabulary.
-# SINGLE: it has one id, so nothing is to be computed. SEVERAL: it has more.
+# The kinds of rows. IGNORED: the token does not count. FULL: the row is empty, which stands for the whole vocabulary.
+# SINGLE: it has one id, whose probability is 1, so nothing is computed. SEVERAL: it has more ids.
 IGNORED, FULL, SINGLE, SEVERAL = range(4)
-# What `Slots.numbers` counts, in this order. Of the rest of the call: targets of tokens that the mask has, outside the
-# vocabulary, and values of the mask that are neither 0 nor 1.
+# The counts in `Slots.numbers`, in this order. BAD_TARGETS counts unmasked tokens with a target outside the vocabulary,
+# BAD_MASKS values of the mask other than 0 and 1.
 COUNTED = 9
 (
     BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS, MISSING_TARGETS, FULL_ROWS, BAD_TARGETS, BAD_MASKS, LONG_ROWS,
 ) = range(COUNTED)  # fmt: skip
-LONG_ROW = 512  # a token with more slots is LONG_ROWS: its sums may be split
-PARTIAL_BYTES = 32 << 20  # of the sums of pieces, in `segments_triton`
-GATHERED = 1 << 21  # numbers of gathered rows at a time: 8 MiB in float32
+LONG_ROW = 512  # a token with more slots is counted in LONG_ROWS; its sums may be split
+PARTIAL_BYTES = 32 << 20  # most memory of the sums of pieces in `segments_triton`
+GATHERED = 1 << 21  # numbers in gathered rows at a time, 8 MiB in float32
 
 
 class Rows(NamedTuple):
-    """Which part of the vocabulary a weight's rows are."""
+    """The part of the vocabulary that the rows of a weight hold."""
 
     number: int  # V'
     first: int  # vocabulary id of the first row
@@ -35,25 +36,25 @@ class Rows(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where logits are wanted. Token t has the slots starts[t] to starts[t + 1]: its target, then its row's other ids.
+    """The slots of N tokens. Token t has slots starts[t] to starts[t + 1]: its target, then the other ids of its row.
 
-    A slot's id is a row of the weight. It is V' = rows of the weight where the id belongs to another shard, and V' + 1
-    where nothing is to be computed: a repeated id, a slot to spare because the row lists the target, a row that is not
-    SEVERAL.
+    A slot's id is a row of the weight, in [0, V'). It is V' if the id belongs to another shard. It is V' + 1 if nothing
+    is computed: for a repeated id, for the slot left over if the row lists the target, and in rows other than SEVERAL.
+    The target of a SINGLE row may have its row of the weight all the same (`make_slots` with `keep_single`).
     """
 
-    ids: Tensor  # (S,) int32 with S = P + N
+    ids: Tensor  # (S,) int32 with S = P + N, for P listed ids
     tokens: Tensor  # (S,) int32
     starts: Tensor  # (N + 1,) int64
-    kinds: Tensor  # (N,) uint8, as listed above
-    missing: Tensor  # (N,) bool: the token's row lists ids, but not its target
-    numbers: Tensor  # (COUNTED,) int64, in the order above
+    kinds: Tensor  # (N,) uint8: IGNORED, FULL, SINGLE or SEVERAL
+    missing: Tensor  # (N,) bool: the token's row lists ids, but not the target
+    numbers: Tensor  # (COUNTED,) int64: BAD_STARTS, BAD_ORDERS, ...
     rows: int  # V' of the weight
     first: int  # vocabulary id of the weight's first row
 
     @property
     def full(self) -> Tensor:
-        """(N,) bool: tokens that count and whose row is empty. The slots hold nothing for them."""
+        """(N,) bool: tokens that count and whose row is empty. Their slots hold no row of the weight."""
         return self.kinds == FULL
 
     @property
@@ -62,7 +63,7 @@ class Slots(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What logits are made of: hidden @ weight.T + low_inputs @ low_weight.T + bias, in float32."""
+    """The factors of logits: hidden @ weight.T + low_inputs @ low_weight.T + bias, in float32."""
 
     hidden: Tensor  # (N, H) any float dtype
     weight: Tensor  # (V', H) any float dtype
@@ -72,12 +73,12 @@ class Factors(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Consecutive positions that are added up."""
+    """M segments of S consecutive positions. The positions of a segment are added up."""
 
     starts: Tensor  # (M + 1,) int64
-    of_position: Tensor  # (S,) integers: the segment of each position; M or more belongs to none
-    by_id: bool = False  # those of ids, in place of tokens'; most are empty
-    all_short: bool = False  # none is longer than LONG_ROW; of tokens' segments alone
+    of_position: Tensor  # (S,) integers: each position's segment; M or more for a position in no segment
+    by_id: bool = False  # a segment is the slots of an id, not of a token; most are empty
+    all_short: bool = False  # no segment is longer than LONG_ROW; set only for tokens' segments
 
     @property
     def number(self) -> int:
@@ -85,7 +86,7 @@ class Segments(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The slots of each row of the weight side by side, in a stable order, and what each adds to the row's gradient."""
+    """The slots in a stable order by row of the weight, and each slot's coefficient in that row's gradient."""
 
     segments: Segments
     coefficients: Tensor  # (S,) float32
@@ -93,10 +94,10 @@ class Pairs(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What segment s begins with in place of 0: shares[s] rows[s // width]."""
+    """The start of the sum of segment s: shares[s] * rows[s // width] in place of 0."""
 
     rows: Tensor  # (ceil(M / width) or more, K) float32
-    shares: Tensor | None = None  # (M or more,) float32; None: 1 each
+    shares: Tensor | None = None  # (M or more,) float32; None: all 1
     width: int = 1
 
     def of(self, segments: int) -> Tensor:
@@ -105,23 +106,23 @@ class Base(NamedTuple):
         return rows if self.shares is None else rows * self.shares[:segments, None]
 
 
-Ordered = tuple[Tensor, Tensor]  # `Slots.ids` from a stable sort, and their places before it, (S,) int32 and int64
+Ordered = tuple[Tensor, Tensor]  # `Slots.ids` sorted stably (S,) int32, and their slots before the sort (S,) int64
 
 
 def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures: Tensor | None) -> Tensor:
-    """-> z (S,) float32; undefined in slots without a row of the weight.
+    """-> transformed logits z (S,) float32; undefined in slots without a row of the weight.
 
     Args:
-        temperatures: (N,) float32, in place of the transform's, which is 1.
+        temperatures: (N,) float32, one for each token, or None. With them the transform's own temperature must be 1.
     """
-    wanted = slots.ids < slots.rows
-    row, token = torch.where(wanted, slots.ids, 0).long(), slots.tokens.long()
+    has_row = slots.ids < slots.rows
+    row, token = torch.where(has_row, slots.ids, 0).long(), slots.tokens.long()
     x = torch.zeros(row.numel(), dtype=torch.float32, device=row.device)
     for left, right in ((factors.hidden, factors.weight), (factors.low_inputs, factors.low_weight)):
         if left is None or right is None or slots.rows == 0:
             continue
-        for part in _parts(row.numel(), left.shape[1]):
-            x[part] += (left[token[part]].float() * right[row[part]].float()).sum(1)
+        for piece in _pieces(row.numel(), left.shape[1]):
+            x[piece] += (left[token[piece]].float() * right[row[piece]].float()).sum(1)
     bias = None if factors.bias is None or slots.rows == 0 else factors.bias[row]
     z = transformed(x, bias, transform)
     if temperatures is not None:
@@ -129,7 +130,7 @@ def dots(factors: Factors, slots: Slots, transform: LogitTransform, temperatures
     return z
 
 
-def _parts(positions: int, columns: int) -> list[slice]:
+def _pieces(positions: int, columns: int) -> list[slice]:
     step = max(1, GATHERED // max(columns, 1))
     return [slice(start, start + step) for start in range(0, positions, step)]
 
@@ -146,11 +147,12 @@ def segment_sums(
 ) -> None:
     """out[s] = sum of coefficients[i] table[indices[i]] over the positions i of segment s, in float32; with `add`, +=.
 
-    A `base`, which does not go with `add`, is added to the sum before it is rounded.
+    A `base` is added to the sum before the sum is rounded. It must be None with `add`.
 
-    Without `add` 0 is written where a segment is empty; with it nothing is touched there.
+    The rows of empty segments become 0 (or the base). With `add` they stay as they are.
 
-    PyTorch adds in the order of positions on CPU. On CUDA, where this runs without Triton alone, its order is free.
+    On CPU, PyTorch adds in the order of positions. On CUDA, where this function runs only without Triton, the order is
+    undefined.
     """
     in_place = out.dtype == torch.float32
     total = out if in_place else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -159,9 +161,9 @@ def segment_sums(
     if base is not None:
         total += base.of(segments.number)
     picked = ((coefficients != 0) & (segments.of_position < segments.number)).nonzero().squeeze(1)
-    for part in _parts(picked.numel(), table.shape[1]):
-        at = picked[part]
-        rows = table[indices[at].long()].float() * coefficients[at, None]
-        total.index_add_(0, segments.of_position[at].long(), rows)
+    for piece in _pieces(picked.numel(), table.shape[1]):
+        positions = picked[piece]
+        rows = table[indices[positions].long()].float() * coefficients[positions, None]
+        total.index_add_(0, segments.of_position[positions].long(), rows)
     if not in_place:
         out.copy_(total + out if add else total)

@@ -1,7 +1,7 @@
-"""Selection and scatter of `selection`, as one Triton kernel each.
+"""`select` and `scatter_rows` of `reference`, as one Triton kernel each.
 
-Selection in PyTorch takes a dozen launches, and the first product waits for them. The scatter reads and writes each row
-once, and rounds it on the way.
+The selection takes a dozen launches in PyTorch, and the first product waits for them. The scatter reads and writes each
+row once, and rounds it on the way.
 """
 
 import torch
@@ -15,10 +15,10 @@ BLOCK, WARPS = 4096, 8
 SCATTER_BLOCK, SCATTER_WARPS = 2048, 4
 
 
-# Lengths differ from batch to batch, and their divisors make nothing faster here.
+# Lengths differ from batch to batch. Specializing on their divisors makes nothing faster here.
 @triton.jit(do_not_specialize=["tokens", "each"])
 def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, vocab, BLOCK: tl.constexpr):
-    # One program, because a token's place depends on all tokens before it. 2^18 tokens are 64 steps.
+    # There is one program, because a token's position depends on all tokens before it. 2^18 tokens take 64 steps.
     count = tl.zeros((), tl.int64)
     outside_count = tl.zeros((), tl.int64)
     improper = tl.zeros((), tl.int64)
@@ -37,9 +37,9 @@ def _select_kernel(targets, mask, wanted, positions, numbers, tokens, each, voca
         if wanted is not None:
             live = live & (tl.load(wanted + token // each, mask=inside, other=0) != 0)
         outside = counted & (target >= vocab)
-        here = live.to(tl.int32)
-        tl.store(positions + count + tl.cumsum(here, 0) - 1, token.to(tl.int64), mask=live)
-        count += tl.sum(here)
+        ones = live.to(tl.int32)
+        tl.store(positions + count + tl.cumsum(ones, 0) - 1, token.to(tl.int64), mask=live)
+        count += tl.sum(ones)
         outside_count += tl.sum(outside.to(tl.int32))
         largest = tl.maximum(largest, tl.max(tl.where(outside, target, 0)))
     tl.store(numbers, count)

@@ -1,4 +1,4 @@
-"""Several vocabulary entries a token, as Triton kernels without atomics; as `reference` has them."""
+"""`keep_largest` and `put` of `reference`, for several entries per token, as Triton kernels without atomics."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from liger_rl.kernels.softmax import transformed
 from liger_rl.kernels.tile_triton import loaded
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-BLOCK, WARPS = 1024, 1  # one warp, whose maxima need no barrier
-PUT_BLOCK = 128  # ids of a program
+BLOCK, WARPS = 1024, 1  # one warp, because maxima within a warp need no barrier
+PUT_BLOCK = 128  # ids per program
 LEAST, MOST = tl.constexpr(LEAST_KEY), tl.constexpr(-1 - LEAST_KEY)
 BITS, LAST_ID = tl.constexpr(ID_BITS), tl.constexpr(LARGEST_ID)
 
@@ -32,8 +32,8 @@ def _largest_kernel(
     token = tl.program_id(0).to(tl.int64)
     logits += token * row_stride
     place = tl.arange(0, SIZE)
-    kept = tl.load(keys + token * COUNT + place, mask=place < COUNT, other=MOST)
-    least = tl.min(kept)
+    kept_keys = tl.load(keys + token * COUNT + place, mask=place < COUNT, other=MOST)
+    least_key = tl.min(kept_keys)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -42,16 +42,16 @@ def _largest_kernel(
             z /= tl.load(steps.temperatures + token)
         bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        found = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
-        found = tl.where(inside, found, LEAST)
-        largest = tl.max(found)
-        # Few blocks have one, because the least of what is kept soon is large.
-        while largest > least:
-            kept = tl.where(kept == least, largest, kept)
-            least = tl.min(kept)
-            found = tl.where(found == largest, LEAST, found)
-            largest = tl.max(found)
-    tl.store(keys + token * COUNT + place, kept, mask=place < COUNT)
+        block_keys = (ordered.to(tl.int64) << BITS) | (LAST_ID - (column.to(tl.int64) + first))
+        block_keys = tl.where(inside, block_keys, LEAST)
+        largest_key = tl.max(block_keys)
+        # Few blocks enter this loop, because the least kept key soon is large.
+        while largest_key > least_key:
+            kept_keys = tl.where(kept_keys == least_key, largest_key, kept_keys)
+            least_key = tl.min(kept_keys)
+            block_keys = tl.where(block_keys == largest_key, LEAST, block_keys)
+            largest_key = tl.max(block_keys)
+    tl.store(keys + token * COUNT + place, kept_keys, mask=place < COUNT)
 
 
 def keep_largest(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, keys: Tensor) -> None:

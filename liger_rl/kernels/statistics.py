@@ -1,4 +1,4 @@
-"""What is known of a token's softmax: while tiles of the vocabulary are folded in, and afterwards."""
+"""Statistics of tokens' softmax: running sums over tiles of the vocabulary, results, and inputs of the gradients."""
 
 import math
 from collections.abc import Callable, Collection
@@ -7,50 +7,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Further results of a fold on demand, without a gradient.
+# Optional results of a fold, without a gradient.
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class TokenStatistics(NamedTuple):
-    """The softmax of n tokens in one number each, float32."""
+    """Statistics of the softmax of n tokens, float32."""
 
-    logps: Tensor  # (n,) log-probability of the target; (n, K) of several targets
+    logps: Tensor  # (n,) log-probability of the target; (n, K) of K targets
     lse: Tensor  # (n,) log sum_v exp z_v
     entropy: Tensor | None  # (n,) in nats
     log_sum_sq_probs: Tensor | None = None  # (n,) log sum_v p_v^2
     sum_logits: Tensor | None = None  # (n,) sum_v z_v
     is_top1: Tensor | None = None  # (n,) bool: the target is the first of the ids with the largest z
-    target: Tensor | None = None  # (n,) z at the target, on demand
-    topk_logps: Tensor | None = None  # (n, K) the largest log-probabilities, descending, on demand
-    topk_ids: Tensor | None = None  # (n, K) int64, their ids of the whole vocabulary
+    target: Tensor | None = None  # (n,) z at the target; None unless asked for
+    topk_logps: Tensor | None = None  # (n, K) the K largest log-probabilities, descending; None without topk
+    topk_ids: Tensor | None = None  # (n, K) int64, their ids in the whole vocabulary
 
     def first(self, count: int) -> "TokenStatistics":
         """The statistics of the first `count` tokens."""
-        return TokenStatistics._make(None if part is None else part[:count] for part in self)
+        return TokenStatistics._make(None if values is None else values[:count] for values in self)
 
     def mean_logits(self, vocab: int) -> Tensor | None:
         return None if self.sum_logits is None else self.sum_logits / vocab
 
 
 class Fold(NamedTuple):
-    """Running sums over the vocabulary, float32; kernels update them in place, tile by tile."""
+    """Running sums over the vocabulary, float32. Kernels update them in place, tile by tile."""
 
     peak: Tensor  # (n,) max_v z_v so far
     sum_exp: Tensor  # (n,) sum_v exp(z_v - peak)
-    target: Tensor  # (n,) z at the target id, once its tile has passed
-    moment: Tensor | None  # (n,) sum_v exp(z_v - peak) (z_v - peak), kept for the entropy alone
+    target: Tensor  # (n,) z at the target id; 0 until its tile is folded
+    moment: Tensor | None  # (n,) sum_v exp(z_v - peak) (z_v - peak), for the entropy
     sum_sq_exp: Tensor | None  # (n,) sum_v exp(z_v - peak)^2, for log_sum_sq_probs
     sum_logits: Tensor | None  # (n,) sum_v z_v, for mean_logits
     rival: Tensor | None  # (n,) max of z_v over the ids before the target, for is_top1
 
     @classmethod
     def start(cls, n: int, device: torch.device, *, entropy: bool, extras: Collection[str] = ()) -> "Fold":
-        """The fold of no tile."""
+        """The fold before the first tile."""
 
         def full(value: float) -> Tensor:
             return torch.full((n,), value, dtype=torch.float32, device=device)
 
-        # The lowest finite peak instead of -inf: (peak - new peak) * 0 stays 0 in the moment's update.
+        # The first peak is the lowest finite number, not -inf. So (peak - new peak) * 0 is 0 in the moment's update.
         return cls(
             full(torch.finfo(torch.float32).min),
             full(0.0),
@@ -63,62 +63,63 @@ class Fold(NamedTuple):
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], target: Tensor, *, entropy: bool, extras: Collection[str]) -> "Fold":
-        """Memory of `shape` for all fields except the target, for a kernel that writes all of it."""
+        """A fold with uninitialized fields of `shape`, except the target. A kernel must write all of them."""
 
-        def part() -> Tensor:
+        def empty() -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=target.device)
 
         return cls(
-            part(),
-            part(),
+            empty(),
+            empty(),
             target,
-            part() if entropy else None,
-            part() if "log_sum_sq_probs" in extras else None,
-            part() if "mean_logits" in extras else None,
-            part() if "is_top1" in extras else None,
+            empty() if entropy else None,
+            empty() if "log_sum_sq_probs" in extras else None,
+            empty() if "mean_logits" in extras else None,
+            empty() if "is_top1" in extras else None,
         )
 
     def take(self, rows: slice) -> "Fold":
-        """Views of some tokens, for a kernel to write to."""
+        """Views of the fields of the tokens `rows`. A kernel may write to them."""
         return Fold._make(None if values is None else values[rows] for values in self)
 
     def over_ranks(self, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]) -> "Fold":
         """The fold of a sharded vocabulary, the same on each rank: one maximum and one sum over ranks.
 
-        A rank without the target has 0 for it, so the sum over ranks is the logit itself, to the last bit.
+        `target` is 0 on a rank without the target. So its sum over ranks is the target's logit, to the last bit.
         """
         tops = maximum(torch.stack([self.peak] if self.rival is None else [self.peak, self.rival]))
         peak, rival = tops[0], None if self.rival is None else tops[1]
         lower = self.peak - peak
-        kept = lower.exp()
-        parts = {
-            "sum_exp": kept * self.sum_exp,
+        rescale = lower.exp()
+        summands = {
+            "sum_exp": rescale * self.sum_exp,
             "target": self.target,
-            "moment": None if self.moment is None else kept * (self.moment + lower * self.sum_exp),
-            "sum_sq_exp": None if self.sum_sq_exp is None else kept.square() * self.sum_sq_exp,
+            "moment": None if self.moment is None else rescale * (self.moment + lower * self.sum_exp),
+            "sum_sq_exp": None if self.sum_sq_exp is None else rescale.square() * self.sum_sq_exp,
             "sum_logits": self.sum_logits,
         }
-        given = {name: part for name, part in parts.items() if part is not None}
-        sums = total(torch.stack(list(given.values())))
-        return self._replace(peak=peak, rival=rival, **dict(zip(given, sums, strict=True)))
+        present = {name: values for name, values in summands.items() if values is not None}
+        sums = total(torch.stack(list(present.values())))
+        return self._replace(peak=peak, rival=rival, **dict(zip(present, sums, strict=True)))
 
     def finish(self, *, with_target: bool = False) -> TokenStatistics:
+        """The statistics after the last tile; `with_target` adds the target's logit."""
         log_sum = self.sum_exp.log()
-        # Around the peak, not around lse: where the target is the peak, logp keeps float32's precision near 0
-        # rather than near the size of the logits.
+        # We subtract the peak first, not lse. If the target is the peak, logp = -log_sum then has the precision of a
+        # number near 0. target - lse has the precision of the logits.
         logps = ((self.target - self.peak) - log_sum).clamp_(max=0.0)
         entropy = None if self.moment is None else (log_sum - self.moment / self.sum_exp).clamp_(min=0.0)
         log_sum_sq = None if self.sum_sq_exp is None else (self.sum_sq_exp.log() - 2.0 * log_sum).clamp_(max=0.0)
-        # Exact: peak and rival are logits of the same tiles as the target's, and a tie counts for the earlier id.
+        # The comparison is exact: target, peak and rival come from the same tiles. In a tie the smaller id is first.
         is_top1 = None if self.rival is None else (self.target >= self.peak) & (self.target > self.rival)
         target = self.target if with_target else None
         return TokenStatistics(logps, self.peak + log_sum, entropy, log_sum_sq, self.sum_logits, is_top1, target)
 
 
-# Sides of a tile of a product with an epilogue.
+# The sides of a tile in a product with an epilogue.
 BLOCK_TOKENS, BLOCK_VOCAB = 128, 256
-KEPT_ONE = 2.0**15  # factor on the exponentials of `saved_exponentials`: the largest power of two in float16
-# Sampled tokens, whose probabilities spread a tile's dropped gradient over its entries.
+KEPT_ONE = 2.0**15  # factor on the exponentials of `reference.Kept`: the largest power of two in float16
+# A tile's dropped gradient is spread over its entries by the probabilities of so many sampled tokens.
 SAMPLES = 64
 
 
@@ -127,21 +128,22 @@ class TileStatistics(NamedTuple):
 
     peaks: Tensor  # (tiles, n) max_v z_v; the lowest finite number where every id is banned
     sums: Tensor  # (tiles, n) sum_v exp(z_v - peak)
-    moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak), where entropies are asked for
+    moments: Tensor | None  # (tiles, n) sum_v exp(z_v - peak) (z_v - peak); None without entropies
 
 
 class PartBounds(NamedTuple):
-    """Bounds of each token's dL/dz in each tile, in units of the token's own, from which the kept parts are chosen.
+    """Bounds of each token's dL/dz in each tile, in units of `unit`. A part is one token's entries in one tile.
 
-    The constant part of dz/dx is left out of all bounds.
+    The parts to keep are chosen from the bounds. `most` and `rest` include the target only if `at_target` is None. No
+    bound includes scale / temperature, the constant part of dz/dx.
     """
 
-    most: Tensor  # (tiles, n) float32, upper bound of the norm over a tile
-    rest: Tensor  # (tiles, n) float32, sum over a tile
-    least: Tensor  # (n,) float32, lower bound of the sum of squares over the vocabulary, the target with it
-    unit: Tensor  # (n,) float32, 0 without a gradient
-    size: Tensor  # (n,) float64, sum of |rest|; 0 without a gradient, or if not finite
-    at_target: Tensor | None  # (n,) float32, dL/dx at the target, not in units; None where parts include targets
+    most: Tensor  # (tiles, n) float32, upper bound of the norm of dL/dz over a tile
+    rest: Tensor  # (tiles, n) float32, sum of dL/dz over a tile
+    least: Tensor  # (n,) float32, lower bound of the sum of squares of dL/dz over the vocabulary, target included
+    unit: Tensor  # (n,) float32, scale of the token's bounds; 0 without a gradient
+    size: Tensor  # (n,) float64, unit * sum of |rest| over tiles; 0 without a gradient, or if not finite
+    at_target: Tensor | None  # (n,) float32, dL/dx at the target, not in `unit`; None if parts include targets
 
     @classmethod
     def empty(cls, n: int, tiles: int, device: torch.device, *, targets: bool) -> "PartBounds":
@@ -153,10 +155,10 @@ class PartBounds(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The shares of a tile's vocabulary entries in the gradient that tokens drop there."""
+    """The share of each vocabulary entry in the gradient that tokens drop in the entry's tile."""
 
-    entries: Tensor  # (padded tiles * width,) float32, adding up to 1 over a tile; 0 past the vocabulary
-    squares: Tensor  # (padded tiles,) float32, sums of their squares
+    entries: Tensor  # (padded tiles * width,) float32, sum 1 over a tile; 0 past the vocabulary
+    squares: Tensor  # (padded tiles,) float32, sum of the squared shares of a tile
 
     @classmethod
     def empty(cls, tiles: int, width: int, device: torch.device) -> "Tail":
@@ -165,46 +167,46 @@ class Tail(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """The numbers of each token that the gradient of a tile of logits needs, float32.
+    """Per-token inputs of the gradient of a tile of logits, float32.
 
-    Without an entropy's gradient dL/dz_v is at_target at the target, and -grad_logps p_v elsewhere.
+    Without a gradient of the entropy, dL/dz_v is at_target at the target, and -grad_logps p_v at all other entries.
     """
 
     lse: Tensor  # (n,)
-    grad_logps: Tensor  # (n,) dL/dlogp, without dL/dlse
-    at_target: Tensor  # (n,) dL/dlogp (1 - p_target), with dL/dlse p_target
-    entropy: Tensor | None  # (n,) given together with grad_entropy
+    grad_logps: Tensor  # (n,) dL/dlogp - dL/dlse
+    at_target: Tensor  # (n,) dL/dlogp (1 - p_target) + dL/dlse p_target
+    entropy: Tensor | None  # (n,); None if grad_entropy is None
     grad_entropy: Tensor | None  # (n,) dL/dentropy
-    # (n,) bool: there is a gradient, where grad_logps may be 0 and does not tell.
+    # (n,) bool: the token has a gradient. Set if grad_logps may be 0 for a token that has one; else None.
     wanted: Tensor | None = None
 
     @classmethod
     def of(cls, statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> "TokenGradients":
-        # 1 - p from the forward's logp: recomputed from a tile it would carry the rounding of lse, which is as
-        # large as 1 - p itself for a token the policy is sure of.
+        # 1 - p comes from the forward's logp. Recomputed from a tile it would carry the rounding error of lse, which is
+        # as large as 1 - p itself if p is near 1.
         at_target = -torch.expm1(statistics.logps) * grad_logps
         entropy = statistics.entropy if grad_entropy is not None else None
         return cls(statistics.lse, grad_logps, at_target, entropy, grad_entropy)
 
     def with_lse(self, grad_lse: Tensor, logps: Tensor) -> "TokenGradients":
-        """With dL/dlse (n,) added, which adds dL/dlse p_v to dL/dz_v."""
-        if logps.dim() == 2:  # of several targets lse is minus the log-probability of one more, whose logit is always 0
+        """Add dL/dlse (n,), which adds dL/dlse p_v to dL/dz_v."""
+        if logps.dim() == 2:  # K targets: lse is -logp of target K + 1, whose logit is always 0
             return self._replace(grad_logps=torch.cat([self.grad_logps, -grad_lse[:, None]], dim=1))
         wanted, at_target = (self.grad_logps != 0) | (grad_lse != 0), self.at_target + grad_lse * logps.exp()
         return self._replace(grad_logps=self.grad_logps - grad_lse, at_target=at_target, wanted=wanted)
 
     def contiguous(self) -> "TokenGradients":
-        return TokenGradients._make(None if part is None else part.contiguous() for part in self)
+        return TokenGradients._make(None if values is None else values.contiguous() for values in self)
 
     def take(self, rows: Tensor | slice) -> "TokenGradients":
-        return TokenGradients._make(None if part is None else part[rows] for part in self)
+        return TokenGradients._make(None if values is None else values[rows] for values in self)
 
     def silenced(self, live: Tensor) -> "TokenGradients":
-        """Zero gradients where the mask is False, for any finite logits of these rows."""
+        """With zero gradients where the mask `live` (n,) is False, for any finite logits of these rows."""
 
-        def silent(part: Tensor) -> Tensor:
-            return torch.where(live.view(-1, *[1] * (part.dim() - 1)), part, 0.0)
+        def silent(values: Tensor) -> Tensor:
+            return torch.where(live.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
 
-        parts = TokenGradients._make(None if part is None else silent(part) for part in self)
-        # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
-        return parts._replace(lse=torch.where(live, self.lse, math.inf))
+        silent_fields = TokenGradients._make(None if values is None else silent(values) for values in self)
+        # With lse = inf, p = exp(z - lse) is 0 for every finite z. With lse = 0, p might overflow, and inf * 0 is NaN.
+        return silent_fields._replace(lse=torch.where(live, self.lse, math.inf))

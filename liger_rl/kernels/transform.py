@@ -1,4 +1,4 @@
-"""What a model does to its lm_head's output before the softmax."""
+"""The transform of the lm_head's output x into the logits z of the softmax."""
 
 import struct
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's, without subnormal numbers
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive normal numbers of float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,15 @@ class LogitTransform:
 
     Args:
         temperature: sampling temperature, > 0: a number, or a float tensor shaped like the call's targets, one for each
-            token. Tensors get no gradient. They take float32 tiles of logits in two passes: neither the product's
-            epilogue, nor one pass, nor a `grad_tolerance` know them, nor does torch.compile.
+            token. A tensor gets no gradient. It needs float32 tiles of logits in two passes: the product's epilogue,
+            one pass, a `grad_tolerance` and torch.compile support only numbers.
         softcap: bound of the capped logits (Gemma 2: 30), > 0; None leaves them uncapped.
         scale: factor on the head's output, > 0 (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
 
     Raises:
-        TypeError: an option is not a number, or a temperature no float tensor.
-        ValueError: an option is not positive and finite in float32, in which kernels take it.
+        TypeError: an option is not a number, or a tensor of temperatures is not of a float dtype.
+        ValueError: an option is not positive and finite in float32, the dtype of kernel arguments, or a tensor of
+            temperatures has a wrong number of dimensions or requires a gradient.
     """
 
     temperature: float | Tensor = 1.0
@@ -46,16 +47,16 @@ class LogitTransform:
 
     @property
     def per_token(self) -> bool:
-        """Whether each token has a temperature of its own."""
+        """Whether each token has its own temperature."""
         return isinstance(self.temperature, Tensor)
 
     @property
     def of_logits(self) -> "LogitTransform":
-        """Without the temperatures of tokens."""
+        """The transform, with temperature 1 in place of per-token temperatures."""
         return replace(self, temperature=1.0) if self.per_token else self
 
     def of_tokens(self, temperatures: Tensor | None) -> "LogitTransform":
-        """The transform of some of the tokens, whose temperatures these are, (n,); itself for None."""
+        """The transform with the temperatures (n,) of n tokens; unchanged for None."""
         return self if temperatures is None else replace(self, temperature=temperatures)
 
 
@@ -69,25 +70,25 @@ def _check_per_token(temperature: Tensor) -> None:
 
 
 def fits_float32(value: float) -> bool:
-    """Whether a number, an int of any length included, is one in float32 too, and not NaN."""
+    """Whether `value` is finite in float32 and not NaN; it may be an int of any length."""
     return -LARGEST <= value <= LARGEST
 
 
 class LogitSteps(NamedTuple):
-    """A LogitTransform as kernels take it, z = cap * tanh(gain * x) / temperature or gain * x / temperature.
+    """A LogitTransform as a kernel argument: z = cap * tanh(gain * x) / temperature, or gain * x / temperature.
 
     A step that changes nothing is None, and is not compiled.
     """
 
     gain: float | None
     cap: float | None
-    # 1 / temperature in two parts of float32, the second what the first was cut by. Both are above 0, so that their
-    # products with the -inf of a banned id are -inf. The second changes no sum where it would be 0.
+    # 1 / temperature = inverse + inverse_rest, a float32 and the remainder. Both are > 0, so that their products with
+    # the -inf of a banned id are -inf. A remainder of 0 is replaced by a number that is too small to change the sum.
     inverse: float | None
     inverse_rest: float | None
-    heat: float | None  # temperature / softcap, which makes a tanh of z
+    heat: float | None  # temperature / softcap: heat * z is the tanh
     slope: float | None  # scale / temperature, the constant part of dz/dx
-    temperatures: Tensor | None = None  # (n,) float32 of rows, by which kernels of rows divide after all other steps
+    temperatures: Tensor | None = None  # (n,) float32, one per row; kernels divide by them after all other steps
 
     @classmethod
     def of(cls, transform: LogitTransform) -> "LogitSteps":
@@ -99,13 +100,13 @@ class LogitSteps(NamedTuple):
     @classmethod
     @lru_cache
     def _of_numbers(cls, transform: LogitTransform) -> "LogitSteps":
-        # Quotients and float(), because an int would be an integer in the kernel, and some of them compiled in.
+        # Quotients and float(): an int would be an integer in the kernel, and Triton compiles some integers in.
         cap, temperature = transform.softcap, transform.temperature
         assert not isinstance(temperature, Tensor)
         gain, slope = transform.scale / (1.0 if cap is None else cap), transform.scale / temperature
         inverse = 1.0 / temperature
         (bits,) = struct.unpack("Q", struct.pack("d", inverse))
-        (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # to float32's digits
+        (cut,) = struct.unpack("d", struct.pack("Q", bits >> 29 << 29))  # inverse, cut to the digits of float32
         heated = temperature != 1.0
         return cls(
             gain=None if cap is None and gain == 1.0 else gain,

@@ -1,8 +1,8 @@
-"""Gradients made in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
+"""Gradients computed in the forward: three products in place of four, if the caller knows dL/dlogp chunk by chunk.
 
-A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.saved_exponentials`). Once its statistics
-are complete the caller says what dL/dlogp and dL/dentropy are. The gradients are made at once: the exponentials turn
-into dL/dlogits in their own memory. A later factor on the loss multiplies these gradients in the backward.
+A chunk of tokens keeps its exponentials over the whole vocabulary (`kernels.reference.Kept`). Once the chunk's
+statistics are complete, the caller returns dL/dlogp and dL/dentropy. The gradients are computed at once: the
+exponentials become dL/dlogits in their own memory. The backward multiplies the gradients by the factor from above.
 """
 
 import math
@@ -27,30 +27,30 @@ from liger_rl.kernels.reference import Kept, grad_at_targets
 from liger_rl.kernels.statistics import BLOCK_VOCAB, TokenGradients
 from liger_rl.once import differentiable_once
 
-# A chunk of one pass: its exponentials and the float32 gradient of its hidden states. On CUDA, with H = 4096 and
-# V = 128256, that is 2075 tokens, whose products run at full speed.
+# Bytes of a chunk's exponentials and of the float32 gradient of its hidden states. On CUDA, with H = 4096 and
+# V = 128256, that is room for 2075 tokens, whose products run at full speed.
 CHUNK_BYTES = {"cuda": 544 << 20, "cpu": 64 << 20}
-# Each chunk reads and writes a sum of the weight's size. With fewer tokens, that costs more than one pass saves.
+# Each chunk reads and writes a sum of the weight's size. With fewer tokens this traffic costs more than one pass saves.
 MIN_CHUNK_TOKENS = {"cuda": 512, "cpu": 256}
 CHUNK_TOKENS_ALIGNMENT = 128
-# Chunks whose sum may be rounded to a 16-bit weight's dtype after each of them. The relative error of the gradient is
-# 2.4e-3 with one, 2.6e-3 with two, 2.9e-3 with three. It is larger where gradients of chunks partly cancel: 2.7e-3 to
-# 3.4e-3 for the tokens of three models, where a float32 sum has 2.1e-3 to 2.8e-3.
+# Up to so many chunks, the sum over chunks may be rounded to a 16-bit weight's dtype after each chunk. The relative
+# error of the gradient is 2.4e-3 with one chunk, 2.6e-3 with two, 2.9e-3 with three. It is larger if the chunks'
+# gradients partly cancel: 2.7e-3 to 3.4e-3 for the tokens of three models, and 2.1e-3 to 2.8e-3 with a float32 sum.
 MAX_ROUNDINGS = 2
 
-# (places in the live tokens (m,), logps (m,), entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
+# (slice of m live tokens, their logps (m,), their entropy (m,) or None) -> dL/dlogp (m,), dL/dentropy (m,) or None
 GradientsOf = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def tile_entries(options: EngineOptions) -> int:
-    """Vocabulary entries that share a peak: those of the epilogue's tiles, fewer where a named chunk holds fewer."""
+    """Vocabulary entries that share a peak: BLOCK_VOCAB, or the largest power of two in a smaller named chunk."""
     if options.chunk_vocab is None:
         return BLOCK_VOCAB
     return min(BLOCK_VOCAB, 1 << (options.chunk_vocab.bit_length() - 1))
 
 
 def tile_vocab(vocab: int, options: EngineOptions) -> int:
-    """Columns of a tile of logits: whole tiles of `tile_entries`."""
+    """Columns of a tile of logits, a multiple of `tile_entries`."""
     if options.chunk_vocab is None:
         return free_tile_vocab(vocab)
     entries = tile_entries(options)
@@ -58,10 +58,12 @@ def tile_vocab(vocab: int, options: EngineOptions) -> int:
 
 
 class OnePass(NamedTuple):
-    logps: Tensor  # (n,) of the live tokens
+    """The results of `one_pass` for the n live tokens."""
+
+    logps: Tensor  # (n,)
     entropy: Tensor | None  # (n,)
-    gradients: Gradients  # for hidden, weight and bias
-    # Of a weight whose gradient is added in place in the backward: dL/dlogits (n, V) and the hidden states (n, H).
+    gradients: Gradients  # of hidden, weight and bias
+    # With a `weight_grad`, which the backward adds to: dL/dlogits (n, V) and the hidden states (n, H).
     deferred: tuple[Tensor, Tensor] | None
 
 
@@ -70,13 +72,16 @@ def one_pass(
     head: Head,
     options: EngineOptions,
     plan: OnePassPlan,
-    chunks: Sequence[slice],  # of the live tokens, one after the other
+    chunks: Sequence[slice],  # consecutive slices of the live tokens
     gradients_of: GradientsOf,
-    needs: Needs,  # for hidden, weight, bias
+    needs: Needs,  # of hidden, weight, bias
     *,
-    select: bool,  # leave out rows without a gradient, at the price of one host sync a chunk
+    select: bool,  # leave out rows without a gradient, which takes one host sync per chunk
 ) -> OnePass:
-    """Statistics and gradients: 2 n H V for the logits, as much for each gradient of the n' rows that have one."""
+    """Statistics and gradients: 2 n H V operations for the logits, and 2 n' H V each for dH and dW.
+
+    n' is the number of rows with a gradient if `select` is set, else n.
+    """
     weight, device = head.weight, head.hidden.device
     logps = torch.empty(head.live.count, dtype=torch.float32, device=device)
     entropy = torch.empty_like(logps) if options.entropy else None
@@ -97,15 +102,15 @@ def one_pass(
                 assert statistics.entropy is not None
                 entropy[chunk] = statistics.entropy
             tokens = TokenGradients.of(statistics, *gradients_of(chunk, statistics.logps, statistics.entropy))
-            wanted = picked_rows(has_gradient(tokens)) if select and not in_place else None
+            selected = picked_rows(has_gradient(tokens)) if select and not in_place else None
             at_target = grad_at_targets(tokens, statistics, options.transform)
-            _add_chunk(totals, kept, wanted, index, rows, tokens, at_target, options)
+            _add_chunk(totals, kept, selected, index, rows, tokens, at_target, options)
     deferred = (buffer.values.view(options.compute_dtype), hidden) if in_place and chunks else None
     return OnePass(logps, entropy, totals.finish(), deferred)
 
 
 def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> EngineOptions:
-    """A chunk is folded whole: in a product's epilogue where there is one, else tile by tile of the vocabulary."""
+    """The options that fold all tokens of a chunk at once: in a product's epilogue, or in tiles of the vocabulary."""
     if options.chunk_vocab is None and epilogue_for(rows, weight) is not None:
         return replace(options, chunk_tokens=None)
     return replace(options, chunk_tokens=rows.shape[0] or None, chunk_vocab=tile_vocab(weight.shape[0], options))
@@ -114,30 +119,31 @@ def _fold_options(rows: Tensor, weight: Tensor, options: EngineOptions) -> Engin
 def _add_chunk(
     totals: "Totals",
     kept: Kept,
-    wanted: Tensor | None,  # rows of the chunk that have a gradient, None for all
-    index: Tensor | slice,  # of the chunk's rows in hidden
+    selected: Tensor | None,  # (m',) rows of the chunk with a gradient; None: all
+    index: Tensor | slice,  # places of the chunk's rows in all N tokens
     chunk: Head,  # m rows
     tokens: TokenGradients,  # (m,) each
-    at_target: Tensor,  # (m,) as `grad_at_targets` gives it
+    at_target: Tensor,  # (m,) from `grad_at_targets`
     options: EngineOptions,
 ) -> None:
+    """Turn the chunk's exponentials into dL/dlogits, and add its gradients to `totals`."""
     rows, weight, targets = chunk.hidden, chunk.weight, chunk.targets
-    if wanted is not None:
-        rows, targets, tokens, at_target = rows[wanted], targets[wanted], tokens.take(wanted), at_target[wanted]
-        index = wanted + index.start if isinstance(index, slice) else index[wanted]
+    if selected is not None:
+        rows, targets, tokens, at_target = rows[selected], targets[selected], tokens.take(selected), at_target[selected]
+        index = selected + index.start if isinstance(index, slice) else index[selected]
     if rows.shape[0] == 0:
         return
     vocab = weight.shape[0]
-    # One tile where nothing of the vocabulary's width is made on the way.
-    whole = wanted is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
-    width = vocab if whole else tile_vocab(vocab, options)
+    # One tile of all V entries, if no step makes a temporary of the tile's width.
+    one_tile = selected is None and compiles(rows.device) and weight.dtype == rows.dtype and gemm.ADDS_TO_FLOAT32
+    width = vocab if one_tile else tile_vocab(vocab, options)
     grad_rows = torch.empty_like(rows, dtype=torch.float32) if totals.hidden is not None else None
     for first, last in spans(vocab, width):
-        if wanted is None:
+        if selected is None:
             tile = kept.values[:, first:last].view(options.compute_dtype)
         else:
             tile = torch.empty(rows.shape[0], last - first, dtype=options.compute_dtype, device=rows.device)
-        for_device(rows.device).grad_kept(kept, wanted, first, targets, options.transform, tokens, at_target, tile)
+        for_device(rows.device).grad_kept(kept, selected, first, targets, options.transform, tokens, at_target, tile)
         if grad_rows is not None:
             product = gemm.write if first == 0 else gemm.accumulate
             product(grad_rows, tile, weight[first:last].to(options.compute_dtype))
@@ -153,15 +159,15 @@ def _add_chunk(
 
 
 class WithGradients(torch.autograd.Function):
-    """(value (), hidden, weight, bias) -> value, whose gradients are known already, up to the factor from above.
+    """(value (), hidden, weight, bias) -> value. The gradients are already known, up to the factor from above.
 
-    The second result is there for `differentiable_once` alone, which connects gradients to it.
+    The second result is an empty tensor. Only `differentiable_once` uses it: it connects the gradients to it.
     """
 
     @staticmethod
     def forward(ctx, value, hidden, weight, bias, gradients, deferred, weight_grad):
         ctx.shape, ctx.weight_grad = hidden.shape, weight_grad
-        # Not among the saved tensors: the backward scales them where they lie, which a saved-tensor hook would see.
+        # Gradients are no saved tensors: the backward scales them in place, which a saved-tensor hook would see.
         ctx.gradients = gradients[:3]
         anchor = value.new_empty(0)
         ctx.save_for_backward(*(deferred or (None, None)), anchor)
@@ -178,16 +184,16 @@ class WithGradients(torch.autograd.Function):
             for first, last in spans(vocab, free_tile_vocab(vocab)):
                 gemm.accumulate(ctx.weight_grad[first:last], logits[:, first:last].T, rows)
         gradients = ctx.gradients
-        # A graph that is kept may be walked again. One that is not gives its tensors away, and accumulation copies a
-        # gradient that anything else refers to.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not again:
+        # With retain_graph the backward may run again, so the gradients stay. Otherwise we give them away without a
+        # reference: autograd's accumulation copies a gradient that anything else refers to.
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keeps_graph:
             ctx.gradients = None
 
         def scaled(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
                 return None
-            if again:
+            if keeps_graph:
                 return gradient * factor
             for_device(gradient.device).scale_(gradient, factor)
             return gradient
@@ -197,11 +203,11 @@ class WithGradients(torch.autograd.Function):
 
 
 class Room(NamedTuple):
-    """Tokens that a chunk of one pass may hold."""
+    """The number of tokens that fit into a chunk of one pass."""
 
-    beside: int  # next to a float32 sum of the weight's gradient
-    instead: int  # with the memory of that sum
-    rounded: bool  # the gradient is rounded after each chunk, so that there is no sum
+    beside: int  # tokens that fit beside a float32 sum of the weight's gradient
+    instead: int  # tokens that fit if the chunk gets that sum's memory
+    rounded: bool  # there is no float32 sum: the gradient is rounded after each chunk
 
     @property
     def tokens(self) -> int:
@@ -209,7 +215,7 @@ class Room(NamedTuple):
 
 
 def lacks(shape: HeadShape) -> str | None:
-    """What one pass would need to be possible, and for "auto" to pay."""
+    """The first thing that one pass needs to be possible, or to pay with passes="auto"; None if it takes the call."""
     if shape.passes == "two":
         return 'passes="auto" or "one"'
     impossible = shape.loss_lacks or _options_lack(shape) or _room_lacks(shape)
@@ -219,10 +225,10 @@ def lacks(shape: HeadShape) -> str | None:
 
 
 def _options_lack(shape: HeadShape) -> str | None:
-    """What an option or a dtype rules out."""
+    """The first need of one pass that an option or a dtype does not meet; None if all needs are met."""
     options, transform = shape.options, shape.options.transform
-    made = [options.compute_dtype]
-    made += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
+    made_dtypes = [options.compute_dtype]
+    made_dtypes += [dtype for dtype, need in zip((shape.dtype, shape.weight_dtype), shape.needs, strict=True) if need]
     lacking = rule_lacks(replace(options, grad_tolerance=0.0) if shape.auto_tolerance else options, "in one pass")
     if lacking is not None:
         return lacking
@@ -233,13 +239,13 @@ def _options_lack(shape: HeadShape) -> str | None:
             f"a softcap of at least the temperature, {transform.temperature}, got {transform.softcap}: exponentials "
             "that are too much alike do not give back their logits"
         )
-    if torch.float16 in made:
+    if torch.float16 in made_dtypes:
         return "bfloat16 or float32 products and gradients: what is made before the loss is scaled vanishes in float16"
     return "a head without low_rank terms" if shape.rank else None
 
 
 def _room_lacks(shape: HeadShape) -> str | None:
-    room, together = _room(shape).tokens, _together(shape)
+    room, together = _room(shape).tokens, _tokens_together(shape)
     if room >= together:
         return None
     why = "with weight_grad" if shape.in_place else "that the gradient of one of them depends on"
@@ -247,46 +253,46 @@ def _room_lacks(shape: HeadShape) -> str | None:
 
 
 def _pay_lacks(shape: HeadShape) -> str | None:
-    room, enough = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
+    room, least_tokens = _room(shape), min(MIN_CHUNK_TOKENS[kind_of(shape.device)], shape.tokens)
     if shape.options.names_chunk:
         return "no chunk to be named: that bounds a tile, and a chunk of one pass has the whole vocabulary"
-    if room.tokens < enough:
-        return f"chunks of {enough} tokens to pay, and has room for {room.tokens}"
+    if room.tokens < least_tokens:
+        return f"chunks of {least_tokens} tokens to pay, and has room for {room.tokens}"
     if shape.sum_bytes and room.beside < shape.tokens:
         return 'memory of the weight\'s size for the sum of its gradient, which passes="one" takes'
     return None
 
 
-def _together(shape: HeadShape) -> int:
+def _tokens_together(shape: HeadShape) -> int:
     return shape.tokens if shape.in_place else min(shape.together, shape.tokens)
 
 
 def _room(shape: HeadShape) -> Room:
     options, sums = shape.options, shape.sum_bytes
-    kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
-    kept += 4 * shape.hidden_size
+    bytes_per_token = Kept.bytes_per_token(shape.vocab, options.compute_dtype, tile_entries(options))
+    bytes_per_token += 4 * shape.hidden_size
     chunk_bytes, named = CHUNK_BYTES[kind_of(shape.device)], options.chunk_tokens
-    beside, instead = (named or max(1, (chunk_bytes + freed) // kept) for freed in (0, sums))
-    # Each chunk but the last may stay `together - 1` tokens short of being full.
-    short = (MAX_ROUNDINGS - 1) * (_together(shape) - 1)
+    beside, instead = (named or max(1, (chunk_bytes + freed) // bytes_per_token) for freed in (0, sums))
+    # All chunks except the last may hold `together - 1` tokens less than they have room for.
+    short = (MAX_ROUNDINGS - 1) * (_tokens_together(shape) - 1)
     fullest = min(shape.tokens, math.ceil((shape.tokens + short) / MAX_ROUNDINGS))
     return Room(beside, instead, sums > 0 and instead >= fullest)
 
 
 def chunks_of(shape: HeadShape) -> OnePassPlan:
-    """The chunks of as many tokens as the shape has; the call has room for them."""
+    """Near-equal chunks of the shape's N tokens. `_room_lacks(shape)` must be None."""
     tokens, room = shape.tokens, _room(shape)
     chunks = math.ceil(tokens / room.tokens)
-    even = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
+    even_tokens = math.ceil(tokens / max(chunks, 1) / CHUNK_TOKENS_ALIGNMENT) * CHUNK_TOKENS_ALIGNMENT
     summed = shape.weight_dtype if room.rounded else torch.float32
     return OnePassPlan(
-        chunk_tokens=max(1, min(room.tokens, even + _together(shape) - 1, tokens)),
+        chunk_tokens=max(1, min(room.tokens, even_tokens + _tokens_together(shape) - 1, tokens)),
         sum_dtype=summed if shape.needs[1] else None,
     )
 
 
 def epilogue_lacks(shape: HeadShape) -> str | None:
-    """What the epilogue would need of one pass, which makes no copy of the weight."""
+    """The first thing that the epilogue lacks in one pass, which makes no copy of the weight; None if it applies."""
     if shape.epilogue_lacks is not None:
         return shape.epilogue_lacks
     if shape.casts_weight:
@@ -296,23 +302,24 @@ def epilogue_lacks(shape: HeadShape) -> str | None:
 
 
 def workspace(shape: HeadShape) -> int:
-    """The fullest chunk's exponentials, hidden states and their gradient, with a tile's width of gradients."""
+    """Bytes of the fullest chunk: exponentials, hidden states and their gradient, and one tile of dL/dlogits."""
     n, options, c, size = shape.tokens, shape.options, shape.options.compute_dtype.itemsize, shape.hidden_size
     entries = tile_entries(options)
     width = min(tile_vocab(shape.vocab, options), -(-shape.vocab // entries) * entries)
     kept = Kept.bytes_per_token(shape.vocab, options.compute_dtype, entries) + 16
     per_token = kept + size * (2 * c + 8 + shape.dtype.itemsize + shape.widened_bytes) + c * width
     copied = shape.weight_dtype != options.compute_dtype or not shape.contiguous[1]
-    apart = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))  # products that are not added where they belong
-    fixed = shape.base_bytes + width * size * (shape.column_bytes + apart)
+    # Some products are made apart and then added to the sum.
+    separate_bytes = 8 * (shape.sum_bytes > 0 and (not shape.cuda or copied))
+    fixed = shape.base_bytes + width * size * (shape.column_bytes + separate_bytes)
     if shape.bias:
         fixed, per_token = fixed + 16 * shape.vocab, per_token + 4 * shape.vocab // gemm.SUMMED_ROWS
-    if epilogue_lacks(shape) is None:  # but few tokens of a last chunk have float32 tiles after all
+    if epilogue_lacks(shape) is None:  # a last chunk of fewer than MIN_TOKENS tokens still makes float32 tiles
         fixed += shape.logit_bytes * MIN_TOKENS * width
         per_token += 4 * (2 + options.entropy + len(options.extras)) * -(-shape.vocab // BLOCK_VOCAB)
     else:
         per_token += (shape.logit_bytes + (0 if compiles(shape.device) else 12)) * width
     room = _room(shape)
-    # Where fewer tokens count, chunks may be fewer and fuller, and do without a sum.
+    # If fewer tokens count than the shape has, chunks may be fewer and fuller, without a float32 sum.
     summed = 0 if room.rounded else shape.sum_bytes + per_token * min(room.tokens, n)
     return fixed + max(summed, per_token * min(room.instead, n))

@@ -1,16 +1,21 @@
-"""Several ids a token: the log-probabilities of K targets, and the K largest of the vocabulary.
+"""Several ids per token: the log-probabilities of K targets, and the K largest log-probabilities (`topk`).
 
-With g_k the gradients of a token's K log-probabilities and G = sum_k g_k, dL/dz_v = sum_{k: id_k = v} g_k - p_v G. The
-forward is that of one target, with K logits z_k in place of one. The backward is that of a token without a target. The
-K numbers above are written into its tiles of the gradient before their products. So dL/dz_v is summed in float32 and
-rounded once, as with one target. Two products would each round a term, and if a student has nearly its teacher's
-probabilities, dL/dz_v is the small difference of the two terms.
+Let g_k be the gradients of a token's K log-probabilities, and G = sum_k g_k. Then
 
-The K logits are taken out of the tiles. If the fold is made in a product's epilogue there is no tile: they are then
-products of gathered rows of the weight, 2 N K H operations. These add the same numbers in another order than the fold.
-So a log-probability near 0 is rounded as its logit is, while with one target it is rounded as the small number it is.
+    dL/dz_v = sum_{k: id_k = v} g_k - p_v G
 
-The largest are kept while tiles pass. They have no gradient, and need tiles in memory.
+The forward is the forward of one target, with K logits z_k in place of one. The backward is the backward of a token
+without a target, which computes -p_v G. At the K ids, dL/dz is written into the tiles of the gradient before their
+products. So dL/dz_v is summed in float32 and rounded once, as with one target. Two products would round the two terms
+apart. That matters if a student has nearly its teacher's probabilities: dL/dz_v is then the small difference of the two
+terms.
+
+The K logits are gathered from the tiles. A fold in a product's epilogue makes no tile. The K logits are then products
+of hidden states with gathered rows of the weight, 2 N K H operations. These products add the same numbers in another
+order than the fold. So a log-probability near 0 has the rounding error of its logit. With one target it has the
+rounding error of a number of its own size.
+
+`topk` keeps the K largest logits while tiles are folded. It has no gradient, and needs tiles in memory.
 """
 
 from collections.abc import Callable
@@ -30,11 +35,11 @@ from liger_rl.kernels.segments import Factors, Slots
 from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-PAIRS = 1 << 23  # pairs of a token's ids that are compared at a time, for 5 bytes each
+PAIRS = 1 << 23  # pairs of a token's ids compared at a time, 5 bytes each
 
 
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, None]:
-    """Statistics of every token that counts; a target that is negative has log-probability 0."""
+    """Statistics of every token that counts. A negative target has log-probability 0."""
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
     return _statistics(*two_pass.invariant(rows, options)).first(n), None
@@ -50,12 +55,12 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
         targets.multiply()
         return statistics._replace(logps=targets.logps(lambda z: z - statistics.lse[:, None]))
     largest = None if options.topk is None else _Largest(rows, options.topk)
-    seen = [part.look for part in (targets, largest) if part is not None]
+    seen = [collector.look for collector in (targets, largest) if collector is not None]
     state = two_pass.fold_tiles(rows, options, seen=seen)
     statistics = state.finish()
 
     def log_probabilities(z: Tensor) -> Tensor:
-        # Around the peak, as in `Fold.finish`.
+        # We subtract the peak first, as `Fold.finish` does, for precision near 0.
         return (z - state.peak[:, None]) - state.sum_exp.log()[:, None]
 
     if targets is not None:
@@ -67,33 +72,35 @@ def _statistics(rows: Head, options: EngineOptions) -> TokenStatistics:
 
 
 class _Targets:
-    """The logits of several targets, while tiles pass."""
+    """The logits of K targets per token, gathered while tiles are folded."""
 
     def __init__(self, rows: Head, options: EngineOptions) -> None:
         self.rows, self.transform = rows, rows.transform(options, slice(None))
         self.ids = rows.targets if rows.shard is None else rows.shard.local(rows.targets)
-        self.here = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
+        self.on_rank = (self.ids >= 0) & (self.ids < rows.weight.shape[0])
         self.x = torch.zeros(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def look(self, logits: Tensor, part: slice, first: int, bias: Tensor | None, transform: LogitTransform) -> None:
-        column, width = self.ids[part] - first, logits.shape[1]
-        found = logits.gather(1, column.clamp(0, width - 1))
-        self.x[part] = torch.where((column >= 0) & (column < width), found, self.x[part])
+    def look(
+        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        column, width = self.ids[token_rows] - first, logits.shape[1]
+        clamped_values = logits.gather(1, column.clamp(0, width - 1))
+        self.x[token_rows] = torch.where((column >= 0) & (column < width), clamped_values, self.x[token_rows])
 
     def multiply(self) -> None:
-        """From the rows alone, if no tile passes. Triton is there, because the fold was in an epilogue."""
+        """Compute the logits from gathered rows of the weight. The fold ran in an epilogue, so Triton is installed."""
         from liger_rl.kernels import segments_triton
 
         rows, (n, count), device = self.rows, self.ids.shape, self.ids.device
         vocab = rows.weight.shape[0]
-        nothing = self.here.new_empty(0)
+        empty = self.on_rank.new_empty(0)
         slots = Slots(
-            ids=torch.where(self.here, self.ids, vocab).to(torch.int32).flatten(),
+            ids=torch.where(self.on_rank, self.ids, vocab).to(torch.int32).flatten(),
             tokens=torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(count),
             starts=torch.arange(n + 1, device=device) * count,
-            kinds=self.here[:, 0],
-            missing=nothing,
-            numbers=nothing,
+            kinds=self.on_rank[:, 0],
+            missing=empty,
+            numbers=empty,
             rows=vocab,
             first=0,
         )
@@ -101,26 +108,28 @@ class _Targets:
         self.x = segments_triton.dots(factors, slots, IDENTITY, None).view(n, count)
 
     def logps(self, log_probabilities: Callable[[Tensor], Tensor]) -> Tensor:
-        """(n, K), after a sum over the ranks."""
+        """Log-probabilities (n, K), 0 at negative targets. With a shard the logits are summed over the ranks."""
         bias, shard = self.rows.bias, self.rows.shard
-        listed = None if bias is None else bias[torch.where(self.here, self.ids, 0)]
-        z = torch.where(self.here, transformed(self.x, listed, self.transform), 0.0)
+        listed = None if bias is None else bias[torch.where(self.on_rank, self.ids, 0)]
+        z = torch.where(self.on_rank, transformed(self.x, listed, self.transform), 0.0)
         z = z if shard is None else shard.total(z)
         return log_probabilities(z).clamp(max=0.0).masked_fill(self.rows.targets < 0, 0.0)
 
 
 class _Largest:
-    """The largest logits, while tiles pass."""
+    """The K largest logits of each token, kept while tiles are folded."""
 
     def __init__(self, rows: Head, count: int) -> None:
         self.start = 0 if rows.shard is None else rows.shard.place.vocab_start
         self.keys = no_keys(rows.hidden.shape[0], count, rows.hidden.device)
 
-    def look(self, logits: Tensor, part: slice, first: int, bias: Tensor | None, transform: LogitTransform) -> None:
-        for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[part])
+    def look(
+        self, logits: Tensor, token_rows: slice, first: int, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        for_device(logits.device).keep_largest(logits, self.start + first, bias, transform, self.keys[token_rows])
 
     def finish(self, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-        """-> (n, K) logits, descending, and ids of the whole vocabulary."""
+        """-> logits (n, K) in descending order, and their ids (n, K) of the whole vocabulary."""
         keys = self.keys if shard is None else shard.gathered(self.keys)
         return taken_apart(keys.sort(dim=1, descending=True).values[:, : self.keys.shape[1]])
 
@@ -130,14 +139,14 @@ def backward(
     options: EngineOptions,
     statistics: TokenStatistics,
     _saved: None,
-    tokens: TokenGradients,  # (n,) each, of the tokens that count; grad_logps (n, K) of several targets, or (n, K + 1)
+    tokens: TokenGradients,  # (n,) each; with K targets grad_logps is (n, K), or (n, K + 1) with dL/dlse
     needs: Needs,
 ) -> Gradients:
     if head.targets.dim() == 2:
         ids, logps = head.live.gather(head.targets), statistics.logps
         temperatures = None if head.temperatures is None else head.live.gather(head.temperatures)
         transform = options.transform.of_tokens(temperatures)
-        # Beyond the targets stands the gradient of lse.
+        # Column K, if there is one, is -dL/dlse.
         listed = torch.where(ids >= 0, tokens.grad_logps[:, : ids.shape[1]], 0.0)
         gradients = torch.cat([listed, tokens.grad_logps[:, ids.shape[1] :]], dim=1)
         total = gradients.sum(1)
@@ -148,17 +157,20 @@ def backward(
 
 
 def _at_targets(ids: Tensor, logps: Tensor, listed: Tensor, total: Tensor, tokens: TokenGradients) -> Tensor:
-    """-> dL/dz at the targets (n, K) float32, 0 where none is."""
-    own, total = _sums_of_repeated(ids, listed), total[:, None]
-    # Near 1 from 1 - p, which the log-probability knows to its last digit, as `TokenGradients.of` does.
-    grad = torch.where(logps > -0.5, (own - total) - total * torch.expm1(logps), own - total * logps.exp())
+    """-> dL/dz at the targets, (n, K) float32, 0 at negative targets."""
+    id_sums, total = _sums_of_repeated(ids, listed), total[:, None]
+    # For p near 1 we use 1 - p = -expm1(logp), which is exact to its last digit, as `TokenGradients.of` does.
+    grad = torch.where(logps > -0.5, (id_sums - total) - total * torch.expm1(logps), id_sums - total * logps.exp())
     if tokens.grad_entropy is not None and tokens.entropy is not None:
         grad -= tokens.grad_entropy[:, None] * entropy_term(logps, tokens.entropy[:, None])
     return torch.where(ids >= 0, grad, 0.0)
 
 
 def _sums_of_repeated(ids: Tensor, values: Tensor) -> Tensor:
-    """(n, K) both -> for each place the sum of the values with its id, the same bits at each of them."""
+    """ids, values (n, K) -> (n, K): at each place the sum of its token's values with the same id.
+
+    Places with the same id get the same bits.
+    """
     n, count = ids.shape
     out = torch.empty_like(values)
     for start, stop in spans(n, max(1, PAIRS // count**2)):
@@ -175,7 +187,7 @@ def lacks(shape: HeadShape) -> str | None:
 
 
 def workspace(shape: HeadShape) -> int:
-    """Two passes with each token's ids, and with keys of all logits of a tile."""
+    """Bytes of two passes, plus each token's ids, and with `topk` the keys of all logits of a tile."""
     keys = max(tile.tokens * tile.vocab for tile in two_pass.tiles_of(shape)) * (shape.options.topk is not None)
     pairs = PAIRS * (shape.targets > 0)
     return two_pass.workspace(shape) + 64 * shape.tokens * shape.ids + 16 * keys + 5 * pairs

@@ -1,4 +1,4 @@
-"""What engines that make gradients in the forward add them to, chunk by chunk of the tokens."""
+"""Gradient sums of engines that compute gradients in the forward. Each chunk of tokens is added to them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +12,15 @@ from liger_rl.kernels import gemm
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassPlan:
-    """How many tokens a chunk holds, and how the weight's gradient is summed over chunks."""
+    """The tokens of a chunk, and the dtype in which the weight's gradient is summed over chunks."""
 
     chunk_tokens: int
     sum_dtype: torch.dtype | None
-    """float32, or the weight's own: the gradient is then rounded once a chunk. None where none is wanted."""
+    """float32, or the weight's dtype, in which the gradient is rounded after each chunk. None without a gradient."""
 
 
 class Totals:
-    """Gradients while chunks are added to them."""
+    """The gradients of hidden, weight and bias, to which chunks are added."""
 
     def __init__(self, head: Head, plan: OnePassPlan, needs: Needs, *, in_place: bool) -> None:
         hidden, weight, bias = head.hidden, head.weight, head.bias
@@ -32,33 +32,37 @@ class Totals:
         if bias is not None and needs[2]:
             self.bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.empty = True  # nothing was added yet: the first product is written, and nothing need be cleared for it
+        # True until the first chunk. Its products are written, not added, so that the weight's sum needs no clearing.
+        self.empty = True
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Cleared at its first use, behind the first product, which need not wait for it."""
+        """(N, H). It is cleared at its first use, after the launch of the first chunk's fold, which need not wait."""
         if self.hidden_like is None:
             return None
         return torch.zeros_like(self.hidden_like, memory_format=torch.contiguous_format)
 
     def add_weight(self, first: int, last: int, tile: Tensor, rows: Tensor) -> None:
+        """weight[first:last] += tile.T @ rows, for dL/dlogits (n, last - first) and hidden states (n, H)."""
         if self.weight is None:
             return
         out = self.weight[first:last]
         if out.dtype == torch.float32:
             (gemm.write if self.empty else gemm.accumulate)(out, tile.T, rows)
         elif out.is_cuda and out.dtype == rows.dtype:
-            # The product's accumulators are float32, and what they are added to is rounded once.
+            # The product adds `out` in its float32 accumulators, and rounds the sum once.
             torch.mm(tile.T, rows, out=out) if self.empty else out.addmm_(tile.T, rows)
         else:
             product = gemm.matmul(tile.T, rows)
             out.copy_(product if self.empty else product + out)
 
     def add_bias(self, first: int, last: int, tile: Tensor) -> None:
+        """bias[first:last] += the column sums of a tile of dL/dlogits."""
         if self.bias is not None:
             self.bias[first:last] += gemm.column_sums(tile)
 
     def finish(self) -> Gradients:
+        """The sums in the dtypes of weight and bias."""
         weight, bias = self.weight, self.bias
         if weight is not None and self.empty:
             weight.zero_()

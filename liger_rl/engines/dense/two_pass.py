@@ -1,8 +1,8 @@
 """Two passes: per-token softmax statistics of hidden @ weight.T, and its gradients, one tile of logits at a time.
 
-The forward folds tiles into a few numbers per token. The backward drops the tokens without a gradient, recomputes
-the tiles of the others and turns each into its two products at once. Vocabulary tiles are the outer loop of both,
-so that a tile of the weight is read, and under autocast converted, once.
+The forward folds tiles into a few numbers per token. The backward drops the tokens without a gradient and recomputes
+the tiles of the remaining tokens. Each tile becomes dL/dx, and its two products are added at once. Vocabulary tiles are
+the outer loop of both passes, so that a tile of the weight is read once, and under autocast converted once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.transform import LogitTransform
 
-INVARIANT_TOKENS = 128  # of one product; a library may still treat far rows of a larger one in another way
-NOWHERE = -1  # the target of a token that has none in the tiles
+INVARIANT_TOKENS = 128  # rows of one product; a library may treat distant rows of a larger product differently
+NOWHERE = -1  # stands for a target outside of all tiles
 
-# (float32 logits of a tile, its tokens, first vocabulary entry, bias of its entries, transform of its tokens)
+# (logits of a tile (n, v) float32, slice of its n tokens, its first vocabulary entry, its bias (v,), its transform)
 Seen = Callable[[Tensor, slice, int, Tensor | None, LogitTransform], None]
 
 
@@ -36,13 +36,13 @@ def forward(
     options: EngineOptions,
     *,
     with_tiles: bool = False,
-    kept: Kept | None = None,  # written; chunks that are named hold whole tiles of its entries
+    kept: Kept | None = None,  # (n, V), written; a named chunk must hold whole tiles of its entries
 ) -> tuple[TokenStatistics, TileStatistics | None]:
-    """Statistics of every token, in a forward's one product (2 n (H + r) V), and of tiles where they are asked for.
+    """Statistics of every token that counts, 2 n (H + r) V operations, and with `with_tiles` the statistics of tiles.
 
-    With kept exponentials they include the target's own logit, which these cannot always give back. Those of tiles are
-    made in the product's epilogue alone: it must apply, no chunk be named and no low-rank term join the weight. Without
-    them a backward is exact.
+    With `kept` the statistics include the target's logit, because a kept exponential that underflowed does not give it
+    back. Only the product's epilogue makes statistics of tiles: it must apply, no chunk may be named, and there may be
+    no low-rank term. Otherwise they are None, and a backward with a tolerance is exact.
     """
     rows = head.gathered(options.compute_dtype)
     n = rows.hidden.shape[0]
@@ -67,44 +67,46 @@ def backward(
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
     *,
-    count: int | None = None,  # of the tokens with a gradient, where the host knows it
+    count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
     live, tokens = with_gradient(head.live, tokens, count)
-    # No name for the rows, a copy that the gradient of all hidden states need not lie beside.
+    # We pass the copied rows without binding them, so that they are freed before dH of all N tokens is allocated.
     return gradients(
         with_factor(head.gathered(options.compute_dtype, live), options), options, tokens, needs
     ).of_all_tokens(live, head)
 
 
 def with_factor(rows: Head, options: EngineOptions) -> Head:
-    """Gathered rows, with a copy of the weight in their dtype where only its own keeps it from the product of our own.
+    """Gathered rows. If only the weight's dtype rules out our own product, the weight is copied in the rows' dtype.
 
-    To round a float32 weight in that product's registers takes longer: 24.8 ms of a fold where a copy's takes 11.3.
+    Rounding a float32 weight in the registers of that product is slower: a fold took 24.8 ms, with a copy 11.3 ms.
     """
-    # The copy is laid out as the rows are, which stand for it.
+    # The copy does not exist yet. `rows.hidden` stands for it: its dtype, row length and alignment are the same.
     if rows.weight.dtype == rows.hidden.dtype or fold_epilogue(rows._replace(weight=rows.hidden), options) is None:
         return rows
     return rows.with_weight_in(rows.hidden.dtype)
 
 
 def fold_epilogue(rows: Head, options: EngineOptions) -> ModuleType | None:
-    """The module that folds in the epilogue of the product; None where tiles of logits are needed, or nothing has it.
+    """The module that folds in the product's epilogue. None if no module applies, or the call needs tiles of logits.
 
-    It reads the whole weight, which is joined with a low-rank term only tile by tile.
+    The epilogue reads the whole weight. A low-rank term is joined to the weight only tile by tile, so it needs tiles.
     """
-    free = not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
-    return epilogue_for(rows.hidden, rows.weight) if free else None
+    unrestricted = (
+        not options.names_chunk and options.topk is None and rows.low_inputs is None and rows.temperatures is None
+    )
+    return epilogue_for(rows.hidden, rows.weight) if unrestricted else None
 
 
 def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, seen: Sequence[Seen] = ()) -> Fold:
-    """As `forward` of gathered rows, from tiles of logits in memory, which are shown to `seen`; over all ranks."""
+    """The fold of gathered rows over all ranks, from tiles of logits in memory. Each tile is passed to `seen`."""
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     n, vocab = hidden.shape[0], weight.shape[0]
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
     kernels = for_device(hidden.device)
     if low_rank is not None:
         hidden = low_rank.beside_rows(hidden)
-    # Eager kernels work on float32 copies of a tile; Triton's read it once.
+    # PyTorch's kernels make float32 copies of a tile. Triton's read the tile once.
     bytes_per_logit = 4 if compiles(hidden.device) else 12
     tiles = plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
     state = Fold.start(n, hidden.device, entropy=options.entropy, extras=options.extras)
@@ -114,45 +116,49 @@ def fold_tiles(rows: Head, options: EngineOptions, *, kept: Kept | None = None, 
             weight_tile = low_rank.beside_tile(weight_tile, first)
         bias_tile = None if bias is None else bias[first:last]
         for start, stop in spans(n, tiles.tokens):
-            part = slice(start, stop)
-            logits = gemm.matmul(hidden[part], weight_tile.T)
-            transform = rows.transform(options, part)
-            kernels.fold(logits, targets[part], first, bias_tile, transform, state.take(part))
+            token_rows = slice(start, stop)
+            logits = gemm.matmul(hidden[token_rows], weight_tile.T)
+            transform = rows.transform(options, token_rows)
+            kernels.fold(logits, targets[token_rows], first, bias_tile, transform, state.take(token_rows))
             if kept is not None:
-                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(part))
+                kernels.keep(logits, first, bias_tile, options.transform, kept.rows(token_rows))
             for look in seen:
-                look(logits, part, first, bias_tile, transform)
-            del logits  # or it would stay alive while the next tile is allocated
+                look(logits, token_rows, first, bias_tile, transform)
+            del logits  # so that it is freed before the next tile is allocated
     shard = rows.shard
     return state if shard is None else state.over_ranks(shard.maximum, shard.total)
 
 
 def invariant(rows: Head, options: EngineOptions) -> tuple[Head, EngineOptions]:
-    """With `batch_invariant`, rows and tiles that make each token's statistics a function of its own row and the head
-    alone, bit for bit. Without it, what is given.
+    """With `batch_invariant`, rows and tiles for which each token's statistics depend only on its own row and the head.
 
-    A sum of floats depends on its order, and libraries choose the order of a product's sums by its shape: by how many
-    tokens there are. Two things are fixed here. Where the product of our own applies, every tile of it is computed in
-    one way, and it is taken whatever the number of tokens is; elsewhere every product has one shape,
-    (INVARIANT_TOKENS, H) times the same tiles of the weight. Tokens are made up to that with rows of zeros. What is
-    left to the library is to treat all rows of one product alike, wherever they lie. The tests shuffle rows to see that
-    it does; numpy's OpenBLAS is one that does not.
+    They are then the same bit for bit in every batch. Without `batch_invariant`, returns `with_factor(rows)` and the
+    same options.
+
+    A sum of floats depends on its order. Libraries choose the order of a product's sums by its shape, so by the number
+    of tokens. We fix the shape:
+
+    - If our own product applies, it is used for any number of tokens. It computes every tile in the same way.
+    - Otherwise every product has the shape (INVARIANT_TOKENS, H) times the same tiles of the weight.
+
+    Rows of zeros fill up the tokens to these shapes. The library must still treat all rows of one product alike. The
+    tests shuffle rows to check that; numpy's OpenBLAS, for example, does not.
     """
     if not options.batch_invariant:
         return with_factor(rows, options), options
-    weight, whole = rows.weight, with_factor(_made_up(rows, MIN_TOKENS), options)
-    if fold_epilogue(whole, options) is None:
-        whole = _made_up(rows, INVARIANT_TOKENS)
+    weight, padded = rows.weight, with_factor(_padded_rows(rows, MIN_TOKENS), options)
+    if fold_epilogue(padded, options) is None:
+        padded = _padded_rows(rows, INVARIANT_TOKENS)
         (vocab, hidden_size), device = weight.shape, weight.device
-        free = replace(options, chunk_tokens=None, chunk_vocab=None)
+        unchunked = replace(options, chunk_tokens=None, chunk_vocab=None)
         bytes_per_logit = 4 if compiles(device) else 12
-        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, free, bytes_per_logit=bytes_per_logit)
-        options = replace(free, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
-    return whole, options
+        tiles = plan_tiles(INVARIANT_TOKENS, vocab, hidden_size, device, unchunked, bytes_per_logit=bytes_per_logit)
+        options = replace(unchunked, chunk_tokens=INVARIANT_TOKENS, chunk_vocab=tiles.vocab)
+    return padded, options
 
 
-def _made_up(rows: Head, multiple: int) -> Head:
-    """With rows of zeros up to a multiple."""
+def _padded_rows(rows: Head, multiple: int) -> Head:
+    """The rows, filled up with rows of zeros to a multiple of `multiple`."""
     missing = -rows.hidden.shape[0] % multiple
     if not missing:
         return rows
@@ -162,25 +168,27 @@ def _made_up(rows: Head, multiple: int) -> Head:
     return rows._replace(hidden=hidden, targets=targets, temperatures=temperatures)
 
 
-# (first vocabulary entry, last, first row, last) -> dL/dx of a tile in the compute dtype
+# (first vocabulary entry, end, first row, end) -> dL/dx of a tile in the compute dtype
 TileGradient = Callable[[int, int, int, int], Tensor]
 
 
 def gradients(
     rows: Head,
     options: EngineOptions,
-    tokens: TokenGradients | None,  # None beside `known`
+    tokens: TokenGradients | None,  # None if `known` is given
     needs: Needs,
     *,
-    known: TileGradient | None = None,  # in place of recomputed tiles
+    known: TileGradient | None = None,  # gives dL/dx of each tile, which is then not recomputed
     tiles: Tiles | None = None,
-    vocab: int | None = None,  # entries that count; the others get 0
+    vocab: int | None = None,  # only the first `vocab` entries have a gradient; the rest get 0
 ) -> Gradients:
-    """Gradients of gathered rows from recomputed tiles: 2 n H V for the tiles; as much again for each of hidden and
-    weight. Of several targets, `tokens.at_target` (n, K) is dL/dx itself, as the same number where an id is repeated.
+    """Gradients of gathered rows from recomputed tiles.
 
-    The gradients of hidden and of the low-rank inputs are float32 rows. With a sharded vocabulary they are summed over
-    the ranks during the last product for the weight.
+    The tiles take 2 n H V operations, and the gradients of hidden and of weight 2 n H V each. With K targets,
+    `tokens.at_target` (n, K) is dL/dx at the targets, the same number at each repetition of an id.
+
+    The gradients of hidden and low_inputs are float32. With a sharded vocabulary they are summed over the ranks while
+    the last product for the weight runs.
     """
     hidden, weight, bias, targets = rows.hidden, rows.weight, rows.bias, rows.targets
     low_rank = LowRankRows.of(rows.low_inputs, rows.low_weight)
@@ -190,15 +198,15 @@ def gradients(
         assert tokens is not None
         several = targets if rows.shard is None else rows.shard.local(targets), tokens.at_target
         targets, tokens = targets.new_full((n,), NOWHERE), tokens._replace(at_target=tokens.grad_logps)
-    factor = hidden  # what a tile of logits is recomputed from
+    factor = hidden  # its product with a weight tile is a tile of logits
     if low_rank is not None:
         low_inputs = low_rank.inputs.to(options.compute_dtype)
         if known is None:
             factor = low_rank.beside_rows(hidden)
             hidden = factor[:, : hidden.shape[1]]
     kernels = for_device(hidden.device)
-    free = not options.names_chunk and rows.temperatures is None
-    epilogue = epilogue_for(factor, weight) if free else None
+    unrestricted = not options.names_chunk and rows.temperatures is None
+    epilogue = epilogue_for(factor, weight) if unrestricted else None
     bytes_per_gradient = options.compute_dtype.itemsize
     bytes_per_logit = bytes_per_gradient + (0 if epilogue is not None else 4) if compiles(hidden.device) else 12
     tiles = tiles or plan_tiles(n, vocab, hidden.shape[1], hidden.device, options, bytes_per_logit=bytes_per_logit)
@@ -217,7 +225,7 @@ def gradients(
     pending = None
     if rows.shard is not None:
         pending = rows.shard.pending_sum(grad_hidden, grad_inputs)
-        vocab_spans.reverse()  # the last one must be a whole tile, whose product hides the sum
+        vocab_spans.reverse()  # so that the last tile is a whole one, whose product hides the sum over ranks
     for first, last in vocab_spans:
         weight_tile = factor_tile = weight[first:last].to(hidden.dtype)
         parts = len(token_spans)
@@ -233,30 +241,32 @@ def gradients(
         if grad_bias is not None:
             bias_total = torch.zeros(last - first, dtype=torch.float32, device=weight.device)
         for start, stop in token_spans:
-            part = slice(start, stop)
+            token_rows = slice(start, stop)
             if known is not None:
                 tile = known(first, last, start, stop)
             else:
                 assert tokens is not None
-                ids, some = targets[part], tokens.take(part)
+                ids, tile_tokens = targets[token_rows], tokens.take(token_rows)
                 if epilogue is not None:
-                    tile = epilogue.gemm_grad(factor[part], factor_tile, bias_tile, ids, first, options.transform, some)
+                    tile = epilogue.gemm_grad(
+                        factor[token_rows], factor_tile, bias_tile, ids, first, options.transform, tile_tokens
+                    )
                 else:
-                    logits, dtype = gemm.matmul(factor[part], factor_tile.T), options.compute_dtype
+                    logits, dtype = gemm.matmul(factor[token_rows], factor_tile.T), options.compute_dtype
                     tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, part), some, tile)
+                    kernels.grad(logits, ids, first, bias_tile, rows.transform(options, token_rows), tile_tokens, tile)
                     del logits
             if several is not None:
-                kernels.put(tile, several[0][part], several[1][part], first)
+                kernels.put(tile, several[0][token_rows], several[1][token_rows], first)
             if grad_hidden is not None:
-                gemm.accumulate(grad_hidden[part], tile, weight_tile)
+                gemm.accumulate(grad_hidden[token_rows], tile, weight_tile)
             if low_rank is not None and grad_inputs is not None:
-                gemm.accumulate(grad_inputs[part], tile, low_tile)
+                gemm.accumulate(grad_inputs[token_rows], tile, low_tile)
             if pending is not None and (first, stop) == (vocab_spans[-1][0], n):
                 pending.start()
-            weight_total.add(tile, hidden[part])
+            weight_total.add(tile, hidden[token_rows])
             if low_rank is not None:
-                low_total.add(tile, low_inputs[part])
+                low_total.add(tile, low_inputs[token_rows])
             if bias_total is not None:
                 bias_total += gemm.column_sums(tile)
             del tile
@@ -270,16 +280,16 @@ def gradients(
 
 
 def unwritten(values: Tensor, vocab: int, dtype: torch.dtype | None = None) -> Tensor:
-    """For a gradient of the first `vocab` rows; the others get 0."""
+    """Memory for a gradient shaped like `values`: the first `vocab` rows are uninitialized, the rest are 0."""
     out = torch.empty(values.shape, dtype=dtype or values.dtype, device=values.device)
     out[vocab:] = 0
     return out
 
 
 class _WeightTotal:
-    """The weight gradient of one vocabulary tile: summed in float32, rounded to the weight's dtype once.
+    """The weight gradient of one vocabulary tile, summed in float32 and rounded to the weight's dtype once.
 
-    With `add`, the sum goes on from what a float32 `grad_weight` holds.
+    With `add`, the sum is added to the contents of a float32 `grad_weight`.
     """
 
     def __init__(
@@ -305,7 +315,7 @@ class _WeightTotal:
         if self.total is not None:
             gemm.accumulate(self.total, tile.T, hidden)
         else:
-            # One part: the product's own float32 accumulators are the sum, so it may round on its way out.
+            # There is one part, so the product's float32 accumulators hold the whole sum, and `mm` rounds it once.
             torch.mm(tile.T, hidden, out=self.out)
 
     def store(self) -> None:
@@ -314,12 +324,12 @@ class _WeightTotal:
 
 
 def lacks(shape: HeadShape) -> str | None:
-    """Two passes take every call."""
+    """None: two passes take every call."""
     return None
 
 
 def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
-    """The forward's and the backward's."""
+    """The tiles of the forward, and the tiles of the backward."""
     logit, gradient, options = 12, 12, shape.options
     if compiles(shape.device):
         logit, gradient = 4, options.compute_dtype.itemsize + (0 if shape.epilogue_of_two_lacks is None else 4)
@@ -332,19 +342,19 @@ def tiles_of(shape: HeadShape) -> tuple[Tiles, Tiles]:
 
 
 def workspace(shape: HeadShape) -> int:
-    """Selected hidden states with their gradient, and the larger tile of the two directions."""
+    """Bytes of the gathered hidden states with their gradient, and of the larger tile of forward and backward."""
     options, c = shape.options, shape.options.compute_dtype.itemsize
-    zeros = MIN_TOKENS * options.batch_invariant  # rows that make up a fixed shape
+    zeros = MIN_TOKENS * options.batch_invariant  # rows of zeros that fill up a fixed shape
     n = shape.tokens + zeros
     epilogue, gradient = shape.epilogue_of_two_lacks is None, c * shape.wants_gradient
     tiles = tiles_of(shape) if shape.wants_gradient else tiles_of(shape)[:1]
-    columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors, split and aligned
+    columns = shape.hidden_size + 8 * (shape.rank + (shape.rank > 0))  # low-rank factors are split in two and aligned
     one_product = shape.cuda and shape.tokens <= tiles[-1].tokens and not shape.casts_weight
     summed = 4 * (shape.wants_gradient and (shape.sum_bytes > 0 or shape.rank > 0) and not one_product)
 
     def tile_bytes(tile: Tiles) -> int:
         logits = tile.tokens * (shape.logit_bytes + gradient)
-        if epilogue:  # few tokens that count have float32 tiles after all
+        if epilogue:  # if fewer than MIN_TOKENS tokens count, they make float32 tiles
             logits = max(tile.tokens * gradient, MIN_TOKENS * (shape.logit_bytes + gradient))
         bias = 4 * (4 + tile.tokens // gemm.SUMMED_ROWS) * shape.bias
         return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias)
