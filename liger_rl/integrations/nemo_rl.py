@@ -7,7 +7,7 @@
 Arguments, outputs and gradients are those of NeMo-RL 0.7.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -87,8 +87,21 @@ NEMO_RL = Framework(
         "vocab_end_index tp_group inference_only cp_group chunk_size",
     ),
 )
-patch_nemo_rl, unpatch_nemo_rl, patched_nemo_rl = NEMO_RL.functions()
-"""NeMo-RL's fused log-probabilities, used with `policy.megatron_cfg.use_fused_linear_logprobs: true`.
 
-Call it in every worker process. See docs/nemo_rl.md.
-"""
+
+def patch_nemo_rl() -> None:
+    """NeMo-RL's fused log-probabilities, used with `policy.megatron_cfg.use_fused_linear_logprobs: true`.
+
+    Call it in every worker process. See docs/nemo_rl.md.
+    """
+    NEMO_RL.patch()
+
+
+def unpatch_nemo_rl() -> None:
+    """Undo `patch_nemo_rl`; harmless where nothing is patched."""
+    NEMO_RL.unpatch()
+
+
+def patched_nemo_rl() -> AbstractContextManager[None]:
+    """`patch_nemo_rl` for the length of a `with` block; afterwards the state before it."""
+    return NEMO_RL.within()

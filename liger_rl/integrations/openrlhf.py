@@ -1,5 +1,7 @@
 """OpenRLHF's Actor on this package's head.
 
+from contextlib import AbstractContextManager
+
 from liger_rl.integrations.openrlhf import patch_openrlhf
 
 patch_openrlhf()  # before the actors are built or later, in every worker process
@@ -102,9 +104,22 @@ OPENRLHF = Framework(
     ),
     distributions=("openrlhf",),
 )
-patch_openrlhf, unpatch_openrlhf, patched_openrlhf = OPENRLHF.functions()
-"""OpenRLHF's `Actor` makes log-probabilities and entropies without logits: for PPO and the like, SFT and DPO.
 
-A model gets its fused head (`swap_lm_head`) at its first call under the patch, and keeps it. That call raises
-ValueError for a head that `swap_lm_head` does not reproduce, and under ZeRO-3. See docs/openrlhf.md.
-"""
+
+def patch_openrlhf() -> None:
+    """OpenRLHF's `Actor` makes log-probabilities and entropies without logits: for PPO and the like, SFT and DPO.
+
+    A model gets its fused head (`swap_lm_head`) at its first call under the patch, and keeps it. That call raises
+    ValueError for a head that `swap_lm_head` does not reproduce, and under ZeRO-3. See docs/openrlhf.md.
+    """
+    OPENRLHF.patch()
+
+
+def unpatch_openrlhf() -> None:
+    """Undo `patch_openrlhf`; harmless where nothing is patched."""
+    OPENRLHF.unpatch()
+
+
+def patched_openrlhf() -> AbstractContextManager[None]:
+    """`patch_openrlhf` for the length of a `with` block; afterwards the state before it."""
+    return OPENRLHF.within()

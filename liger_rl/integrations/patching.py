@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -200,28 +200,6 @@ class Framework:
                         patch.undo()
                         if patched:
                             patch.put(patch.find(), patched)
-
-    def functions(
-        self,
-    ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], AbstractContextManager[None]]]:
-        """-> patch_x, unpatch_x and patched_x of a table without options."""
-        replaced = ", ".join(f"`{patch.module}.{patch.name}`" for patch in self.patches)
-
-        def patch() -> None:
-            self.patch()
-
-        def unpatch() -> None:
-            self.unpatch()
-
-        def patched() -> AbstractContextManager[None]:
-            return self.within()
-
-        patch.__doc__ = (
-            f"Replace {replaced}. Patching twice is harmless. An ImportError or RuntimeError changes nothing."
-        )
-        unpatch.__doc__ = "Undo the patch; harmless where nothing is patched."
-        patched.__doc__ = "The patch for the length of a `with` block, and afterwards the state before it."
-        return patch, unpatch, patched
 
 
 def check_parameters(name: str, function: Any, parameters: str) -> None:

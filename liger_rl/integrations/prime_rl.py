@@ -6,6 +6,7 @@ patch_prime_rl()  # before or after prime-rl's `inject_prime_lm_head` has given 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -102,9 +103,22 @@ PRIME_RL = Framework(
     _row("lm_head_gemma", "GemmaFusedOutputLinear", optional=True),
     distributions=("prime-rl",),
 )
-patch_prime_rl, unpatch_prime_rl, patched_prime_rl = PRIME_RL.functions()
-"""prime-rl's chunked heads compute with `fused_output`: of models that exist already and of later ones.
 
-prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls without a
-temperature or with return_mask_logprobs stay prime-rl's. See docs/prime_rl.md.
-"""
+
+def patch_prime_rl() -> None:
+    """prime-rl's chunked heads compute with `fused_output`: of models that exist already and of later ones.
+
+    prime-rl has these heads unless fused_lm_head_token_chunk_size is "disabled", for RL and for SFT. Calls without a
+    temperature or with return_mask_logprobs stay prime-rl's. See docs/prime_rl.md.
+    """
+    PRIME_RL.patch()
+
+
+def unpatch_prime_rl() -> None:
+    """Undo `patch_prime_rl`; harmless where nothing is patched."""
+    PRIME_RL.unpatch()
+
+
+def patched_prime_rl() -> AbstractContextManager[None]:
+    """`patch_prime_rl` for the length of a `with` block; afterwards the state before it."""
+    return PRIME_RL.within()

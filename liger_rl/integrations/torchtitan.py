@@ -1,5 +1,7 @@
 """torchtitan's chunked loss on this package's head.
 
+from contextlib import AbstractContextManager
+
 from liger_rl.integrations.torchtitan import patch_torchtitan
 
 patch_torchtitan()  # before the trainer is built
@@ -103,9 +105,22 @@ TORCHTITAN = Framework(
     Patch(f"{LOSSES}:compute_logprobs", compute_logprobs, "logits labels return_entropy"),
     distributions=("torchtitan",),
 )
-patch_torchtitan, unpatch_torchtitan, patched_torchtitan = TORCHTITAN.functions()
-"""torchtitan's `ChunkedLossWrapper` computes log-probabilities from hidden states, without logits.
 
-The wrapper then takes all tokens at once, whatever num_chunks is. Served inner losses: CrossEntropyLoss, DAPOLoss and
-GRPOLoss, on one rank or under FSDP2. See docs/torchtitan.md.
-"""
+
+def patch_torchtitan() -> None:
+    """torchtitan's `ChunkedLossWrapper` computes log-probabilities from hidden states, without logits.
+
+    The wrapper then takes all tokens at once, whatever num_chunks is. It serves the inner losses CrossEntropyLoss,
+    DAPOLoss and GRPOLoss, on one rank or under FSDP2. See docs/torchtitan.md.
+    """
+    TORCHTITAN.patch()
+
+
+def unpatch_torchtitan() -> None:
+    """Undo `patch_torchtitan`; harmless where nothing is patched."""
+    TORCHTITAN.unpatch()
+
+
+def patched_torchtitan() -> AbstractContextManager[None]:
+    """`patch_torchtitan` for the length of a `with` block; afterwards the state before it."""
+    return TORCHTITAN.within()
