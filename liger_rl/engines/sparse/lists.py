@@ -1,7 +1,6 @@
-"""From bounds of a gradient's parts to sums over each token's own ids: what the sparse backwards of one head and of two
-share.
+"""From bounds of a gradient's parts to sums over each token's ids, for the sparse backwards of one head and of two.
 
-The kernels are Triton's, imported when there are bounds: where the forward's product has an epilogue.
+The Triton kernels are imported only when a backward has bounds, that is, if the forward's product has an epilogue.
 """
 
 from collections.abc import Callable
@@ -19,27 +18,31 @@ from liger_rl.kernels.segments import Base, Segments
 from liger_rl.kernels.statistics import BLOCK_TOKENS, PartBounds, Tail
 from liger_rl.kernels.transform import LogitTransform
 
-PARTS_BYTES = 192 << 20  # of kept parts at a time, but at least those of BLOCK_TOKENS tokens
-BYTES_PER_ID = 52  # of a list, with what sorts it
-ROOM_FOR_IDS = 1 / 64  # of the entries of kept parts; a 250th are listed at 0.5 nats, a 50th at 2
+PARTS_BYTES = 192 << 20  # of kept parts at a time; the parts of BLOCK_TOKENS tokens may take more
+BYTES_PER_ID = 52  # of a listed id, with the memory of the sort
+# Memory for lists, as a share of the entries of kept parts. At an entropy of 0.5 nats a 250th of them are listed, at 2
+# nats a 50th.
+ROOM_FOR_IDS = 1 / 64
 
 
 def dense_share(hidden_size: int) -> float:
-    """Of a token's tiles, in the mean: from this share on the exact backward is no slower.
+    """Mean share of kept tiles from which on the exact backward is no slower than lists: 0.5 H / (H + 1024).
 
-    That takes 2.7 ns for a token's tile at H = 1024 and 9.1 at 4096. A kept part takes 1.9 to be read and listed,
-    whatever H is, and its products 2.7 and 7.9. (One H200, 0.9 nats; lists grow with entropy.)
+    The exact backward takes 2.7 ns for each token and tile at H = 1024, and 9.1 ns at H = 4096. Reading and listing a
+    kept part takes 1.9 ns, whatever H is, and its products 2.7 and 7.9 ns. (One H200, entropy 0.9 nats; lists grow with
+    entropy.)
     """
     return 0.5 * hidden_size / (hidden_size + 1024)
 
 
 def most_ids(vocab: int) -> int:
-    """In the mean, of lists that are summed. Longer ones, which are rare, give way to the exact backward."""
+    """Longest mean length of lists that are summed: V / 128, at least 256. With longer lists, which are rare, the exact
+    backward runs."""
     return max(vocab // 128, 256)
 
 
 class Choice(NamedTuple):
-    """Parts that are kept, chosen on the device. The host knows nothing of them yet."""
+    """The kept parts, chosen on the device. The host does not know their number yet."""
 
     chosen: Any  # `bounds_triton.ChosenParts`
     counted: HostAnswer
@@ -47,13 +50,13 @@ class Choice(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """How many parts tokens keep, on the host."""
+    """Numbers of kept parts, on the host."""
 
-    wanted: int  # tokens with a gradient
-    ends: list[int]  # parts of the first BLOCK_TOKENS tokens, of twice as many, ..., of all
-    n: int  # tokens, with those without a gradient, which keep no part
+    wanted: int  # number of tokens with a gradient
+    ends: list[int]  # number of parts of the first BLOCK_TOKENS tokens, of the first 2 BLOCK_TOKENS, ..., of all
+    n: int  # number of tokens; a token without a gradient keeps no part
     tiles: int
-    most: float  # share of the tiles with which lists of ids are still faster than the exact backward
+    most: float  # largest share of kept tiles with which lists of ids are faster than the exact backward
 
     @property
     def share(self) -> float:
@@ -65,7 +68,10 @@ class Kept(NamedTuple):
         return self.wanted > 0 and self.share <= self.most
 
     def spans(self, most: int) -> list[tuple[int, int, int, int]]:
-        """(first token, last, first part, parts) of runs with at most so many parts, one block of tokens at least."""
+        """(first token, last token + 1, first part, number of parts) of runs of token blocks.
+
+        A run has at most `most` parts, or is one block of BLOCK_TOKENS tokens.
+        """
         spans, first, base = [], 0, 0
         for block, end in enumerate(self.ends):
             last = min((block + 1) * BLOCK_TOKENS, self.n)
@@ -86,7 +92,7 @@ def choose_parts(
     *,
     signed: bool,  # a part's entries may have both signs
 ) -> Choice:
-    """Choose on the device alone."""
+    """Choose the kept parts on the device, without a host sync."""
     from liger_rl.engines.sparse import bounds_triton
 
     chosen, counted = bounds_triton.choose_parts(bounds, tail, tolerance, transform, dtype, signed=signed)
@@ -94,20 +100,20 @@ def choose_parts(
 
 
 def plan_parts(choice: Choice) -> Kept:
-    """Tell the host how many parts there are: the backward's first host sync."""
+    """Wait for the number of kept parts: the backward's first host sync."""
     wanted, *ends = choice.counted.wait().tolist()
     tiles, n = choice.chosen.rank.shape
     return Kept(wanted, ends, n, tiles, choice.most)
 
 
 class ListedHead(NamedTuple):
-    """What lists of ids are sums of, and where their sums go."""
+    """The rows that sums over lists of ids read, and the dtypes of the sums."""
 
     hidden: Tensor  # (n, H) in the dtype of products
-    # (n,) the rows of hidden whose tokens have a gradient; another's, which may hold NaN, is replaced by one of these.
-    # None where it has been.
+    # (n,) int64, the row of hidden that products read for each token. A token without a gradient may have NaN in its
+    # row, so products read the row of a token with one. None if `hidden` has been gathered that way already.
     finite: Tensor | None
-    weight: Tensor  # (V or more, H) in it, too; the gradient of rows from `vocab` on is 0
+    weight: Tensor  # (V or more, H) in the dtype of products; the gradient of rows from `vocab` on is 0
     bias: Tensor | None
     vocab: int
     transform: LogitTransform
@@ -115,7 +121,7 @@ class ListedHead(NamedTuple):
 
 
 def readable(live: TokenSelection, drawn: Any) -> tuple[TokenSelection, Tensor | None]:
-    """-> which hidden states to gather, and `ListedHead.finite` of them; `drawn` is `bounds_triton.Drawn`."""
+    """-> the hidden states to gather, and their `ListedHead.finite`; `drawn` is `bounds_triton.Drawn`."""
     if live.index is None:
         return live, drawn.sources
     return TokenSelection(live.total, index=drawn.sources), None
@@ -126,12 +132,13 @@ def list_gradients(
     choice: Choice,
     tail: Tail,
     make_parts: Callable[..., None],  # (chosen, lists of tiles, span, out): writes the kept parts of a span of tokens
-    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx that are listed in any case; None where parts have them
+    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, always listed; None if parts include the targets
     needs: Needs,
 ) -> tuple[Gradients | None, Kept]:
-    """-> gradients of all n tokens, rows (n, H), and of weight and bias; None where the exact backward is faster.
+    """-> gradients of hidden (n, H), weight and bias; None if the exact backward is faster. And the numbers of parts.
 
-    The lists are written before the host knows how long they are, as far as there is room. Two host syncs.
+    The lists are written before the host knows their length. Entries past the end of their memory are not written, and
+    then the exact backward runs. Two host syncs.
     """
     from liger_rl.engines.sparse import bounds_triton, listing_triton
     from liger_rl.kernels import segments_triton
@@ -162,7 +169,7 @@ def list_gradients(
         del found
         found, counted = write(kept.spans(most), kept.ends[-1])
     rest = chosen.rest
-    # Work for the device while the host waits.
+    # The device runs these products while the host waits for the length of the lists.
     of_hidden = of_weight = None
     if needs[0]:
         of_hidden = Base(gemm.matmul(rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
