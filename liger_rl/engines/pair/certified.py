@@ -1,9 +1,9 @@
-"""Two heads with a tolerance: the sparse backward of `sparse`, from the sums over tiles that the forward leaves.
+"""Two heads with a tolerance: the steps of `sparse/README.md`, from the forward's sums over tiles.
 
-The steps are the same. A part is one token's dL/dlogits in a tile of 1,024 entries, whose norm these sums give
-(`bounds_triton`). The kept parts take both heads' products again. A target's entry is one of its part.
+A part is one token's dL/dlogits in a tile of 1,024 entries. The sums give its norm (`bounds_triton`). The kept parts
+take both heads' products again. A part includes the target's entry.
 
-Parts are left out where both heads' products have an epilogue. Everywhere else the backward is exact. So it is if an
+Parts are dropped if both heads' products have an epilogue. Otherwise the backward is exact. It is also exact if an
 entropy has a gradient, and if the lists would be long.
 """
 
@@ -23,7 +23,7 @@ from liger_rl.kernels import devices
 
 
 def applies(pair: Pair, options: PairOptions) -> bool:
-    """Whether parts can be left out: where the products of our own run, of any number of tokens."""
+    """Whether parts can be dropped: if our own products run for both heads, with any number of tokens."""
     return all(
         devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], of.compute_dtype, head.weight)
         for head, of in ((pair.student, options.student), (pair.teacher, options.teacher))
@@ -33,7 +33,7 @@ def applies(pair: Pair, options: PairOptions) -> bool:
 def backward(
     pair: Pair, options: PairOptions, tile_sums: TileSums | None, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `divergence.backward`, from lists of ids; exact without sums. Host syncs as in `sparse.backward`."""
+    """As `two_heads.backward`, from lists of ids; exact without `tile_sums`. Host syncs as in `sparse.certified`."""
     if tile_sums is None or tokens.grad_entropy is not None or not tokens.grad.numel():
         return exact.backward(pair, options, tokens, needs)
     from liger_rl.engines.pair import bounds_triton as pair_bounds
@@ -45,7 +45,7 @@ def backward(
     drawn = bounds_triton.draw_tokens(bounds, live.index)
     sides = exact.sides(pair, options, TokenSelection(live.total, index=drawn.positions))
     student, teacher = (side.whole_tile(slice(0, drawn.rows.numel()), vocab) for side in sides)
-    # Ids that no tile has: the entry of a target says nothing of the others'.
+    # Ids outside of all tiles: a target's own gradient must not count towards its entry's share.
     nowhere, sample = torch.full_like(drawn.rows, -1), student.logits
     kernels_of_pairs.for_device(sample.device).grad_pair(
         student, teacher, nowhere, 0, measure, tokens.take(drawn.rows), sample

@@ -1,4 +1,4 @@
-"""A call of two heads: its tensors, its checks, and its way into autograd."""
+"""A call of two heads: its tensors, its checks, and its autograd function."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -44,15 +44,15 @@ class Divergence(NamedTuple):
     """Per-token results, float32, shaped like the tokens, 0 at masked tokens."""
 
     divergence: Tensor
-    """In nats, >= 0, differentiable."""
+    """Divergence in nats, >= 0, differentiable."""
     logps: Tensor | None
     """Student's log-probability of the target in nats, <= 0, differentiable; None without targets."""
     entropy: Tensor | None
-    """Entropy of the student's distribution in nats, >= 0, differentiable; None unless asked for."""
+    """Entropy of the student's distribution in nats, >= 0, differentiable; None without entropy=True."""
     teacher_logps: Tensor | None
     """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
     loss: Tensor | None = None
-    """(): sum of token_weights * divergence, differentiable, and then nothing else is; None without token_weights."""
+    """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
 
 
 class PairKeywords(TypedDict, total=False):
@@ -69,7 +69,7 @@ class PairKeywords(TypedDict, total=False):
 
 
 class DivergenceKeywords(PairKeywords, total=False):
-    """These, and what else of `linear_divergence` is no tensor."""
+    """All keywords of `linear_divergence` that are no tensors: these of `PairKeywords`, and the following."""
 
     beta: float
     teacher_transform: LogitTransform
@@ -77,7 +77,7 @@ class DivergenceKeywords(PairKeywords, total=False):
 
 
 KNOWN = tuple(DivergenceKeywords.__annotations__)
-# What linear_logprobs takes and two heads do not, and why.
+# Options of linear_logprobs that two heads do not take, with the reason.
 WITHOUT = {
     **NOT_TOGETHER["with two heads"],
     "support": "the divergence is over the whole vocabulary",
@@ -106,7 +106,7 @@ def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
 
 
 def measure_of(kind: str, beta: float) -> Measure:
-    """The divergence of that name. "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
+    """The measure of a kind. "jsd" with beta 0 is the forward KL divergence, with beta 1 the reverse."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):
@@ -117,7 +117,7 @@ def measure_of(kind: str, beta: float) -> Measure:
         if beta != BETA:
             raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
         return Measure(FORWARD if kind == "forward_kl" else REVERSE)
-    # In float32, in which kernels take it, a beta so near to 1 is 1.
+    # Kernels take beta in float32, where a beta very near to 0 or 1 is 0 or 1.
     (share,) = struct.unpack("f", struct.pack("f", beta))
     if share in (0.0, 1.0):
         return Measure(FORWARD if share == 0.0 else REVERSE)
@@ -143,23 +143,23 @@ class DivergenceCall:
     token_weights: Tensor | None = None  # (B, T) or (N,)
     vocab_parallel: VocabParallel | None = None
     options: HeadOptions
-    # The teacher's tensors may require a gradient, and get none all the same.
+    # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
-    # Whether a tolerance of "auto" is more than 0 where products have the epilogue.
+    # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
     auto_tolerance: bool = False
-    # The caller's names, for messages.
+    # The caller's names of tensors, for error messages.
     teacher_name: str = "teacher_"
     targets_name: str = "targets"
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """Everything that may be a tensor."""
+        """All fields that may be tensors."""
         teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
         own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
         return (*own, *teacher, *low_rank_tensors(self.low_rank))
 
     def check_before_gather(self) -> None:
-        """Raise for what can be seen of tensors that need not be whole."""
+        """Raise for errors that show before sharded tensors are gathered."""
         check_transform(self.teacher_transform)
         named = f"{self.teacher_name}transform", self.teacher_transform
         for name, transform in (("transform", self.options.transform), named):
@@ -178,7 +178,7 @@ class DivergenceCall:
                     )
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
-        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
+        """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
         asked, teacher = self.options.compute_dtype, (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
         dtype = check_head(self.hidden, self.weight, self.bias, asked)
         teacher_dtype = check_head(*teacher, asked, self.teacher_name)
@@ -201,7 +201,10 @@ class DivergenceCall:
         return dtype, teacher_dtype
 
     def entries(self, entries: int, teacher_entries: int) -> int:
-        """How many of the vocabulary count, of so many in each weight; raises where that is not clear."""
+        """-> the number of vocabulary entries that count, from the rows of each weight.
+
+        Raises if the weights differ in size and `vocab` is None, and if `vocab` exceeds the smaller weight.
+        """
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
                 f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
@@ -215,7 +218,8 @@ class DivergenceCall:
         return vocab
 
     def facts(self) -> dict[str, object]:
-        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
+        """Values, by name, on which ranks that share a vocabulary must agree. Waits for the device. Raises as `check`
+        does."""
         dtype, teacher_dtype = self.check()
         targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
         live = counted_tokens(targets, self.mask)
@@ -253,7 +257,7 @@ class DivergenceCall:
 
 @contextmanager
 def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
-    """The checked call on this rank and as engines take it, and the context in which its heads are whole."""
+    """A context in which both heads are whole: the checked call on this rank, and its `Pair` and `PairOptions`."""
     tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
     with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
         given.check_before_gather()
@@ -262,13 +266,13 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
             shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
-            # Its rows cover the vocabulary from the same ids on.
+            # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
             other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
             entries, teacher_entries = shard.vocab, other_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
         pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
-        # Kernels of parts read weights as they are.
+        # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
         if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, own)):
             own = replace(own, grad_tolerance=call.options.named_tolerance)
@@ -277,7 +281,7 @@ def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOp
 
 
 def divergence_of(given: DivergenceCall) -> Divergence:
-    """From a call to its results."""
+    """The results of a call."""
     return outside_of_graphs(_divergence_of)(given)
 
 
@@ -304,7 +308,7 @@ def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Div
 def in_one_pass(
     call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
 ) -> tuple[Divergence, Gradients | None]:
-    """Results without a gradient, and the gradients for `with_gradients`, None where nothing wants one."""
+    """Results without a gradient, and the gradients for `with_gradients`; None if no tensor requires one."""
     inputs = call.hidden, call.weight, call.bias
     needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
     gradients = None
@@ -319,10 +323,10 @@ def in_one_pass(
 def in_one_pass_if_free(
     given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
-    """For a loss on_divergence * divergence.sum() + on_logps * logps.sum(), whose factors are (): its values.
+    """Values for a loss on_divergence * divergence.sum() + on_logps * logps.sum(), with factors ().
 
-    In one pass these values have no gradient. The second result is then a 0 () that has the loss's gradients: add it to
-    the loss. In two passes it is None.
+    In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
+    gradients: add it to the loss. In two passes the second result is None.
     """
     return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
 
@@ -342,8 +346,10 @@ def _in_one_pass_if_free(
 
 
 def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
-    """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
-    weight's gradient."""
+    """Whether one pass is possible, loses no precision, and takes no memory beyond its chunk.
+
+    A float32 sum of a 16-bit weight's gradient would be such memory.
+    """
     own, weight = options.student, pair.student.weight
     if call.low_rank or pair.student.shard is not None:
         return False
@@ -351,14 +357,14 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> 
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
-    # Ranks that gather a head together must all take as many passes, and none knows the others' tokens.
+    # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
     if own.gather is not None or weight.dtype != own.compute_dtype:
         return False
     return pair.student.live.count <= engine.one_pass_tokens(pair, options)
 
 
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
-    """A loss () without a gradient -> itself with the gradients that `in_one_pass` made."""
+    """The loss (), which has no gradient, with the gradients that `in_one_pass` made."""
     if gradients is None:
         return loss
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
@@ -370,7 +376,7 @@ def _results(values: PairValues) -> tuple[Tensor | None, ...]:
 
 
 def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
-    """Of the tokens that count -> of all, 0 at the others."""
+    """Results of the tokens that count -> results of all tokens, 0 at tokens that do not count."""
     divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
     assert divergence is not None
     return Divergence(divergence, *others)
@@ -378,7 +384,7 @@ def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | No
 
 @contextmanager
 def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> Iterator[None]:
-    """The context in which both heads are whole, where they are sharded outside of it."""
+    """A context in which both heads are whole, if they are sharded outside of it."""
     teacher = heads.teacher_weight, heads.teacher_bias
     with whole_head(gather, heads.weight, heads.bias), whole_head(gather, *teacher):
         yield
@@ -392,7 +398,7 @@ class _Weights(NamedTuple):
 
 
 def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
-    """Of flat tensors and this rank's part of the vocabulary."""
+    """The pair with flat tokens and this rank's part of the vocabulary."""
     hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
     ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
     if call.targets is not None:
@@ -418,10 +424,10 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
 
 
 class LinearDivergence(torch.autograd.Function):
-    """The engine's values of the tokens that count, and the gradients of divergence, logps and entropy for all that is
-    differentiable of the student.
+    """Values of the tokens that count.
 
-    Sharded heads must be whole around the forward, whose caller has read their shapes before; the backward enters
+    The backward turns gradients of divergence, logps and entropy into gradients of the student's tensors.
+    The caller gathers sharded heads before the forward, because it reads their shapes. The backward enters
     `options.student.gather` by itself, once for each head.
     """
 
@@ -461,7 +467,7 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def _token_gradients(
-    saved: Sequence[Tensor | None],  # lse, teacher's lse, value, logps, entropy
+    saved: Sequence[Tensor | None],  # lse, teacher_lse, value, logps, entropy
     grads: Sequence[Tensor | None],  # of divergence, logps, entropy
 ) -> PairGradients:
     lse, teacher_lse, value, logps, entropy = saved
