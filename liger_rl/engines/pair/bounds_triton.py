@@ -81,17 +81,17 @@ def _bounds_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
     grad = tl.load(tokens.grad + token, mask=live, other=0.0)
-    wanted = grad != 0.0
+    has_gradient = grad != 0.0
     unit = tl.abs(grad)
     if tokens.grad_logps is not None:
-        of_logps = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
-        wanted |= of_logps != 0.0
-        unit += tl.abs(of_logps)
-    unit = tl.where(wanted, unit, 1.0)
+        grad_logps = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
+        has_gradient |= grad_logps != 0.0
+        unit += tl.abs(grad_logps)
+    unit = tl.where(has_gradient, unit, 1.0)
     w = (grad / unit)[:, None]
     g = 0.0
     if tokens.grad_logps is not None:
-        g = (of_logps / unit)[:, None]
+        g = (grad_logps / unit)[:, None]
         target_tile = (tl.load(targets + token, mask=live, other=0) // TILE_VOCAB)[:, None]
     lse = tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     teacher_lse = tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
@@ -152,8 +152,8 @@ def _bounds_kernel(
         size += tl.sum(tl.where(inside, tl.abs(rest), 0.0), 1).to(tl.float64)
     size *= unit
     tl.store(out.least + token, least, mask=live)
-    tl.store(out.unit + token, tl.where(wanted, unit, 0.0), mask=live)
-    tl.store(out.size + token, tl.where(wanted & (size < float("inf")), size, 0.0), mask=live)
+    tl.store(out.unit + token, tl.where(has_gradient, unit, 0.0), mask=live)
+    tl.store(out.size + token, tl.where(has_gradient & (size < float("inf")), size, 0.0), mask=live)
 
 
 def part_bounds(sums: TileSums, measure: Measure, tokens: PairGradients, targets: Tensor) -> PartBounds:
@@ -292,7 +292,7 @@ def make_parts(
 ) -> None:
     """Write the span's kept parts of dL/dz, with the targets' entries, in units of scale / UNIT of each token."""
     (tiles, n), family = chosen.rank.shape, family_of(out.device)
-    own, other = (
+    student_arguments, teacher_arguments = (
         (
             matrix(hidden, 1, family.step, tma=False),
             matrix(weight, ENTRIES, family.step, tma=family.tma),
@@ -304,8 +304,8 @@ def make_parts(
     )
     with on(out.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
-            out, *own, *other, student.targets.contiguous(), tokens.contiguous(), chosen, lists,
-            span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
+            out, *student_arguments, *teacher_arguments, student.targets.contiguous(), tokens.contiguous(), chosen,
+            lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
             TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
         )  # fmt: skip
