@@ -275,8 +275,10 @@ def _gemm_pair_kernel(
         target = column_of(targets, token, live, first + start)
         if out is None:
             if parts.teacher_target is not None:
-                found = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
-                store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                teacher_logits = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                store_at_target(
+                    teacher_logits, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE
+                )
             fold_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, parts, squares, kept, steps,
                 token_tile * TILE_TOKENS, KIND, WHOLE, BANS, PARTS,
@@ -314,12 +316,12 @@ def fold_pair(
 ) -> None:
     """Fold the student's product with the teacher's tile; `devices.pairs_apply_to` must hold."""
     assert student.first % PRODUCT_VOCAB == 0
-    here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
+    tile_parts, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
-        here_of_row = slice(student.first, student.first + student.factors.weight.shape[0])
+        columns = slice(student.first, student.first + student.factors.weight.shape[0])
         tops = (part[:, student.first // (PRODUCT_VOCAB // PARTS) :] for part in (kept.peaks, kept.teacher_peaks))
-        written = Written(None, kept.larger[:, here_of_row], kept.gaps[:, here_of_row], *tops)
-    _launch(student, teacher, measure, here, written, None)
+        written = Written(None, kept.larger[:, columns], kept.gaps[:, columns], *tops)
+    _launch(student, teacher, measure, tile_parts, written, None)
 
 
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
