@@ -63,12 +63,12 @@ class PairFold(NamedTuple):
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
 
-        def full(value: float = 0.0, *, wanted: bool = True) -> Tensor | None:
-            return torch.full((n,), value, dtype=torch.float32, device=device) if wanted else None
+        def full(value: float = 0.0, *, present: bool = True) -> Tensor | None:
+            return torch.full((n,), value, dtype=torch.float32, device=device) if present else None
 
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        gap, moment = full(wanted=measure.kind != MIXTURE), full(wanted=entropy)
-        target, teacher_target = full(wanted=targets), full(wanted=targets)
+        gap, moment = full(present=measure.kind != MIXTURE), full(present=entropy)
+        target, teacher_target = full(present=targets), full(present=targets)
         return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target)  # type: ignore[arg-type]
 
     def take(self, rows: slice) -> "PairFold":
@@ -90,9 +90,9 @@ class PairFold(NamedTuple):
             parts["gap"] = _around(self.gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
         elif self.gap is not None:
             parts["gap"] = _around(self.gap, kept, lower - teacher_lower, self.sum_exp)
-        given = {name: part for name, part in parts.items() if part is not None}
-        sums = total(torch.stack(list(given.values())))
-        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(given, sums, strict=True)))
+        present = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(present.values())))
+        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(present, sums, strict=True)))
 
 
 class PairStatistics(NamedTuple):
