@@ -97,8 +97,8 @@ def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
 
 def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
     """Raise if gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
-    wanted = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
-    if wanted and torch.float16 in (compute_dtype, *wanted):
+    dtypes = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
+    if dtypes and torch.float16 in (compute_dtype, *dtypes):
         raise ValueError(
             "token_weights must be None with float16 products or gradients, because what is made before the loss is "
             "scaled vanishes in float16; use bfloat16 or float32, or weigh the divergence yourself, in two passes"
@@ -155,8 +155,8 @@ class DivergenceCall:
     def tensors(self) -> tuple[object, ...]:
         """All fields that may be tensors."""
         teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
-        own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
-        return (*own, *teacher, *low_rank_tensors(self.low_rank))
+        student = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
+        return (*student, *teacher, *low_rank_tensors(self.low_rank))
 
     def check_before_gather(self) -> None:
         """Raise for errors that show before sharded tensors are gathered."""
@@ -179,9 +179,10 @@ class DivergenceCall:
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
         """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
-        asked, teacher = self.options.compute_dtype, (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
-        dtype = check_head(self.hidden, self.weight, self.bias, asked)
-        teacher_dtype = check_head(*teacher, asked, self.teacher_name)
+        compute_dtype = self.options.compute_dtype
+        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
+        dtype = check_head(self.hidden, self.weight, self.bias, compute_dtype)
+        teacher_dtype = check_head(*teacher, compute_dtype, self.teacher_name)
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
                 f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
@@ -238,13 +239,13 @@ class DivergenceCall:
             "requires_grad of hidden": self.hidden.requires_grad,
         }
 
-    def _check_token_weights(self, given: Tensor) -> None:
+    def _check_token_weights(self, token_weights: Tensor) -> None:
         shape = self.hidden.shape[:-1]
-        check_floating("token_weights", given)
-        if given.shape != shape:
-            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(given.shape)}")
-        check_device("token_weights", given, self.hidden, "hidden")
-        if given.requires_grad:
+        check_floating("token_weights", token_weights)
+        if token_weights.shape != shape:
+            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(token_weights.shape)}")
+        check_device("token_weights", token_weights, self.hidden, "hidden")
+        if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
         if self.vocab_parallel is not None:
             raise ValueError(
@@ -256,53 +257,61 @@ class DivergenceCall:
 
 
 @contextmanager
-def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
+def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
     """A context in which both heads are whole: the checked call on this rank, and its `Pair` and `PairOptions`."""
-    tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
-    with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
-        given.check_before_gather()
-        call = localized_pair(given)
+    tokens = (
+        global_call.hidden,
+        global_call.teacher_hidden,
+        global_call.targets,
+        global_call.mask,
+        global_call.token_weights,
+    )
+    with shared_errors(
+        global_call.vocab_parallel, global_call.weight, *tokens, *low_rank_tensors(global_call.low_rank)
+    ):
+        global_call.check_before_gather()
+        call = localized_pair(global_call)
     with _whole(call.options.gather, call):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
+            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
             # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
-            other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
-            entries, teacher_entries = shard.vocab, other_shard.vocab
+            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=global_call.teacher_weight)
+            entries, teacher_entries = shard.vocab, teacher_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
+        pair, student_options = _pair(call, vocab, shard), resolved(call.options, dtype)
         # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
-        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, own)):
-            own = replace(own, grad_tolerance=call.options.named_tolerance)
-        other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)
+        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, student_options)):
+            student_options = replace(student_options, grad_tolerance=call.options.named_tolerance)
+        teacher_options = replace(student_options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
+        yield call, pair, PairOptions(student_options, teacher_options, call.measure, call.targets is not None)
 
 
-def divergence_of(given: DivergenceCall) -> Divergence:
+def divergence_of(global_call: DivergenceCall) -> Divergence:
     """The results of a call."""
-    return outside_of_graphs(_divergence_of)(given)
+    return outside_of_graphs(_divergence_of)(global_call)
 
 
-def _divergence_of(given: DivergenceCall) -> Divergence:
-    with paired(given) as (call, pair, options):
+def _divergence_of(global_call: DivergenceCall) -> Divergence:
+    with paired(global_call) as (call, pair, options):
         if call.token_weights is None:
             return in_two_passes(call, pair, options)
         factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
-        found, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+        results, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
         live = pair.student.live
-        loss = (factors * live.gather(found.divergence.reshape(-1))).sum()
-        return found._replace(loss=with_gradients(call, loss, gradients))
+        loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
+        return results._replace(loss=with_gradients(call, loss, gradients))
 
 
 def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
     if pair.student.wants_gradient:
-        found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
+        values = LinearDivergence.apply(*pair.student.differentiable, pair, options)
     else:
         with gemm.without_autocast(call.hidden.device):
-            found = _results(engine.forward(pair, options))
-    return _spread(pair.student.live, call.hidden.shape[:-1], found)
+            values = _results(engine.forward(pair, options))
+    return _spread(pair.student.live, call.hidden.shape[:-1], values)
 
 
 def in_one_pass(
@@ -321,28 +330,28 @@ def in_one_pass(
 
 
 def in_one_pass_if_free(
-    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
+    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
     """Values for a loss on_divergence * divergence.sum() + on_logps * logps.sum(), with factors ().
 
     In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
     gradients: add it to the loss. In two passes the second result is None.
     """
-    return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
+    return outside_of_graphs(_in_one_pass_if_free)(global_call, on_divergence, on_logps)
 
 
 def _in_one_pass_if_free(
-    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
+    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
 ) -> tuple[Divergence, Tensor | None]:
     def gradients_of(_part: slice, values: Tensor, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
         grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(values)
         return on_divergence.expand_as(values), grad_logps, None
 
-    with paired(given) as (call, pair, options):
+    with paired(global_call) as (call, pair, options):
         if not one_pass_is_free(call, pair, options):
             return in_two_passes(call, pair, options), None
-        found, gradients = in_one_pass(call, pair, options, gradients_of)
-        return found, with_gradients(call, on_divergence.new_zeros(()), gradients)
+        results, gradients = in_one_pass(call, pair, options, gradients_of)
+        return results, with_gradients(call, on_divergence.new_zeros(()), gradients)
 
 
 def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
@@ -350,15 +359,15 @@ def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> 
 
     A float32 sum of a 16-bit weight's gradient would be such memory.
     """
-    own, weight = options.student, pair.student.weight
+    student_options, weight = options.student, pair.student.weight
     if call.low_rank or pair.student.shard is not None:
         return False
-    if own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+    if student_options.fixed_shape or student_options.names_chunk or student_options.compute_dtype == torch.float16:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
     # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
-    if own.gather is not None or weight.dtype != own.compute_dtype:
+    if student_options.gather is not None or weight.dtype != student_options.compute_dtype:
         return False
     return pair.student.live.count <= engine.one_pass_tokens(pair, options)
 
@@ -375,11 +384,11 @@ def _results(values: PairValues) -> tuple[Tensor | None, ...]:
     return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
 
 
-def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
+def _spread(live: TokenSelection, shape: torch.Size, values: Sequence[Tensor | None]) -> Divergence:
     """Results of the tokens that count -> results of all tokens, 0 at tokens that do not count."""
-    divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
+    divergence, *other_values = (None if value is None else live.spread(value, shape) for value in values)
     assert divergence is not None
-    return Divergence(divergence, *others)
+    return Divergence(divergence, *other_values)
 
 
 @contextmanager
@@ -409,9 +418,9 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
     elif call.mask is None and call.targets is None and call.token_weights is None:
         live = TokenSelection(n)
     else:
-        wanted = None if call.token_weights is None else call.token_weights != 0
+        has_weight = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
-        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
+        live = live_tokens(ids, call.mask, vocab, source, wanted=has_weight, targets_name=call.targets_name)().selection
     inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
     targets, here = ids.view(-1), vocab
     if shard is not None:
@@ -456,14 +465,14 @@ class LinearDivergence(torch.autograd.Function):
         student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
         teacher_hidden, teacher_weight, teacher_bias = of_teacher
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
-        found = Gradients()
+        gradients = Gradients()
         if any(grad is not None for grad in grads[:3]):
             weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
                 tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
-                found = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
-        return *found, None, None
+                gradients = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
+        return *gradients, None, None
 
 
 def _token_gradients(
