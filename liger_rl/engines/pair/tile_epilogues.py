@@ -142,12 +142,12 @@ def fold_pair_tile(
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        own, raw = part_of(z, part, PARTS), ahead
+        student_part, raw = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
         t = of_teacher(raw, teacher, first + part * WIDTH + tl.arange(0, WIDTH), vocab, WHOLE)
         higher = tl.maximum(top, tl.max(t, 1))
-        a = own - peak[:, None]
+        a = student_part - peak[:, None]
         b = t - higher[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
@@ -181,8 +181,8 @@ def fold_pair_tile(
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
             # Relative to both heads' peaks over the same columns. The two peaks are as near as the heads are.
-            own_top = tl.maximum(own_top, tl.max(own, 1))
-            a = own - own_top[:, None]
+            own_top = tl.maximum(own_top, tl.max(student_part, 1))
+            a = student_part - own_top[:, None]
             x = flushed_exp(a)
             at = token.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, own_top, mask=live)
@@ -216,18 +216,18 @@ def grad_pair_tile(
     first, live = vocab_tile * logits.shape[1], token < n
     ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
     for part in tl.static_range(PARTS):
-        own, raw = part_of(logits, part, PARTS), ahead
+        student_part, raw = part_of(logits, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
         column = part * WIDTH + tl.arange(0, WIDTH)
         t = of_teacher(raw, teacher, first + column, vocab, WHOLE)
-        grad = _part_gradient(own, t, token, live, target, column, tokens, steps, beta, KIND)
+        grad = _part_gradient(student_part, t, token, live, target, column, tokens, steps, beta, KIND)
         store(out, first_token, first + part * WIDTH, grad)
 
 
 @triton.jit
 def _part_gradient(
-    own,  # (TILE_TOKENS, WIDTH) float32 of the student
+    student_part,  # (TILE_TOKENS, WIDTH) float32 of the student
     t,  # (TILE_TOKENS, WIDTH) the teacher's logits at the same places
     token, live,  # (TILE_TOKENS,)
     target,  # (TILE_TOKENS,) column of each token's target in the tile
@@ -237,7 +237,7 @@ def _part_gradient(
     KIND: tl.constexpr,
 ):  # fmt: skip
     """-> float32 dL/dlogits of one part of a tile; undefined in rows that are not live and columns past the last id."""
-    z, square = transformed(own, steps)
+    z, square = transformed(student_part, steps)
     log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
     p = flushed_exp(log_p)
