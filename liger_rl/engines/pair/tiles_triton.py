@@ -258,8 +258,8 @@ def fold_pair(
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), targets.contiguous(), state,
-                *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
+                *_tile_arguments(student), *_tile_arguments(teacher), targets.contiguous(), state,
+                *_sum_arguments(sums if measure.kind != divergence.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -278,8 +278,8 @@ def mix_pair(
     if n:
         with on(student.logits.device):
             _mix_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
-                BLOCK=_block(columns), num_warps=WARPS,
+                *_tile_arguments(student), *_tile_arguments(teacher), lse, teacher_lse, sums, *_sum_arguments(tiles),
+                columns, measure.beta, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
@@ -293,19 +293,19 @@ def grad_pair(
         block = _block(columns)
         with on(student.logits.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
-                columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+                *_tile_arguments(student), *_tile_arguments(teacher), out, out.stride(0), targets.contiguous(),
+                tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 
-def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
+def _tile_arguments(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
     """The arguments of a kernel for one tile: logits, their row stride, bias, steps."""
     assert tile.logits.stride(-1) == 1
     bias = None if tile.bias is None else tile.bias.contiguous()
     return tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform)
 
 
-def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
+def _sum_arguments(sums: TileSums | None) -> tuple[TileSums, int]:
     """The arguments of a kernel for tile sums: the sums, and the elements between two tokens of them."""
     assert BLOCK == TILE_VOCAB
     return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
