@@ -103,8 +103,10 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     def finished(state: PairFold, sums: MixtureSums | None = None) -> PairValues:
         return PairValues.of(PairStatistics.of(state, measure), measure, sums)._replace(tile_sums=tile_sums)
 
-    def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
-        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))
+    def fold(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
+        kernels.fold_pair(
+            student_tile, teacher_tile, targets[part], first, measure, state.take(part), sums_of(part, first)
+        )
 
     shard = pair.student.shard
 
@@ -122,13 +124,15 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
 
     sums = MixtureSums.start(state.peak)
 
-    def mix(own: Tile, other: Tile, part: slice, first: int) -> None:
+    def mix(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
         known = PairStatistics.of(state.take(part), measure)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first))
+        kernels.mix_pair(
+            student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first)
+        )
 
-    def fold_and_mix(*given) -> None:
-        fold(*given)
-        mix(*given)
+    def fold_and_mix(*arguments) -> None:
+        fold(*arguments)
+        mix(*arguments)
 
     tokens = _whole_rows(pair, student, teacher) if shard is None else None
     if tokens is not None:
@@ -203,18 +207,18 @@ def _with_gradient(
     live: TokenSelection, tokens: PairGradients, count: int | None
 ) -> tuple[TokenSelection, PairGradients]:
     """The live tokens whose gradient is not exactly zero. One host sync, unless `live` is a mask or `count` given."""
-    wanted = tokens.grad != 0
+    has_gradient = tokens.grad != 0
     for grad in (tokens.grad_logps, tokens.grad_entropy):
-        wanted = wanted if grad is None else wanted | (grad != 0)
+        has_gradient = has_gradient if grad is None else has_gradient | (grad != 0)
     if live.mask is not None:
-        live = live.restricted(wanted)
+        live = live.restricted(has_gradient)
         assert live.mask is not None
         here = live.mask
         parts = PairGradients._make(None if part is None else torch.where(here, part, 0.0) for part in tokens)
         # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
         silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
         return live, parts._replace(**silent)
-    picked = picked_rows(wanted, count)
+    picked = picked_rows(has_gradient, count)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
@@ -239,11 +243,13 @@ def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: Pa
         if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
             factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
-        own, other = (
+        student_tile, teacher_tile = (
             side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
         )
-        out = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
-        kernels.grad_pair(own, other, rows.targets[part], first, options.measure, tokens.take(part), out)
+        out = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
+        kernels.grad_pair(
+            student_tile, teacher_tile, rows.targets[part], first, options.measure, tokens.take(part), out
+        )
         return out
 
     return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
@@ -266,7 +272,7 @@ def one_pass(
     if totals.weight is not None:
         totals.weight[vocab:] = 0
     products = PairProducts.of(student, teacher, vocab, measure) if _keeps_pairs(pair, options) else None
-    found: list[PairValues] = []
+    chunk_values: list[PairValues] = []
     for start, stop in chunks:
         part = slice(start, stop)
         if products is None:
@@ -278,32 +284,32 @@ def one_pass(
         del gradient  # frees its inputs before the products and the next pair are allocated
         _add_products(totals, student, tile, part, live, vocab)
         del tile
-        found.append(values)
-    if not found:
+        chunk_values.append(values)
+    if not chunk_values:
         return forward(pair, options), totals.finish()
-    return _joined(found), totals.finish()
+    return _joined(chunk_values), totals.finish()
 
 
 def _values_and_gradient(
     student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions
 ) -> ValuesAndGradient:
     """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
-    own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
+    student_tile, teacher_tile = (side.whole_tile(part, vocab) for side in (student, teacher))
     measure, targets, dtype = options.measure, student.rows.targets[part], options.student.compute_dtype
-    kernels, device = kernels_of_pairs.for_device(own.logits.device), own.logits.device
+    kernels, device = kernels_of_pairs.for_device(student_tile.logits.device), student_tile.logits.device
     state = PairFold.start(
         part.stop - part.start, device, measure, entropy=options.student.entropy, targets=options.targets
     )
-    kernels.fold_pair(own, other, targets, 0, measure, state)
+    kernels.fold_pair(student_tile, teacher_tile, targets, 0, measure, state)
     known = PairStatistics.of(state, measure)
     sums = None
     if measure.kind == MIXTURE:
         sums = MixtureSums.start(state.peak)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums)
+        kernels.mix_pair(student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums)
 
     def gradient(tokens: PairGradients) -> Tensor:
-        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
-        kernels.grad_pair(own, other, targets, 0, measure, tokens, tile)
+        tile = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
+        kernels.grad_pair(student_tile, teacher_tile, targets, 0, measure, tokens, tile)
         return tile
 
     return PairValues.of(known, measure, sums), gradient
@@ -316,12 +322,13 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
     return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
 
 
-def _joined(found: Sequence[PairValues]) -> PairValues:
+def _joined(chunk_values: Sequence[PairValues]) -> PairValues:
     """The values of consecutive chunks of tokens, concatenated."""
     statistics = PairStatistics._make(
-        None if parts[0] is None else torch.cat(parts) for parts in zip(*(v.statistics for v in found), strict=True)
+        None if parts[0] is None else torch.cat(parts)
+        for parts in zip(*(v.statistics for v in chunk_values), strict=True)
     )
-    divergence, value = (torch.cat([getattr(v, name) for v in found]) for name in ("divergence", "value"))
+    divergence, value = (torch.cat([getattr(v, name) for v in chunk_values]) for name in ("divergence", "value"))
     return PairValues(divergence, statistics, value)
 
 
