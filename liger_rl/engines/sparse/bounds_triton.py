@@ -99,12 +99,12 @@ def _slope_at(z, steps):
 def _has_gradient(tokens, token, live):
     """-> whether each token has a gradient. A NaN counts as a gradient, so that it reaches the result."""
     if tokens.wanted is None:
-        wanted = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
+        has_gradient = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
     else:
-        wanted = tl.load(tokens.wanted + token, mask=live, other=0) != 0
+        has_gradient = tl.load(tokens.wanted + token, mask=live, other=0) != 0
     if tokens.grad_entropy is not None:
-        wanted |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
-    return wanted
+        has_gradient |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
+    return has_gradient
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _bounds_kernel(
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
-    wanted = live & _has_gradient(tokens, token, live)
+    has_gradient = live & _has_gradient(tokens, token, live)
     lse = tl.load(statistics.lse + token, mask=live, other=0.0)
     logps = tl.load(statistics.logps + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
@@ -131,20 +131,20 @@ def _bounds_kernel(
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
     g, e, entropy = token_terms(tokens, token, live)
     unit = tl.abs(g) + tl.abs(e)
-    unit = tl.where(wanted & (unit != 0.0), unit, 1.0)
+    unit = tl.where(has_gradient & (unit != 0.0), unit, 1.0)
     # Division by the unit keeps squares of small gradients from underflow. A token without a gradient may hold NaN, and
     # 0 * NaN is NaN.
-    g = tl.where(wanted, g / unit, 0.0)
+    g = tl.where(has_gradient, g / unit, 0.0)
     at_target = gradient_at_target(tokens, token, live, logps)
     known_gradient = at_target
     if steps.cap is not None:
         known_gradient *= 1.0 - tanh_square(logps + lse, steps)
     # Logits of a token without a gradient may be NaN or infinite, and zero times these is NaN.
-    known_gradient = tl.where(wanted, times_slope(known_gradient, steps), 0.0)
+    known_gradient = tl.where(has_gradient, times_slope(known_gradient, steps), 0.0)
     tl.store(out.at_target + token, known_gradient, mask=live)
     at_target = at_target / unit
     if tokens.grad_entropy is not None:
-        e = tl.where(wanted, e / unit, 0.0)
+        e = tl.where(has_gradient, e / unit, 0.0)
     if steps.cap is not None:
         at_target *= _slope_at(logps + lse, steps)
     least = at_target * at_target
@@ -182,8 +182,8 @@ def _bounds_kernel(
         size += tl.sum(tl.where(inside, tl.abs(rest), 0.0), 0).to(tl.float64)
     size *= unit
     tl.store(out.least + token, least, mask=live)
-    tl.store(out.unit + token, tl.where(wanted, unit, 0.0), mask=live)
-    tl.store(out.size + token, tl.where(wanted & (size < float("inf")), size, 0.0), mask=live)
+    tl.store(out.unit + token, tl.where(has_gradient, unit, 0.0), mask=live)
+    tl.store(out.size + token, tl.where(has_gradient & (size < float("inf")), size, 0.0), mask=live)
 
 
 def part_bounds(
@@ -232,16 +232,16 @@ def _draw_kernel(
 ):
     # One program, because a token's place depends on all tokens before it. Float sums have one order, so one result.
     total = tl.zeros((), tl.float64)
-    some = tl.zeros((), tl.int32) + (count - 1)
+    first_place = tl.zeros((), tl.int32) + (count - 1)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
         live = token < count
         total += tl.sum(tl.load(bounds.size + token, mask=live, other=0.0))
-        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
-        some = tl.minimum(some, tl.min(tl.where(wanted, token, count - 1)))
-    source = some.to(tl.int64)
+        has_gradient = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        first_place = tl.minimum(first_place, tl.min(tl.where(has_gradient, token, count - 1)))
+    source = first_place.to(tl.int64)
     if index is not None:
-        source = tl.load(index + some)
+        source = tl.load(index + first_place)
     sample = tl.arange(0, SAMPLES)
     step = (sample + 0.5) * (total / SAMPLES)
     so_far = tl.zeros((), tl.float64)
@@ -252,11 +252,11 @@ def _draw_kernel(
         until = so_far + tl.cumsum(tl.load(bounds.size + token, mask=live, other=0.0), 0)
         place += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
         so_far = tl.max(until, 0)
-        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        has_gradient = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
         position = token.to(tl.int64)
         if index is not None:
             position = tl.load(index + token, mask=live, other=0)
-        tl.store(drawn.sources + token, tl.where(wanted, position, source), mask=live)
+        tl.store(drawn.sources + token, tl.where(has_gradient, position, source), mask=live)
     place = tl.minimum(place, count - 1)
     size = tl.load(bounds.size + place)
     position = place.to(tl.int64)
@@ -313,9 +313,9 @@ def _shares_kernel(
         entropy = entropy[None, :]
     grad = gradient(p, log_p, None, 0.0, g[None, :], e, entropy, ENTROPY)
     grad = tl.abs(times_derivative(grad, square, steps)) * scale[None, :]
-    beside = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
+    not_target = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
     # One token's NaN must not reach other tokens' gradients.
-    size = tl.sum(tl.where(beside & (grad < float("inf")), grad, 0.0), 1)
+    size = tl.sum(tl.where(not_target & (grad < float("inf")), grad, 0.0), 1)
     # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
     for _ in range(CUTS):
         size = tl.minimum(size, 2.0 * tl.sum(size) / tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1))
@@ -345,9 +345,9 @@ def _weigh_rows_kernel(
         entry = tile * TILE_VOCAB + step + tl.arange(0, ENTRIES)
         known = entry < vocab
         place = entry.to(tl.int64)[:, None] * stride + column[None, :]
-        part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
-        part = part.to(rows.dtype.element_ty).to(tl.float32)
-        total += part * tl.load(shares + entry, mask=known, other=0.0)[:, None]
+        values = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
+        values = values.to(rows.dtype.element_ty).to(tl.float32)
+        total += values * tl.load(shares + entry, mask=known, other=0.0)[:, None]
     place = tile.to(tl.int64) * hidden_size + column
     tl.store(rows + place, tl.sum(total, 0).to(rows.dtype.element_ty), mask=inside)
 
@@ -416,9 +416,9 @@ def _choose_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
     unit = tl.load(bounds.unit + token, mask=live, other=0.0)
-    wanted = live & (unit != 0.0)
+    has_gradient = live & (unit != 0.0)
     tile = tl.arange(0, TILES)
-    inside = (tile < tiles)[:, None] & wanted[None, :]
+    inside = (tile < tiles)[:, None] & has_gradient[None, :]
     place = tile.to(tl.int64)[:, None] * count + token[None, :]
     most = tl.load(bounds.most + place, mask=inside, other=0.0)
     rest = tl.load(bounds.rest + place, mask=inside, other=0.0)
@@ -452,7 +452,7 @@ def _choose_kernel(
     written = (tile < tiles)[:, None] & live[None, :]
     tl.store(chosen.rank + place, rank.to(tl.int16), mask=written)
     tl.store(numbers + token, tl.sum(number, 0), mask=live)
-    room = tl.where(wanted, (tolerated - spent) / (scale * scale), 0.0)
+    room = tl.where(has_gradient, (tolerated - spent) / (scale * scale), 0.0)
     tl.store(chosen.room + token, room, mask=live)
     tl.store(chosen.scale + token, scale * unit, mask=live)
     rest = tl.where(dropped, times_slope(rest * unit[None, :], steps), 0.0).to(chosen.rest.dtype.element_ty)
@@ -464,7 +464,7 @@ def _choose_kernel(
 def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
     # One program, because a token's start depends on all tokens before it.
     before = tl.zeros((), tl.int64)
-    wanted = tl.zeros((), tl.int32)
+    with_gradient = tl.zeros((), tl.int32)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
         live = token < count
@@ -474,9 +474,9 @@ def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr,
         last = live & ((token % TOKENS == TOKENS - 1) | (token == count - 1))
         tl.store(counted + 1 + token // TOKENS, until, mask=last)
         before += tl.sum(number)
-        wanted += tl.sum((tl.load(units + token, mask=live, other=0.0) != 0.0).to(tl.int32))
+        with_gradient += tl.sum((tl.load(units + token, mask=live, other=0.0) != 0.0).to(tl.int32))
     tl.store(starts + count, before)
-    tl.store(counted, wanted.to(tl.int64))
+    tl.store(counted, with_gradient.to(tl.int64))
 
 
 def choose_parts(
@@ -508,13 +508,14 @@ def choose_parts(
         scale,
         torch.empty(n, width, dtype=dtype, device=device),
     )
-    side = triton.next_power_of_2(width)
-    together = max(CHOSEN // side, 1)
+    tiles_per_program = triton.next_power_of_2(width)
+    tokens_per_program = max(CHOSEN // tiles_per_program, 1)
     with on(device):
-        _choose_kernel[(triton.cdiv(n, together),)](
+        _choose_kernel[(triton.cdiv(n, tokens_per_program),)](
             bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
             LogitSteps.of(transform),
-            SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=together, TILES=side, num_warps=CHOOSING_WARPS,
+            SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=tokens_per_program, TILES=tiles_per_program,
+            num_warps=CHOOSING_WARPS,
         )  # fmt: skip
         _starts_kernel[(1,)](
             numbers, bounds.unit, starts, counted, n, TOKENS=BLOCK_TOKENS, STEP=DRAWN, num_warps=DRAWING_WARPS
