@@ -60,11 +60,11 @@ def backward(
     make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
     dtypes = head.hidden.dtype, weight_dtype
     listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
-    found, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
-    if found is None:
+    gradients, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
+    if gradients is None:
         del choice, tail, hidden, make, listed
         return two_pass.backward(head, options, statistics, None, tokens, needs, count=kept.wanted)
-    return found.of_all_tokens(live, head)
+    return gradients.of_all_tokens(live, head)
 
 
 def lacks(shape: HeadShape) -> str | None:
