@@ -295,7 +295,7 @@ def _limits_kernel(
 def _write_kernel(
     parts,  # (room, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
-    of,  # `TileLists`
+    tile_lists,  # `TileLists`
     entries,  # (V,) shares of the tail
     targets,  # (n,) ids; None if parts include the targets' entries
     at_target,  # (n,) float32
@@ -334,8 +334,8 @@ def _write_kernel(
         inside = part < count
         column = tl.arange(0, TILE_VOCAB)[None, :]
         token, tile = (
-            tl.load(of.token_of + part, mask=inside, other=first),
-            tl.load(of.tile_of + part, mask=inside, other=0),
+            tl.load(tile_lists.token_of + part, mask=inside, other=first),
+            tl.load(tile_lists.tile_of + part, mask=inside, other=0),
         )
         stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
         kept = _is_listed(stored, tl.load(limits + token)[:, None])
