@@ -145,53 +145,55 @@ def list_gradients(
 
     hidden, finite, weight, bias, vocab, transform, (hidden_dtype, weight_dtype) = head
     chosen, device, width = choice.chosen, weight.device, tail.entries.numel() // tail.squares.numel()
-    (tiles, n), of_targets = chosen.rank.shape, int(targets is not None)
+    (tiles, n), targets_per_token = chosen.rank.shape, int(targets is not None)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
 
     def write(spans: list[tuple[int, int, int, int]], kept: int) -> tuple[Any, HostAnswer]:
         room = min(int(ROOM_FOR_IDS * width * kept), most_ids(vocab) * n) + n
-        limits, found = listing_triton.Limits.empty(n, kept, device), listing_triton.Lists.empty(room, device)
+        limits, entries = listing_triton.Limits.empty(n, kept, device), listing_triton.Lists.empty(room, device)
         parts = torch.empty(max(span[-1] for span in spans), width, dtype=torch.float16, device=device)
         for span in (listing_triton.Span(*span) for span in spans):
-            of_tiles = listing_triton.list_tiles(chosen, span)
-            make_parts(chosen, of_tiles, span, parts)
+            tile_lists = listing_triton.list_tiles(chosen, span)
+            make_parts(chosen, tile_lists, span, parts)
             listing_triton.find_limits(parts, chosen, span, limits)
-            listing_triton.write_lists(parts, chosen, of_tiles, tail, limits, targets, span, transform, found, starts)
-        return found, HostAnswer(limits.before[-1:])
+            listing_triton.write_lists(
+                parts, chosen, tile_lists, tail, limits, targets, span, transform, entries, starts
+            )
+        return entries, HostAnswer(limits.before[-1:])
 
     most = PARTS_BYTES // (2 * width)
     room = max(min(most, int(choice.most * n * tiles)), 1)
-    found, counted = write([(0, n, 0, room)], room)
+    entries, counted = write([(0, n, 0, room)], room)
     kept = plan_parts(choice)
     if not kept.pays:
         return None, kept
     if kept.ends[-1] > room:
-        del found
-        found, counted = write(kept.spans(most), kept.ends[-1])
+        del entries
+        entries, counted = write(kept.spans(most), kept.ends[-1])
     rest = chosen.rest
     # The device runs these products while the host waits for the length of the lists.
-    of_hidden = of_weight = None
+    hidden_base = weight_base = None
     if needs[0]:
-        of_hidden = Base(gemm.matmul(rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
+        hidden_base = Base(gemm.matmul(rest, bounds_triton.tail_rows(tail, weight[:vocab], hidden.dtype)))
     if needs[1]:
-        of_finite = hidden if finite is None or kept.wanted == n else hidden[finite]
-        of_weight = Base(gemm.matmul(rest.T, of_finite), tail.entries, width)
-        del of_finite
-    listed = int(counted.wait()) + of_targets * n
-    if listed > found.ids.numel():
+        finite_hidden = hidden if finite is None or kept.wanted == n else hidden[finite]
+        weight_base = Base(gemm.matmul(rest.T, finite_hidden), tail.entries, width)
+        del finite_hidden
+    listed = int(counted.wait()) + targets_per_token * n
+    if listed > entries.ids.numel():
         return None, kept
-    found = listing_triton.Lists._make(part[:listed] for part in found)
+    entries = listing_triton.Lists._make(part[:listed] for part in entries)
 
     grad_hidden = grad_weight = grad_bias = None
     if needs[1] or (bias is not None and needs[2]):
-        by_id, coefficients, tokens = listing_triton.order_by_id(found, vocab)
+        by_id, coefficients, tokens = listing_triton.order_by_id(entries, vocab)
     if needs[0]:
         grad_hidden = torch.empty(hidden.shape, dtype=hidden_dtype, device=device)
-        by_token = Segments(starts, found.tokens)
-        segments_triton.segment_sums(by_token, found.coefficients, found.ids, weight, grad_hidden, base=of_hidden)
+        by_token = Segments(starts, entries.tokens)
+        segments_triton.segment_sums(by_token, entries.coefficients, entries.ids, weight, grad_hidden, base=hidden_base)
     if needs[1]:
         grad_weight = unwritten(weight, vocab, weight_dtype)
-        segments_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=of_weight)
+        segments_triton.segment_sums(by_id, coefficients, tokens, hidden, grad_weight[:vocab], base=weight_base)
     if bias is not None and needs[2]:
         grad_bias = unwritten(bias, vocab)
         ones = torch.ones(1, 1, device=device).expand(n, 1)
