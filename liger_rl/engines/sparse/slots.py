@@ -74,10 +74,10 @@ def make_slots(
     if not distinct:
         member &= ~repeated_ids(token_ids, token)
 
-    def local(global_ids: Tensor, wanted: Tensor) -> Tensor:
+    def local(global_ids: Tensor, needed: Tensor) -> Tensor:
         row = global_ids - first
         row = torch.where((row >= 0) & (row < rows), row, rows)
-        return torch.where(wanted, row, rows + 1).to(torch.int32)
+        return torch.where(needed, row, rows + 1).to(torch.int32)
 
     # The target has the token's first slot, so ids that precede it in the row come one slot later.
     place = positions + token + (positions <= first_hit[token]).long()
@@ -129,20 +129,20 @@ def fold(
     n = slots.kinds.numel()
     state = Fold.start(n, z.device, entropy=entropy, extras=extras)
     token = slots.tokens.long()
-    wanted = slots.ids < slots.rows
-    z = torch.where(wanted, z, -math.inf)
+    has_row = slots.ids < slots.rows
+    z = torch.where(has_row, z, -math.inf)
     peak = state.peak.scatter_reduce(0, token, z, "amax")
     shifted = z - peak[token]
-    exp = torch.where(wanted, shifted.exp(), 0.0)
+    exp = torch.where(has_row, shifted.exp(), 0.0)
 
     def total(of_slot: Tensor) -> Tensor:
         return torch.zeros(n, dtype=torch.float32, device=z.device).index_add_(0, token, of_slot)
 
-    own = slots.ids[slots.starts[:-1]]
-    here = own < slots.rows
-    at_target = torch.where(here, z[slots.starts[:-1]], 0.0)
+    target_row = slots.ids[slots.starts[:-1]]
+    has_target = target_row < slots.rows
+    at_target = torch.where(has_target, z[slots.starts[:-1]], 0.0)
     local = targets - slots.first
-    nothing = ((slots.kinds == SINGLE) & (own > slots.rows) & (local >= 0) & (local < slots.rows)).float()
+    nothing = ((slots.kinds == SINGLE) & (target_row > slots.rows) & (local >= 0) & (local < slots.rows)).float()
     parts: dict[str, Tensor] = {
         "peak": torch.where(nothing != 0, 0.0, peak),
         "sum_exp": total(exp) + nothing,
@@ -153,9 +153,9 @@ def fold(
     if state.sum_sq_exp is not None:
         parts["sum_sq_exp"] = total(exp.square()) + nothing
     if state.sum_logits is not None:
-        parts["sum_logits"] = total(torch.where(wanted, z, 0.0))
+        parts["sum_logits"] = total(torch.where(has_row, z, 0.0))
     if state.rival is not None:
-        before = wanted & (slots.ids + slots.first < targets[token])
+        before = has_row & (slots.ids + slots.first < targets[token])
         parts["rival"] = state.rival.scatter_reduce(0, token, torch.where(before, z, -math.inf), "amax")
     counts = total((slots.ids <= slots.rows).float()) if "mean_logits" in extras else None
     return state._replace(**parts), counts
@@ -163,10 +163,10 @@ def fold(
 
 def finished(state: Fold, slots: Slots) -> TokenStatistics:
     """The statistics of a fold over all shards. IGNORED and FULL rows get 0, is_top1 False and lse inf."""
-    found = state.finish()
+    unmasked = state.finish()
     known = slots.kinds >= SINGLE
-    parts = (None if part is None else part.masked_fill(~known, 0) for part in found)
-    return TokenStatistics._make(parts)._replace(lse=torch.where(known, found.lse, math.inf))
+    parts = (None if values is None else values.masked_fill(~known, 0) for values in unmasked)
+    return TokenStatistics._make(parts)._replace(lse=torch.where(known, unmasked.lse, math.inf))
 
 
 def statistics(
@@ -191,10 +191,10 @@ def slot_gradients(
     The gradient is exactly 0 in slots without a row of the weight, and in slots of SINGLE rows.
     """
     tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
-    wanted = slots.ids < slots.rows
-    wanted = wanted & (slots.kinds == SEVERAL)[token]
-    z = torch.where(wanted, z, 0.0)
-    log_p = torch.where(wanted, z - tokens.lse[token], 0.0)
+    needed = slots.ids < slots.rows
+    needed = needed & (slots.kinds == SEVERAL)[token]
+    z = torch.where(needed, z, 0.0)
+    log_p = torch.where(needed, z - tokens.lse[token], 0.0)
     p = log_p.exp()
     position = torch.arange(z.numel(), device=z.device)
     own = position == slots.starts[token]
@@ -204,7 +204,7 @@ def slot_gradients(
         grad_z = grad_z - tokens.grad_entropy[token] * p * (log_p + tokens.entropy[token])
     if temperatures is not None:
         grad_z, z = grad_z / temperatures[token], z * temperatures[token]
-    grad = torch.where(wanted, times_derivative(grad_z, z, transform), 0.0)
+    grad = torch.where(needed, times_derivative(grad_z, z, transform), 0.0)
     if by_id is None:
         return grad, None
     ids, order = by_id
