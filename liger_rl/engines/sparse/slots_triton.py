@@ -48,10 +48,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 @triton.jit
-def _count(number, found):
-    """Add `found` to `number`. Most programs have 0 to add, and write nothing."""
-    found = found.to(tl.int64)
-    tl.atomic_add(number, found, mask=found > 0, sem="relaxed")
+def _count(number, amount):
+    """Add `amount` to `number`. Most programs have 0 to add, and write nothing."""
+    amount = amount.to(tl.int64)
+    tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
@@ -121,13 +121,13 @@ def _rows_kernel(
         others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
     kind = tl.where(others > 0, SEVERAL, SINGLE)
     kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
-    wanted = kind == SEVERAL
+    needed = kind == SEVERAL
     if KEEP_SINGLE:
-        wanted = wanted | (kind == SINGLE)
+        needed = needed | (kind == SINGLE)
     row = target - first_id
     row = tl.where((row >= 0) & (row < rows), row, rows)
     slot = begin + token
-    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
+    tl.store(slot_ids + slot, tl.where(needed, row, rows + 1).to(tl.int32))
     tl.store(slot_tokens + slot, token.to(tl.int32))
     tl.store(slot_tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
     tl.store(starts + token, slot)
@@ -185,15 +185,15 @@ def _slots_kernel(
     listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
     known = (listed >= 0) & (listed < vocab)
     first_hit = tl.load(first_hits + token)
-    wanted = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
+    needed = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
     if repeated is not None:
-        wanted = wanted & (tl.load(repeated + place, mask=inside, other=0) == 0)
+        needed = needed & (tl.load(repeated + place, mask=inside, other=0) == 0)
     row = listed - first_id
     row = tl.where((row >= 0) & (row < rows), row, rows)
     # The target has the token's first slot, so ids that precede it in the row come one slot later.
     slot = place + token + (place < first_hit).to(tl.int64)
     stored = inside & (place != first_hit)
-    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
+    tl.store(slot_ids + slot, tl.where(needed, row, rows + 1).to(tl.int32), mask=stored)
     tl.store(slot_tokens + slot, token.to(tl.int32), mask=stored)
     _count(numbers + ID, tl.sum((inside & (known == 0)).to(tl.int32)))
 
@@ -300,8 +300,8 @@ def _fold_kernel(
     end = tl.load(starts + token + 1)
     kind = tl.load(kinds + token)
     target = tl.load(targets + token).to(tl.int64)
-    own = tl.load(slot_ids + begin)
-    at_target = tl.load(logits + begin, mask=own < rows, other=0.0)
+    target_row = tl.load(slot_ids + begin)
+    at_target = tl.load(logits + begin, mask=target_row < rows, other=0.0)
     peak = LOWEST
     total = 0.0
     moment = 0.0
@@ -312,8 +312,8 @@ def _fold_kernel(
     for start in range(begin, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         row = tl.load(slot_ids + slot, mask=slot < end, other=rows + 1)
-        wanted = row < rows
-        z = tl.load(logits + slot, mask=wanted, other=float("-inf"))
+        has_row = row < rows
+        z = tl.load(logits + slot, mask=has_row, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(z))
         kept = tl.exp(peak - new_peak)
         shifted = z - new_peak
@@ -325,7 +325,7 @@ def _fold_kernel(
         if sums_sq is not None:
             total_sq = total_sq * kept * kept + tl.sum(exp * exp)
         if logit_sums is not None:
-            logit_sum += tl.sum(tl.where(wanted, z, 0.0))
+            logit_sum += tl.sum(tl.where(has_row, z, 0.0))
             count += tl.sum(tl.where(row <= rows, 1.0, 0.0))
         if rivals is not None or is_top1 is not None:
             before = row.to(tl.int64) + first_id < target
@@ -333,7 +333,7 @@ def _fold_kernel(
         peak = new_peak
     # A row with a single id needs no logit. With several shards, only the one that has the id writes its sums.
     local = target - first_id
-    nothing = (kind == SINGLE) & (own > rows) & (local >= 0) & (local < rows)
+    nothing = (kind == SINGLE) & (target_row > rows) & (local >= 0) & (local < rows)
     peak = tl.where(nothing, 0.0, peak)
     total = tl.where(nothing, 1.0, total)
     total_sq = tl.where(nothing, 1.0, total_sq)
@@ -386,12 +386,12 @@ def statistics(
     """As `slots.statistics`, in one launch."""
     n = targets.numel()
 
-    def part(wanted: bool) -> Tensor | None:
-        return torch.empty(n, dtype=torch.float32, device=z.device) if wanted else None
+    def empty(needed: bool) -> Tensor | None:
+        return torch.empty(n, dtype=torch.float32, device=z.device) if needed else None
 
     lse, logps = (torch.empty(n, dtype=torch.float32, device=z.device) for _ in range(2))
-    moments, sums_sq = part(entropy), part("log_sum_sq_probs" in extras)
-    sum_logits, counts = part("mean_logits" in extras), part("mean_logits" in extras)
+    moments, sums_sq = empty(entropy), empty("log_sum_sq_probs" in extras)
+    sum_logits, counts = empty("mean_logits" in extras), empty("mean_logits" in extras)
     top1 = torch.empty(n, dtype=torch.uint8, device=z.device) if "is_top1" in extras else None
     state = Fold(lse, logps, logps, moments, sums_sq, sum_logits, None)
     _launch_fold(z, slots, targets, state, top1, counts, finish=True)
@@ -467,29 +467,29 @@ def _slot_gradients_kernel(
             tl.store(row_starts + row, first_of(row, ids, positions, searches), mask=row <= rows)
         slot = tl.load(order + place, mask=again, other=slot)
         inside = inside | again
-    wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
-    token = tl.load(slot_tokens + slot, mask=wanted, other=0).to(tl.int64)
-    wanted = wanted & (tl.load(kinds + token, mask=wanted, other=0) == SEVERAL)
-    z = tl.load(logits + slot, mask=wanted, other=0.0)
-    log_p = z - tl.load(lse_of + token, mask=wanted, other=0.0)
+    needed = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
+    token = tl.load(slot_tokens + slot, mask=needed, other=0).to(tl.int64)
+    needed = needed & (tl.load(kinds + token, mask=needed, other=0) == SEVERAL)
+    z = tl.load(logits + slot, mask=needed, other=0.0)
+    log_p = z - tl.load(lse_of + token, mask=needed, other=0.0)
     p = tl.exp(log_p)
-    own = slot == tl.load(starts + token, mask=wanted, other=-1)
-    g = tl.load(grad_logps + token, mask=wanted, other=0.0)
+    is_target = slot == tl.load(starts + token, mask=needed, other=-1)
+    g = tl.load(grad_logps + token, mask=needed, other=0.0)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
-    grad = tl.where(own, g * one_minus_exp(tl.load(logps + token, mask=wanted, other=0.0)), -g * p)
+    grad = tl.where(is_target, g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0)), -g * p)
     if entropies is not None:
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
-        moment = p * (log_p + tl.load(entropies + token, mask=wanted, other=0.0))
-        grad -= tl.load(grad_entropies + token, mask=wanted, other=0.0) * moment
+        moment = p * (log_p + tl.load(entropies + token, mask=needed, other=0.0))
+        grad -= tl.load(grad_entropies + token, mask=needed, other=0.0) * moment
     if temperatures is not None:
-        temperature = tl.load(temperatures + token, mask=wanted, other=1.0)
+        temperature = tl.load(temperatures + token, mask=needed, other=1.0)
         grad = grad / temperature
         z *= temperature
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(z, steps)
     grad = times_derivative(grad, square, steps)
-    grad = tl.where(wanted, grad, 0.0)
+    grad = tl.where(needed, grad, 0.0)
     if order is None:
         tl.store(out + slot, grad, mask=inside)
     else:
