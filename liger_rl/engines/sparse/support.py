@@ -101,11 +101,11 @@ def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[To
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
     logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
-    given = {"entropy": options.entropy, "extras": options.extras}
+    outputs = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
-        statistics, sizes = kernels.statistics(logits, slots, targets, **given)
+        statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
     else:
-        fold, sizes = kernels.fold(logits, slots, targets, **given)
+        fold, sizes = kernels.fold(logits, slots, targets, **outputs)
         statistics = kernels.finished(fold.over_ranks(shard.maximum, shard.total), slots)
     if sizes is not None and statistics.sum_logits is not None:
         # The sum over the whole vocabulary that gives the mean over the row: callers divide by V.
@@ -141,13 +141,14 @@ def backward(
     listed = head.listed
     assert listed is not None
     grads = tokens.grad_logps, tokens.grad_entropy
-    found, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
+    listed_gradients, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
     if full is None:
-        return found
+        return listed_gradients
     tokens = TokenGradients.of(statistics, *grads).take(full)
-    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
+    full_gradients = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
-        None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
+        None if of_lists is None or of_passes is None else of_lists.add_(of_passes)
+        for of_lists, of_passes in zip(listed_gradients, full_gradients, strict=True)
     )
 
 
