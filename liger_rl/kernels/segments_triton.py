@@ -47,28 +47,29 @@ def _span(program, of_position, starts, count, piece):
     Programs under `count` take the first piece of their segment. Program `count` + k takes the cut that starts at
     position k `piece`: the positions there that follow the first piece of their segment.
     """
-    own = program < count
+    has_first_piece = program < count
     position = (program - count) * piece
-    found = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
-    known = (found >= 0) & (found < count)
-    segment = tl.where(own, program, tl.where(known, found, 0))
+    cut_segment = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
+    known = (cut_segment >= 0) & (cut_segment < count)
+    segment = tl.where(has_first_piece, program, tl.where(known, cut_segment, 0))
     begin = tl.load(starts + segment)
     end = tl.load(starts + segment + 1)
-    first = tl.where(own, begin, tl.maximum(position, begin + piece))
-    last = tl.where(own, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
-    return segment, first, tl.where(own | known, last, first)
+    first = tl.where(has_first_piece, begin, tl.maximum(position, begin + piece))
+    last = tl.where(has_first_piece, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
+    return segment, first, tl.where(has_first_piece | known, last, first)
 
 
 @triton.jit
-def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _dots(left, right, right_stride, row, has_row, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """-> (SLOTS,) dot products of `left` (columns,) with the rows `row` of `right`."""
     total = tl.zeros((SLOTS, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < columns
-        ours = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
-        theirs = right + row[:, None] * right_stride + column[None, :]
-        total += tl.load(theirs, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32) * ours[None, :]
+        left_values = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
+        right_places = right + row[:, None] * right_stride + column[None, :]
+        right_values = tl.load(right_places, mask=has_row[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += right_values * left_values[None, :]
     return tl.sum(total, 1)
 
 
@@ -102,18 +103,18 @@ def _dots_kernel(
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
-        wanted = row < rows
-        if tl.max(wanted.to(tl.int32)) > 0:
-            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, wanted, columns, SLOTS, COLUMNS)
+        has_row = row < rows
+        if tl.max(has_row.to(tl.int32)) > 0:
+            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, has_row, columns, SLOTS, COLUMNS)
             if low_inputs is not None:
-                ours = low_inputs + token * low_inputs_stride
-                x += _dots(ours, low_weight, low_weight_stride, row, wanted, rank, SLOTS, RANK)
+                low_row = low_inputs + token * low_inputs_stride
+                x += _dots(low_row, low_weight, low_weight_stride, row, has_row, rank, SLOTS, RANK)
             if bias is not None:
-                x += tl.load(bias + row, mask=wanted, other=0.0).to(tl.float32)
+                x += tl.load(bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
             if temperatures is not None:
                 z = z / tl.load(temperatures + token)
-            tl.store(logits + slot, z, mask=wanted)
+            tl.store(logits + slot, z, mask=has_row)
 
 
 def dots(
@@ -174,11 +175,11 @@ def _weighted_rows(
     for start in range(first, last, SLOTS):
         place = start + tl.arange(0, SLOTS)
         coefficient = tl.load(coefficients + place, mask=place < last, other=0.0)
-        wanted = coefficient != 0.0
+        nonzero = coefficient != 0.0
         # The mask does not depend on the coefficients, so the two loads do not wait for each other.
         row = tl.load(indices + place, mask=place < last, other=0).to(tl.int64)
         values = table + row[:, None] * stride + column[None, :]
-        values = tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        values = tl.load(values, mask=nonzero[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += tl.sum(values * coefficient[:, None], 0)
     return total
 
