@@ -54,7 +54,7 @@ ROWS, ENTRIES, WARPS = 128, 128, 8
 # Rounding of float32: SLACK_OF_SUM of sums of squares, relative to their terms; SLACK of probabilities, relative to
 # them; SLACK_OF_LSE of probabilities for each nat of the normalisers.
 SLACK_OF_SUM, SLACK, SLACK_OF_LSE = tl.constexpr(2.0**-17), tl.constexpr(2.0**-17), tl.constexpr(2.0**-22)
-LOST = tl.constexpr(2.0**-58)  # of a part's norm: squares that underflow in float32, with factors up to 1
+LOST = tl.constexpr(2.0**-58)  # absolute error of a part's norm: squares that underflow, with factors up to 1
 OF_FORWARD, OF_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(MIXTURE)
 
 

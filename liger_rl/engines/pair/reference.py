@@ -72,7 +72,7 @@ class PairFold(NamedTuple):
         return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target)  # type: ignore[arg-type]
 
     def take(self, rows: slice) -> "PairFold":
-        """Views of these tokens: what a kernel writes to them is written here."""
+        """Views of these tokens, so that kernels write to this fold."""
         return PairFold._make(None if values is None else values[rows] for values in self)
 
     def over_ranks(
