@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.engines.pair.reference import Measure, MixtureSums, PairGradients
 from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.devices import empty_rows, on
@@ -170,7 +170,7 @@ def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor)
     n, columns = kept.larger.shape
     programs = triton.cdiv(columns, ENTRIES)
     sums = torch.empty(
-        2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
+        2 if measure.kind == reference.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
     )
     if n:
         with on(lse.device):
