@@ -7,7 +7,7 @@ part of the columns at a time, so that both fit the registers. A part is read wh
 import triton
 import triton.language as tl
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.kernels.matrix_triton import GROUP, store
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -19,7 +19,7 @@ from liger_rl.kernels.softmax import (
 )
 from liger_rl.kernels.tile_epilogues import at_column, part_of
 
-FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
+FORWARD, REVERSE = tl.constexpr(reference.FORWARD), tl.constexpr(reference.REVERSE)
 
 
 @triton.jit
