@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.engines.pair.reference import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
 from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.devices import on
@@ -259,7 +259,7 @@ def fold_pair(
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
                 *_tile_arguments(student), *_tile_arguments(teacher), targets.contiguous(), state,
-                *_sum_arguments(sums if measure.kind != divergence.MIXTURE else None), columns, first,
+                *_sum_arguments(sums if measure.kind != reference.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
