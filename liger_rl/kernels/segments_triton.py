@@ -1,9 +1,9 @@
-"""Logits at listed ids, and sums over segments of them, as Triton kernels; the formulas are those of `segments`.
+"""Logits at listed ids, and sums over segments of them, as Triton kernels, with the formulas of `segments`.
 
-A long segment is split over programs, in pieces of a size that the numbers of tokens, slots and columns decide. The
-first piece belongs to the segment's own program, and the rest is cut at fixed positions. At most one segment has a rest
-in such a cut, because another one that starts there has its first piece there. So the host needs no length of any
-segment, and sums have one order.
+Several programs share a long segment. The numbers of positions and columns decide the size of a piece (`piece_of`). The
+first piece of a segment belongs to the segment's own program. Its other positions are cut at multiples of the piece. At
+most one segment has such positions in a cut: a segment that starts inside the cut has its first piece there. So the
+host needs no segment's length, and each sum has one order.
 """
 
 from typing import NamedTuple
@@ -23,51 +23,53 @@ class Launch(NamedTuple):
     """The shape of a program."""
 
     slots: int  # gathered rows of a step
-    columns: int  # of a step, at most
+    columns: int  # most columns of a step
     warps: int
-    piece: int  # positions of a segment that its own program takes
-    segments: int = 1  # of a program
+    piece: int  # positions of a segment that the segment's own program takes
+    segments: int = 1  # segments of a program
 
 
 # docs/notes/kernels.md has the times of these shapes and of others.
 DOTS = Launch(slots=4, columns=1024, warps=4, piece=32)
-# Rows of tokens that a sampler gives are seldom long, and then a launch for the rest of them is left out.
+# A sampler's rows are seldom longer than LONG_ROW. If none is, `_pieces_kernel` is not launched.
 BY_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=LONG_ROW)
-# A few tokens with thousands of ids would keep all others waiting.
+# Short pieces, because the programs of a few tokens with thousands of ids would run long after all others.
 BY_LONG_TOKEN = Launch(slots=8, columns=1024, warps=4, piece=64)
-# Of ids there are many, most of them in no row.
+# Four segments for each program, because there are many ids, and most of them are in no row.
 BY_ID = Launch(slots=2, columns=1024, warps=4, piece=64, segments=4)
 ADDED_BY_ID = Launch(slots=4, columns=1024, warps=4, piece=64, segments=4)
 
 
 @triton.jit
 def _span(program, of_position, starts, count, piece):
-    """-> the segment of a program, and the positions of it that are the program's.
+    """-> the segment of a program, and the first and last + 1 of the program's positions in it.
 
-    Programs under `count` have the first piece of their segment. The others have what is cut at their position.
+    Programs under `count` take the first piece of their segment. Program `count` + k takes the cut that starts at
+    position k `piece`: the positions there that follow the first piece of their segment.
     """
-    own = program < count
+    has_first_piece = program < count
     position = (program - count) * piece
-    found = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
-    known = (found >= 0) & (found < count)
-    segment = tl.where(own, program, tl.where(known, found, 0))
+    cut_segment = tl.load(of_position + position, mask=program >= count, other=0).to(tl.int64)
+    known = (cut_segment >= 0) & (cut_segment < count)
+    segment = tl.where(has_first_piece, program, tl.where(known, cut_segment, 0))
     begin = tl.load(starts + segment)
     end = tl.load(starts + segment + 1)
-    first = tl.where(own, begin, tl.maximum(position, begin + piece))
-    last = tl.where(own, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
-    return segment, first, tl.where(own | known, last, first)
+    first = tl.where(has_first_piece, begin, tl.maximum(position, begin + piece))
+    last = tl.where(has_first_piece, tl.minimum(end, begin + piece), tl.minimum(end, position + piece))
+    return segment, first, tl.where(has_first_piece | known, last, first)
 
 
 @triton.jit
-def _dots(left, right, right_stride, row, wanted, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """-> (SLOTS,) dots of `left` (columns,) and some rows of `right`."""
+def _dots(left, right, right_stride, row, has_row, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """-> (SLOTS,) dot products of `left` (columns,) with the rows `row` of `right`."""
     total = tl.zeros((SLOTS, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < columns
-        ours = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
-        theirs = right + row[:, None] * right_stride + column[None, :]
-        total += tl.load(theirs, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32) * ours[None, :]
+        left_values = tl.load(left + column, mask=inside, other=0.0).to(tl.float32)
+        right_places = right + row[:, None] * right_stride + column[None, :]
+        right_values = tl.load(right_places, mask=has_row[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += right_values * left_values[None, :]
     return tl.sum(total, 1)
 
 
@@ -101,18 +103,18 @@ def _dots_kernel(
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         row = tl.load(slot_ids + slot, mask=slot < last, other=rows).to(tl.int64)
-        wanted = row < rows
-        if tl.max(wanted.to(tl.int32)) > 0:
-            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, wanted, columns, SLOTS, COLUMNS)
+        has_row = row < rows
+        if tl.max(has_row.to(tl.int32)) > 0:
+            x = _dots(hidden + token * hidden_stride, weight, weight_stride, row, has_row, columns, SLOTS, COLUMNS)
             if low_inputs is not None:
-                ours = low_inputs + token * low_inputs_stride
-                x += _dots(ours, low_weight, low_weight_stride, row, wanted, rank, SLOTS, RANK)
+                low_row = low_inputs + token * low_inputs_stride
+                x += _dots(low_row, low_weight, low_weight_stride, row, has_row, rank, SLOTS, RANK)
             if bias is not None:
-                x += tl.load(bias + row, mask=wanted, other=0.0).to(tl.float32)
+                x += tl.load(bias + row, mask=has_row, other=0.0).to(tl.float32)
             z, _square = transformed(x, steps)
             if temperatures is not None:
                 z = z / tl.load(temperatures + token)
-            tl.store(logits + slot, z, mask=wanted)
+            tl.store(logits + slot, z, mask=has_row)
 
 
 def dots(
@@ -122,7 +124,7 @@ def dots(
     temperatures: Tensor | None,
     launch: Launch = DOTS,
 ) -> Tensor:
-    """As `support.dots`; the last dimensions must be contiguous."""
+    """As `segments.dots`; the last dimensions must be contiguous."""
     hidden, weight, bias, low_inputs, low_weight = factors
     n, positions = slots.kinds.numel(), slots.ids.numel()
     logits = torch.empty(positions, dtype=torch.float32, device=hidden.device)
@@ -168,16 +170,16 @@ def _columns(columns: int, launch: Launch) -> int:
 def _weighted_rows(
     coefficients, indices, table, stride, first, last, column, inside, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """-> (COLUMNS,) float32, coefficients times rows of the table, added up from `first` to `last`."""
+    """-> (COLUMNS,) float32: sum of coefficients times rows of the table, over positions `first` to `last` - 1."""
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(first, last, SLOTS):
         place = start + tl.arange(0, SLOTS)
         coefficient = tl.load(coefficients + place, mask=place < last, other=0.0)
-        wanted = coefficient != 0.0
-        # Not masked by the coefficients, so that the two loads do not wait for each other.
+        nonzero = coefficient != 0.0
+        # The mask does not depend on the coefficients, so the two loads do not wait for each other.
         row = tl.load(indices + place, mask=place < last, other=0).to(tl.int64)
         values = table + row[:, None] * stride + column[None, :]
-        values = tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        values = tl.load(values, mask=nonzero[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += tl.sum(values * coefficient[:, None], 0)
     return total
 
@@ -215,7 +217,7 @@ def _sums_kernel(
     starts,
     partial,
     base,  # (count / base_width, columns) float32, or None
-    shares,  # (count,) float32 of it, or None
+    shares,  # (count,) float32 factors on the base's rows, or None
     base_width,
     out,  # (count, columns)
     out_stride,
@@ -236,7 +238,7 @@ def _sums_kernel(
     ends = tl.load(starts + segment + 1, mask=known, other=0)
     empty = begins == ends
     if not ADD:
-        # Most ids are in no row. Together, these wait for memory once.
+        # Most ids are in no row. All empty segments of a program are written at once and wait for memory once.
         bases = tl.zeros((SEGMENTS, COLUMNS), tl.float32)
         if base is not None:
             base_rows = base + (segment // base_width)[:, None] * columns + column[None, :]
@@ -281,7 +283,7 @@ def segment_sums(
     base: Base | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """As `support.segment_sums`, in one order; the last dimensions must be contiguous."""
+    """As `segments.segment_sums`, in one order; the last dimensions must be contiguous."""
     assert base is None or base.rows.is_contiguous()
     assert table.stride(-1) == 1
     assert out.stride(-1) == 1
@@ -295,9 +297,9 @@ def segment_sums(
         return
     piece = piece_of(positions, columns, launch)
     pieces = triton.cdiv(positions, piece)
-    partial = coefficients  # which nothing reads where no segment is cut
+    partial = coefficients  # any tensor: nothing reads it if no segment is cut
     width = _columns(columns, launch)
-    slots = launch.slots * (launch.columns // width)  # as many numbers of a step, however few the columns are
+    slots = launch.slots * (launch.columns // width)  # a step reads as many numbers with few columns as with many
     slabs = triton.cdiv(columns, width)
     common = (coefficients, indices, table, table.stride(0), segments.starts)
     with on(out.device):
@@ -334,7 +336,7 @@ def segment_sums(
 
 
 def piece_of(positions: int, columns: int, launch: Launch) -> int:
-    """Positions of a piece: the launch's, doubled until the sums of all pieces fit their memory."""
+    """Positions of a piece: `launch.piece`, doubled until the sums of all pieces fit PARTIAL_BYTES."""
     piece = launch.piece
     while piece < positions and triton.cdiv(positions, piece) * columns * 4 > PARTIAL_BYTES:
         piece *= 2

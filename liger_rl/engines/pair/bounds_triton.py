@@ -1,6 +1,6 @@
-"""Two heads with a tolerance, as Triton kernels: bounds of a gradient's parts, and the parts that are kept.
+"""Two heads with a tolerance, as Triton kernels: bounds of a gradient's parts, and the kept parts computed again.
 
-A part is one token's dL/dlogits in one tile of TILE_VOCAB entries. With the x and y of `divergence.TileSums`, w = dL/d
+A part is one token's dL/dlogits in one tile of TILE_VOCAB entries. With the x and y of `reference.TileSums`, w = dL/d
 divergence and g = dL/dlogp of the token, and three factors a, b and s of the token and tile, every measure has
 
     dL/dz_v = w (b y_v - a x_v) - g s x_v + g 1[v = target]
@@ -9,18 +9,19 @@ divergence and g = dL/dlogp of the token, and three factors a, b and s of the to
     reverse   p_v (log p_v - log q_v - K)    a = s (K - h)                  b = s
     mixture   (1 - beta) p_v (log p_v - log m_v - S)    a = (1 - beta) S    b = 1 - beta
 
-with s = exp(peak - lse), and 1 of a mixture, K the reverse divergence, S that of the student from the mixture, and h =
-(peak - lse) - (teacher_peak - teacher_lse), what a log-ratio around the peaks is short of. So the forward's five sums
-give a part's own sum of squares, without the target's term. Bounds such as |p - q| <= p + q would know less: they are
-large wherever the heads agree on what is likely. With A = w a + g s and B = w b,
+Here s = exp(peak - lse), and 1 for a mixture. K is the reverse divergence, S the student's divergence from the mixture.
+h = (peak - lse) - (teacher_peak - teacher_lse) is the difference between log p - log q and the log-ratio relative to
+the peaks. So the forward's five sums give a part's exact sum of squares, without the target's term. The bound
+p + q of |p - q| is weaker: it is large wherever both heads find the same entries likely. With A = w a + g s, B = w b,
 
     sum_v (B y_v - A x_v)^2 = B^2 yy - 2 A B xy + A^2 xx,    sum_v (B y_v - A x_v) = B y - A x
 
-What float32 may have lost is added to the first, so that heads whose difference is rounding keep everything. The norm
-of the target's part is between |g| less the norm of the rest and the sum of the two.
+The bound adds float32's rounding to the sum of squares, so heads that differ only by rounding keep all parts. The norm
+of the part with the target is at least the difference of |g| and the norm without the target's term, and at most their
+sum.
 
-`sparse.bounds_triton` chooses parts by these bounds. A softcap's derivative is in none of them. Under a softcap, and
-where entropies have a gradient, the gradient is exact.
+`sparse.bounds_triton` chooses parts by these bounds. The bounds leave out a softcap's derivative. Under a softcap, and
+if entropies have a gradient, the gradient is exact.
 """
 
 import triton
@@ -45,21 +46,21 @@ from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
 from liger_rl.kernels.transform import LogitSteps
 
-# Tokens and entries of a program's products, of which there are two in registers. One H200, H = 2048, 9.6% kept, in
-# TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. With the teacher's logits in memory, read by the
-# student's product of 256 entries, 436.
+# Tokens and entries of a program's two products, which are in registers together. One H200, H = 2048, 9.6% kept, in
+# TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. A student's product of 256 entries that read the
+# teacher's logits from memory reached 436.
 ROWS, ENTRIES, WARPS = 128, 128, 8
 
-# What float32 loses: of sums of squares, relative to what is added up; of probabilities, relative to them, and for each
-# nat of the normalisers.
+# Rounding of float32: SLACK_OF_SUM of sums of squares, relative to their terms; SLACK of probabilities, relative to
+# them; SLACK_OF_LSE of probabilities for each nat of the normalisers.
 SLACK_OF_SUM, SLACK, SLACK_OF_LSE = tl.constexpr(2.0**-17), tl.constexpr(2.0**-17), tl.constexpr(2.0**-22)
-LOST = tl.constexpr(2.0**-58)  # of a part's norm, to squares that are too small for float32, where factors are up to 1
+LOST = tl.constexpr(2.0**-58)  # absolute error of a part's norm: squares that underflow, with factors up to 1
 OF_FORWARD, OF_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(MIXTURE)
 
 
 @triton.jit
 def _positive(x):
-    """0 where x is less. NaN stays NaN."""
+    """max(x, 0). NaN stays NaN."""
     return tl.where(x < 0.0, 0.0, x)
 
 
@@ -80,17 +81,17 @@ def _bounds_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
     grad = tl.load(tokens.grad + token, mask=live, other=0.0)
-    wanted = grad != 0.0
+    has_gradient = grad != 0.0
     unit = tl.abs(grad)
     if tokens.grad_logps is not None:
-        of_logps = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
-        wanted |= of_logps != 0.0
-        unit += tl.abs(of_logps)
-    unit = tl.where(wanted, unit, 1.0)
+        grad_logps = tl.load(tokens.grad_logps + token, mask=live, other=0.0)
+        has_gradient |= grad_logps != 0.0
+        unit += tl.abs(grad_logps)
+    unit = tl.where(has_gradient, unit, 1.0)
     w = (grad / unit)[:, None]
     g = 0.0
     if tokens.grad_logps is not None:
-        g = (of_logps / unit)[:, None]
+        g = (grad_logps / unit)[:, None]
         target_tile = (tl.load(targets + token, mask=live, other=0) // TILE_VOCAB)[:, None]
     lse = tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     teacher_lse = tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
@@ -139,7 +140,7 @@ def _bounds_kernel(
             here = tile[None, :] == target_tile
             over = tl.abs(g) - most
             under = lower - tl.abs(g)
-            # No comparison holds for NaN, which is to stay NaN.
+            # Comparisons with NaN are false, so NaN stays NaN.
             apart = _positive(tl.where(over < under, under, over))
             lower = tl.where(here, apart, lower)
             most += tl.where(here, tl.abs(g), 0.0)
@@ -151,12 +152,12 @@ def _bounds_kernel(
         size += tl.sum(tl.where(inside, tl.abs(rest), 0.0), 1).to(tl.float64)
     size *= unit
     tl.store(out.least + token, least, mask=live)
-    tl.store(out.unit + token, tl.where(wanted, unit, 0.0), mask=live)
-    tl.store(out.size + token, tl.where(wanted & (size < float("inf")), size, 0.0), mask=live)
+    tl.store(out.unit + token, tl.where(has_gradient, unit, 0.0), mask=live)
+    tl.store(out.size + token, tl.where(has_gradient & (size < float("inf")), size, 0.0), mask=live)
 
 
 def part_bounds(sums: TileSums, measure: Measure, tokens: PairGradients, targets: Tensor) -> PartBounds:
-    """Of the forward's sums over tiles; `targets` (n,) are read where log-probabilities have a gradient."""
+    """Bounds from the forward's sums over tiles; `targets` (n,) are read if log-probabilities have a gradient."""
     (n, tiles), device = sums.x.shape, sums.x.device
     assert all(part is None or part.is_contiguous() for part in sums)
     bounds = PartBounds.empty(n, tiles, device, targets=False)
@@ -182,17 +183,18 @@ def _tail_kernel(grads, scales, tail, vocab, TILE_VOCAB: tl.constexpr, SAMPLES: 
     for _ in range(CUTS):
         total = tl.minimum(total, 2.0 * tl.sum(total) / known)
     whole = tl.sum(total)
-    # Finite numbers may add up to what is not.
+    # A sum of finite numbers may overflow to inf.
     share = tl.where((whole > 0.0) & (whole < float("inf")), total / whole, 0.0)
     tl.store(tail.entries + entry, share)
     tl.store(tail.squares + tile, tl.sum(share * share))
 
 
 def tail_of(grads: Tensor, scales: Tensor) -> Tail:
-    """A tile's entries share a rest as |dL/dx| of drawn tokens (SAMPLES, V), times their scales, add up.
+    """An entry's share of a rest is its sum of |dL/dx| times scale over drawn tokens, relative to its tile's sum.
 
-    Sums are cut to about twice their mean. The few large entries of a tile are those that tokens list: they are not
-    left out, and a rest that went to them would be dropped (`sparse.listing_triton.write_lists`).
+    `grads` is (SAMPLES, V), `scales` (SAMPLES,).
+    Sums are cut to about twice their mean. Tokens list the few large entries of a tile. A share of a rest on a listed
+    entry would replace nothing, and such a rest would be left out (`sparse.listing_triton.write_lists`).
     """
     assert grads.is_contiguous()
     samples, vocab = grads.shape
@@ -209,7 +211,7 @@ def _logits(
     hidden, weight, bias, size, steps, row, first, vocab,
     ENTRIES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """-> transformed logits (rows, ENTRIES) of gathered rows; past the last entry they are noise."""
+    """-> transformed logits (rows, ENTRIES) of gathered rows; columns past the last entry are undefined."""
     total = tl.zeros((row.shape[0], ENTRIES), tl.float32)
     for step in range(tl.cdiv(size, STEP)):
         left = load_picked(hidden, row, step * STEP, STEP)
@@ -251,7 +253,7 @@ def _parts_kernel(
     STEP: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    # Neighbours share their rows.
+    # Neighbouring programs read the same gathered rows.
     slices: tl.constexpr = TILE_VOCAB // ENTRIES
     entry = tl.program_id(0) % slices * ENTRIES
     tile, row, inside = rows_of_tile(tl.program_id(0) // slices, lists, tiles, width, ROWS, TILES)
@@ -279,7 +281,7 @@ def _parts_kernel(
 
 
 def make_parts(
-    student: Student,  # of the whole vocabulary; targets are read where log-probabilities have a gradient
+    student: Student,  # of the whole vocabulary; targets are read if log-probabilities have a gradient
     teacher: Factors,
     measure: Measure,
     tokens: PairGradients,  # (n,) each; entropies have no gradient
@@ -288,9 +290,9 @@ def make_parts(
     span: Span,
     out: Tensor,  # (span.room or more, TILE_VOCAB) float16
 ) -> None:
-    """The span's kept parts of dL/dz, targets' entries too, in units of the tokens' scales over UNIT."""
+    """Write the span's kept parts of dL/dz, with the targets' entries, in units of scale / UNIT of each token."""
     (tiles, n), family = chosen.rank.shape, family_of(out.device)
-    own, other = (
+    student_arguments, teacher_arguments = (
         (
             matrix(hidden, 1, family.step, tma=False),
             matrix(weight, ENTRIES, family.step, tma=family.tma),
@@ -302,8 +304,8 @@ def make_parts(
     )
     with on(out.device):
         _parts_kernel[((span.room // ROWS + tiles) * (TILE_VOCAB // ENTRIES),)](
-            out, *own, *other, student.targets.contiguous(), tokens.contiguous(), chosen, lists,
-            span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
+            out, *student_arguments, *teacher_arguments, student.targets.contiguous(), tokens.contiguous(), chosen,
+            lists, span.base, span.last - span.first, tiles, n, teacher.weight.shape[0], measure.beta,
             KIND=measure.kind, TILE_VOCAB=TILE_VOCAB, ROWS=ROWS, ENTRIES=ENTRIES, STEP=family.step,
             TILES=triton.next_power_of_2(tiles), num_stages=family.stages, num_warps=WARPS,
         )  # fmt: skip

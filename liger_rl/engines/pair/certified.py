@@ -1,9 +1,9 @@
-"""Two heads with a tolerance: the sparse backward of `sparse`, from the sums over tiles that the forward leaves.
+"""Two heads with a tolerance: the steps of `sparse/README.md`, from the forward's sums over tiles.
 
-The steps are the same. A part is one token's dL/dlogits in a tile of 1,024 entries, whose norm these sums give
-(`bounds_triton`). The kept parts take both heads' products again. A target's entry is one of its part.
+A part is one token's dL/dlogits in a tile of 1,024 entries. The sums give its norm (`bounds_triton`). The kept parts
+take both heads' products again. A part includes the target's entry.
 
-Parts are left out where both heads' products have an epilogue. Everywhere else the backward is exact. So it is if an
+Parts are dropped if both heads' products have an epilogue. Otherwise the backward is exact. It is also exact if an
 entropy has a gradient, and if the lists would be long.
 """
 
@@ -23,40 +23,42 @@ from liger_rl.kernels import devices
 
 
 def applies(pair: Pair, options: PairOptions) -> bool:
-    """Whether parts can be left out: where the products of our own run, of any number of tokens."""
+    """Whether parts can be dropped: if our own products run for both heads, with any number of tokens."""
     return all(
-        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], of.compute_dtype, head.weight)
-        for head, of in ((pair.student, options.student), (pair.teacher, options.teacher))
+        devices.applies_to(devices.MIN_TOKENS, head.hidden.shape[1], head_options.compute_dtype, head.weight)
+        for head, head_options in ((pair.student, options.student), (pair.teacher, options.teacher))
     )
 
 
 def backward(
     pair: Pair, options: PairOptions, tile_sums: TileSums | None, tokens: PairGradients, needs: Needs
 ) -> Gradients:
-    """As `divergence.backward`, from lists of ids; exact without sums. Host syncs as in `sparse.backward`."""
+    """As `two_heads.backward`, from lists of ids; exact without `tile_sums`. Host syncs as in `sparse.certified`."""
     if tile_sums is None or tokens.grad_entropy is not None or not tokens.grad.numel():
         return exact.backward(pair, options, tokens, needs)
     from liger_rl.engines.pair import bounds_triton as pair_bounds
     from liger_rl.engines.pair.epilogue import Factors, Student
     from liger_rl.engines.sparse import bounds_triton
 
-    head, live, own, measure, vocab = pair.student, pair.student.live, options.student, options.measure, pair.vocab
+    head, live, vocab = pair.student, pair.student.live, pair.vocab
+    student_options, measure = options.student, options.measure
     bounds = pair_bounds.part_bounds(tile_sums, measure, tokens, live.gather(head.targets))
     drawn = bounds_triton.draw_tokens(bounds, live.index)
     sides = exact.sides(pair, options, TokenSelection(live.total, index=drawn.positions))
     student, teacher = (side.whole_tile(slice(0, drawn.rows.numel()), vocab) for side in sides)
-    # Ids that no tile has: the entry of a target says nothing of the others'.
+    # Ids outside of all tiles: a target's own gradient must not count towards its entry's share.
     nowhere, sample = torch.full_like(drawn.rows, -1), student.logits
     kernels_of_pairs.for_device(sample.device).grad_pair(
         student, teacher, nowhere, 0, measure, tokens.take(drawn.rows), sample
     )
     tail = pair_bounds.tail_of(sample, drawn.scales)
-    tolerance, transform, dtype = own.grad_tolerance, own.transform, own.compute_dtype
+    tolerance, transform = student_options.grad_tolerance, student_options.transform
+    dtype = student_options.compute_dtype
     choice = lists.choose_parts(bounds, tail, tolerance, transform, dtype, head.weight.shape[1], signed=True)
     del bounds, sides, student, teacher, sample
     selection, finite = lists.readable(live, drawn)
     sides = exact.sides(pair, options, selection)
-    factors, other = (
+    student_factors, teacher_factors = (
         Factors(
             side.factor,
             side.rows.weight[:vocab],
@@ -65,12 +67,12 @@ def backward(
         )
         for side in sides
     )
-    with_targets = Student(factors, sides[0].rows.targets, 0)
-    make = partial(pair_bounds.make_parts, with_targets, other, measure, tokens)
+    with_targets = Student(student_factors, sides[0].rows.targets, 0)
+    make = partial(pair_bounds.make_parts, with_targets, teacher_factors, measure, tokens)
     dtypes = head.hidden.dtype, head.weight.dtype
-    listed = ListedHead(factors.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
-    found, kept = lists.list_gradients(listed, choice, tail, make, None, needs)
-    if found is None:
-        del choice, tail, sides, factors, other, with_targets, make, listed
+    listed = ListedHead(student_factors.hidden, finite, head.weight, head.bias, vocab, transform, dtypes)
+    gradients, kept = lists.list_gradients(listed, choice, tail, make, None, needs)
+    if gradients is None:
+        del choice, tail, sides, student_factors, teacher_factors, with_targets, make, listed
         return exact.backward(pair, options, tokens, needs, count=kept.wanted)
-    return found.of_all_tokens(live, head)
+    return gradients.of_all_tokens(live, head)

@@ -1,7 +1,7 @@
 """Fold and gradient of two heads in the epilogue of the student's product, which reads the teacher's logits.
 
-Any product puts the teacher's logits of a tile into memory. The epilogue reads them while the student's tile is in
-registers. `pair_tiles` has the formulas.
+Any product may write the teacher's logits of a tile to memory. The epilogue reads them while the student's tile is in
+registers. `tile_epilogues` has the code of one tile, `reference` the formulas.
 """
 
 from typing import NamedTuple
@@ -33,23 +33,23 @@ __all__ = [
     "Factors", "Parts", "Student", "device_programs", "fold_pair", "grad_kept_pair", "grad_pair", "sum_kept",
 ]  # fmt: skip
 
-# Of a tile, one after the other: numbers of both heads are in registers for one part of its columns at a time.
+# A tile's columns are handled in this many parts. Numbers of both heads are in registers for one part at a time.
 PARTS = 8
-JOINED_TOKENS = 128  # of a program that joins their tiles' sums
+JOINED_TOKENS = 128  # tokens of a program of `_tile_sums_kernel`
 
 
 class Squares(NamedTuple):
-    """Of the x and y of `TileSums` over tiles of PRODUCT_VOCAB entries, (tiles, n) float32."""
+    """Sums of products of the x and y of `TileSums`, over tiles of PRODUCT_VOCAB entries, (tiles, n) float32."""
 
     xx: Tensor | None  # sum_v x_v^2
-    xy: Tensor | None
-    yy: Tensor | None
+    xy: Tensor | None  # sum_v x_v y_v
+    yy: Tensor | None  # sum_v y_v^2
 
 
 class Parts(NamedTuple):
-    """The fold of each tile of PRODUCT_VOCAB entries by itself, and of n tokens what no tile has a part of."""
+    """A separate fold of each tile of PRODUCT_VOCAB entries, and the n tokens' logits at their targets."""
 
-    fold: PairFold  # (tiles, n) each, but the targets' logits (n,)
+    fold: PairFold  # (tiles, n) each; the targets' logits are (n,)
     squares: Squares
 
     @classmethod
@@ -69,17 +69,17 @@ class Parts(NamedTuple):
         return cls(fold, Squares(*made[-3:]) if squares else NO_SQUARES)
 
     def kept(self, vocab: int) -> KeptPair:
-        """To be written beside the fold."""
+        """Memory that `fold_pair` writes together with the fold."""
         peaks = self.fold.peak
         return KeptPair.empty(peaks.shape[1], vocab, peaks.device, PRODUCT_VOCAB // PARTS)
 
     def from_tile(self, tile: int) -> "Parts":
-        """Views from a tile on."""
+        """Views of tile number `tile` and all later tiles."""
         fold = PairFold._make(part if part is None or part.dim() == 1 else part[tile:] for part in self.fold)
         return Parts(fold, Squares._make(None if part is None else part[tile:] for part in self.squares))
 
     def merged(self, measure: Measure) -> PairFold:
-        """The fold of the whole vocabulary, (n,) each; tiles are added up in their order."""
+        """The fold of the whole vocabulary, (n,) each; tiles are added up in a fixed order."""
         tiles, tokens = self.fold.peak.shape
         of_tiles = self.fold._replace(target=None, teacher_target=None)
         whole = PairFold._make(None if part is None else torch.empty_like(part[0]) for part in of_tiles)
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
         return whole._replace(target=self.fold.target, teacher_target=self.fold.teacher_target)
 
     def tile_sums(self, measure: Measure, out: TileSums) -> None:
-        """Write the sums (n, tiles of TILE_VOCAB) that bounds are made of."""
+        """Write the sums (n, tiles of TILE_VOCAB) from which bounds are made."""
         tiles, tokens = self.fold.peak.shape
         with on(self.fold.peak.device):
             _tile_sums_kernel[(out.x.shape[1], triton.cdiv(tokens, JOINED_TOKENS))](
@@ -104,14 +104,14 @@ NO_SQUARES = Squares(None, None, None)
 
 @triton.jit
 def _around(moment, kept, shift, total):
-    """See `divergence._around`."""
+    """As `reference._around`."""
     return tl.where(kept > 0.0, kept * (moment + shift * total), 0.0)
 
 
 @triton.jit(do_not_specialize=["tiles", "tokens"])
 def _merge_pair_kernel(
     parts,  # `PairFold` (tiles, tokens), without targets
-    whole,  # what they become, (tokens,) each
+    whole,  # `PairFold` (tokens,), without targets, written
     tiles,
     tokens,
     KIND: tl.constexpr,
@@ -169,11 +169,11 @@ def _tile_sums_kernel(
     fold,  # `PairFold` (tiles, tokens)
     squares,  # `Squares`
     out,  # `TileSums`, written
-    stride,  # between two tokens of these
+    stride,  # elements between two tokens of `out`
     tiles,
     tokens,
     KIND: tl.constexpr,
-    SEVERAL: tl.constexpr,  # tiles that become one
+    SEVERAL: tl.constexpr,  # tiles of PRODUCT_VOCAB that become one tile of TILE_VOCAB
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -202,7 +202,8 @@ def _tile_sums_kernel(
         yy = tl.load(squares.yy + place, mask=inside, other=0.0)
         if KIND == REVERSE:
             y = kept * tl.load(fold.gap + place, mask=inside, other=0.0)
-            # y = x (a - b), and a - b is larger by this around the new peaks, where anything is left around them.
+            # y = x (a - b), and relative to the new peaks a - b is larger by `shift`. Where `kept` is 0, x is 0 and the
+            # difference may be infinite.
             shift = tl.where(kept > 0.0, lower - teacher_lower, 0.0)
             sum_yy += kept * kept * yy + shift * (2.0 * kept * kept * xy + shift * xx)
             sum_xy += kept * kept * xy + shift * xx
@@ -239,10 +240,10 @@ def _gemm_pair_kernel(
     targets,
     teacher_bias,
     teacher_steps,
-    parts,  # `PairFold` of `Parts`; None for the gradient, as its squares
-    squares,
-    own_tops,  # the peaks of `KeptPair`, or None
-    tops,
+    parts,  # `Parts.fold`; None for the gradient
+    squares,  # `Parts.squares`; None for the gradient
+    own_tops,  # the student's peaks of `KeptPair`, or None
+    tops,  # the teacher's peaks of `KeptPair`, or None
     tops_stride,
     gradients,  # `PairGradients`; None for the fold
     tokens,
@@ -251,8 +252,8 @@ def _gemm_pair_kernel(
     steps,
     beta,
     KIND: tl.constexpr,
-    WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
-    BANS: tl.constexpr,  # logits may be -inf, as biases make them, and the end of the vocabulary
+    WHOLE: tl.constexpr,  # the vocabulary is a multiple of TILE_VOCAB, so the last tile is full
+    BANS: tl.constexpr,  # logits may be -inf: from a bias, or past the end of the vocabulary
     PARTS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -274,8 +275,10 @@ def _gemm_pair_kernel(
         target = column_of(targets, token, live, first + start)
         if out is None:
             if parts.teacher_target is not None:
-                found = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
-                store_at_target(found, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                teacher_logits = read_at_target(source, token, live, target, start, vocab, TILE_VOCAB, WHOLE)
+                store_at_target(
+                    teacher_logits, parts.teacher_target, token, live, target, start, vocab, TILE_VOCAB, WHOLE
+                )
             fold_pair_tile(
                 logits, token, target, vocab_tile, tokens, vocab, source, parts, squares, kept, steps,
                 token_tile * TILE_TOKENS, KIND, WHOLE, BANS, PARTS,
@@ -288,7 +291,7 @@ def _gemm_pair_kernel(
 
 
 class Factors(NamedTuple):
-    """What a tile of a head's logits is made of."""
+    """The factors of a tile of a head's logits: transform(hidden @ weight.T + bias)."""
 
     hidden: Tensor  # (n, H)
     weight: Tensor  # (v, H), a vocabulary tile's rows
@@ -297,7 +300,7 @@ class Factors(NamedTuple):
 
 
 class Student(NamedTuple):
-    """The student's tile."""
+    """The student's tile: its factors, its tokens' targets and its first id."""
 
     factors: Factors
     targets: Tensor  # (n,) ids of the whole vocabulary
@@ -305,24 +308,24 @@ class Student(NamedTuple):
 
 
 def fold_pair(
-    student: Student,  # whose first row begins a tile of PRODUCT_VOCAB
-    teacher: Tile,  # (n, v), whose rows take a multiple of GROUP numbers
+    student: Student,  # `student.first` is a multiple of PRODUCT_VOCAB
+    teacher: Tile,  # (n, v); the stride of its rows is a multiple of GROUP
     measure: Measure,
     parts: Parts,  # of the whole vocabulary, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written
 ) -> None:
-    """The fold of the student's product beside the teacher's tile, where `devices.pairs_apply_to` says so."""
+    """Fold the student's product with the teacher's tile; `devices.pairs_apply_to` must hold."""
     assert student.first % PRODUCT_VOCAB == 0
-    here, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
+    tile_parts, written = parts.from_tile(student.first // PRODUCT_VOCAB), Written()
     if kept is not None:
-        here_of_row = slice(student.first, student.first + student.factors.weight.shape[0])
+        columns = slice(student.first, student.first + student.factors.weight.shape[0])
         tops = (part[:, student.first // (PRODUCT_VOCAB // PARTS) :] for part in (kept.peaks, kept.teacher_peaks))
-        written = Written(None, kept.larger[:, here_of_row], kept.gaps[:, here_of_row], *tops)
-    _launch(student, teacher, measure, here, written, None)
+        written = Written(None, kept.larger[:, columns], kept.gaps[:, columns], *tops)
+    _launch(student, teacher, measure, tile_parts, written, None)
 
 
 def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGradients) -> Tensor:
-    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.pairs_apply_to` says so."""
+    """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`; `devices.pairs_apply_to` must hold."""
     hidden, n, vocab = student.factors.hidden, student.targets.numel(), student.factors.weight.shape[0]
     out = empty_rows(n, vocab, hidden.dtype, hidden.device)
     _launch(student, teacher, measure, (None, None), Written(out), tokens.contiguous())
@@ -330,17 +333,17 @@ def grad_pair(student: Student, teacher: Tile, measure: Measure, tokens: PairGra
 
 
 def _groups(rows: Tensor) -> int:
-    """From one row to the next, in groups: the compiler then knows what that is a multiple of."""
+    """The stride of the rows in groups of GROUP numbers, so that the compiler knows that it is a multiple of GROUP."""
     assert rows.stride(0) % GROUP.value == 0
     assert rows.stride(1) == 1
     return rows.stride(0) // GROUP.value
 
 
 class Written(NamedTuple):
-    """What is written for each token and entry, (n, v) and for peaks (n, v / PRODUCT_VOCAB * PARTS)."""
+    """The kernel's outputs for each token and entry: (n, v), peaks (n, ceil(v / PRODUCT_VOCAB) * PARTS)."""
 
-    out: Tensor | None = None  # of a gradient
-    larger: Tensor | None = None  # of a `KeptPair`
+    out: Tensor | None = None  # the gradient
+    larger: Tensor | None = None  # this and the following fields: those of a `KeptPair`
     gaps: Tensor | None = None
     own_tops: Tensor | None = None
     tops: Tensor | None = None

@@ -1,17 +1,18 @@
-"""What a forward keeps of two heads' logits so that a divergence's gradient needs no second products, in Triton.
+"""Two float16 numbers for each entry of two heads' logits, kept by the forward so that a divergence's gradient needs no
+second products: Triton kernels.
 
-With a = z - peak and b = t - teacher_peak, the peaks those of the same entries, each entry keeps
+With a = z - peak and b = t - teacher_peak, both peaks over the same part of the columns, each entry keeps in float16
 
     larger  max(exp(a), exp(b)), in (0, 1]
-    gap   a - b
+    gap     a - b
 
-in float16. The smaller exponential is the larger one times exp(-|gap|). What underflows is under 2^-24 of the largest
-entry of its head beside it. Both exponentials share the rounding of the larger one, and a gap is rounded relative to
-itself. So p - q and log p - log q have a relative error of 2^-11 however near the heads are, an eighth of what rounding
-the gradient to bfloat16 adds. Two exponentials would have p - q to 2^-11 of p alone.
+The smaller exponential is the larger one times exp(-|gap|). An exponential that underflows is under 2^-24 of the
+largest of its head in the part. Both exponentials share the rounding of the larger one, and the gap has its own
+relative rounding. So p - q and log p - log q have a relative error of 2^-11, however near the heads are. That is an
+eighth of the error from rounding the gradient to bfloat16. Two stored exponentials would give p - q to 2^-11 of p only.
 
-A reverse KL divergence and a mixture subtract a mean of log ratios. It nearly cancels that of an entry with almost all
-of the probability, so it is made of what is kept, too.
+A reverse KL divergence and a mixture subtract a mean of log ratios. The mean nearly cancels the log ratio of an entry
+with almost all of the probability, so the mean is computed from the kept numbers, too (`sum_kept`).
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.engines.pair.reference import Measure, MixtureSums, PairGradients
 from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.devices import empty_rows, on
@@ -36,33 +37,34 @@ from liger_rl.kernels.softmax import (
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-ENTRIES, WARPS = 1024, 2  # of a program
-LARGEST_GAP = tl.constexpr(65504.0)  # that float16 has
+ENTRIES, WARPS = 1024, 2  # entries and warps of a program
+LARGEST_GAP = tl.constexpr(65504.0)  # the largest finite float16
 
 
 class KeptPair(NamedTuple):
-    """Of n tokens over the whole vocabulary."""
+    """The kept numbers of n tokens over the whole vocabulary."""
 
     larger: Tensor  # (n, V) float16
     gaps: Tensor  # (n, V) float16
-    peaks: Tensor  # (n, parts) float32, over a part of as many entries each and others near it, the same of both heads
-    teacher_peaks: Tensor  # (n, parts) float32
+    # (n, parts) float32. A part has `entries` entries. Its peak may be over more columns of the same tile, too.
+    peaks: Tensor
+    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
 
     @classmethod
     def empty(cls, n: int, vocab: int, device: torch.device, entries: int) -> "KeptPair":
-        # Two tensors, because the gradient that takes the place of one outlives the other.
+        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
         larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
         parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // entries)
         return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
 
     @property
     def entries(self) -> int:
-        """Of a part."""
+        """The number of entries of a part."""
         return -(-self.larger.shape[1] // BLOCK_VOCAB) * BLOCK_VOCAB // self.peaks.shape[1]
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of the rows of what is kept and of the peaks."""
+        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
         return self.larger.stride(0), self.peaks.stride(0)
 
 
@@ -70,7 +72,7 @@ class KeptPair(NamedTuple):
 def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, ENTRIES: tl.constexpr):
     """-> column, inside, p, q and log p - log q of a program's parts (PARTS, ENTRIES / PARTS) of a row.
 
-    log p - log q is 0 where neither has a probability.
+    log p - log q is 0 if both p and q are 0.
     """
     WIDTH: tl.constexpr = ENTRIES // PARTS
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
@@ -82,7 +84,7 @@ def _loaded(kept, row, columns, strides, lse, teacher_lse, PARTS: tl.constexpr, 
     teacher_below = tl.load(kept.teacher_peaks + place, mask=known, other=LOWEST) - teacher_lse
     larger = tl.load(kept.larger + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     gap = tl.load(kept.gaps + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    # A larger one is infinite in float16, and 0 * inf is NaN; that of an id that both heads ban is NaN itself.
+    # A gap over LARGEST_GAP is infinite in float16, and 0 * inf is NaN. The gap of an id that both heads ban is NaN.
     gap = tl.where(larger > 0.0, tl.minimum(tl.maximum(gap, -LARGEST_GAP), LARGEST_GAP), 0.0)
     lesser = flushed_exp(-tl.abs(gap))
     p = larger * tl.where(gap < 0.0, lesser, 1.0) * flushed_exp(below)[:, None]
@@ -97,7 +99,9 @@ def _sum_kept_kernel(
     strides,
     lse,
     teacher_lse,
-    sums,  # written of each program: p, its log ratios, q, its log ratios, (4 or of REVERSE 2, programs of a row, n)
+    # (4, programs of a row, n), 2 in place of 4 for REVERSE, written: sums over the program's entries of p, of p times
+    # its log ratio, of q, and of q times its log ratio
+    sums,
     columns,
     beta,
     KIND: tl.constexpr,
@@ -140,7 +144,7 @@ def _grad_kept_pair_kernel(
     if KIND != FORWARD:
         value = tl.load(tokens.value + row)
     grad = divergence_gradient(gap, 0.0, p, q, value, beta, KIND) * tl.load(tokens.grad + row)
-    # Where an exponential underflowed any finite logarithm will do: the probability beside it is 0.
+    # For an exponential that underflowed any finite logarithm will do, because its factor p is 0.
     log_p = tl.maximum(rough_log(p), LOWEST_LOG_PROBABILITY)
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if (tokens.grad_logps is not None) | ENTROPY:
@@ -158,15 +162,15 @@ def _grad_kept_pair_kernel(
 
 
 def sum_kept(kept: KeptPair, measure: Measure, lse: Tensor, teacher_lse: Tensor) -> MixtureSums:
-    """The sums (n,) of `divergence.mix_pair` over the whole vocabulary.
+    """The sums (n,) of `reference.mix_pair` over the whole vocabulary, from the kept numbers.
 
-    A reverse KL divergence is the mixture of the teacher alone, whose own sum is 0. Both are means: the probabilities
-    that are kept add up to 1 but for their rounding, and a row's gradient to 0.
+    A reverse KL divergence is the mixture with beta = 1, m = q, so the teacher's sum is 0. Each sum is divided by the
+    sum of the kept probabilities, which add up to 1 except for their rounding. So a row's gradient adds up to 0.
     """
     n, columns = kept.larger.shape
     programs = triton.cdiv(columns, ENTRIES)
     sums = torch.empty(
-        2 if measure.kind == divergence.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
+        2 if measure.kind == reference.REVERSE else 4, programs, n, dtype=torch.float32, device=lse.device
     )
     if n:
         with on(lse.device):
@@ -185,9 +189,9 @@ def grad_kept_pair(
     transform: LogitTransform,  # without a softcap
     measure: Measure,
     tokens: PairGradients,  # (n,) each
-    out: Tensor,  # (n, V) any float dtype; may have the memory of the larger exponentials
+    out: Tensor,  # (n, V) any float dtype; may share the memory of `kept.larger`
 ) -> None:
-    """dL/dx of the student's logits, as `divergence.grad_pair` over the whole vocabulary."""
+    """dL/dx of the student's logits, as `reference.grad_pair` over the whole vocabulary."""
     assert transform.softcap is None
     n, columns = out.shape
     if n:

@@ -1,4 +1,4 @@
-"""Which kernels fold and differentiate a pair of tiles."""
+"""The choice of the kernels that fold and differentiate a pair of tiles."""
 
 from types import ModuleType
 
@@ -8,7 +8,7 @@ from liger_rl.kernels import devices
 
 
 def for_device(device: torch.device) -> ModuleType:
-    """The module of `fold_pair`, `mix_pair` and `grad_pair`: `tiles_triton`, or `reference` without Triton."""
+    """The module with `fold_pair`, `mix_pair` and `grad_pair`: `tiles_triton`, or `reference` without Triton."""
     if devices.compiles(device):
         from liger_rl.engines.pair import tiles_triton
 

@@ -1,7 +1,7 @@
-"""One head's side of a pair, and what is made where the student's product has an epilogue of its own.
+"""One head of a pair (`Side`), and folds and gradients in the epilogue of the student's product (`PairProducts`).
 
-The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so that no tile of the
-student's logits reaches memory.
+The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so no tile of the
+student's logits is written to memory.
 """
 
 from collections.abc import Callable
@@ -36,17 +36,17 @@ from liger_rl.engines.tiles import (
 from liger_rl.kernels import devices, gemm
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 
-# Of the teacher's logits, or of copies of weights, in memory at a time in a fold, and the tokens whose parts of it, 24
-# bytes for each tile, are merged at a time.
+# Bytes of the teacher's logits and of copies of weights that a fold has in memory at a time. Tokens whose folds of
+# tiles, 24 bytes for each tile, are merged at a time.
 TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
-ROW_MULTIPLE = 8  # numbers that rows of logits take a multiple of
-# Of an entry, with what a gradient needs of both heads; and of a chunk of one pass. Few chunks, because each reads and
+ROW_MULTIPLE = 8  # the rows of logits have a stride of a multiple of 8 numbers
+# Bytes of a `KeptPair` for each entry, and for a chunk of one pass. Chunks are large, because each chunk reads and
 # writes the sum of the weight's gradient.
 KEPT_BYTES, KEPT_MOST_BYTES = 4, 5 << 28
 
 
 class Side:
-    """One head's gathered rows, from which its tiles are made."""
+    """One head's gathered rows, and the tiles of its weight and its logits."""
 
     def __init__(self, rows: Head, options: EngineOptions) -> None:
         self.rows, self.options = rows, options
@@ -55,19 +55,19 @@ class Side:
 
     @property
     def converts(self) -> bool:
-        """Whether a tile of the weight is a copy of a part of it, in another dtype or beside a low-rank factor."""
+        """Whether a tile of the weight is a copy: in another dtype, or joined with a low-rank factor."""
         dtype, weight = self.options.compute_dtype, self.rows.weight
-        as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, products of 16-bit numbers are made in float32
+        as_it_is = weight.is_cuda or dtype == torch.float32  # on CPU, 16-bit products run in float32
         return self.bytes_per_entry > 0 or self.low_rank is not None or not as_it_is
 
     @property
     def bytes_per_entry(self) -> int:
-        """Of an entry's row of the weight, where a tile of it is a copy in another dtype."""
+        """Bytes of a copied row of the weight, if tiles are copies in another dtype; otherwise 0."""
         dtype = self.options.compute_dtype
         return 0 if self.rows.weight.dtype == dtype else dtype.itemsize * self.rows.weight.shape[1]
 
     def weight_tile(self, first: int, last: int) -> Tensor:
-        """(v, H) in the compute dtype, without a low-rank term; a copy is laid out as a product of our own needs it."""
+        """(v, H) in the compute dtype, without a low-rank term. A copy is contiguous, as our own products need it."""
         weight, dtype = self.rows.weight[first:last], self.options.compute_dtype
         return weight if weight.dtype == dtype else weight.to(dtype, memory_format=torch.contiguous_format)
 
@@ -75,11 +75,11 @@ class Side:
         return weight_tile if self.low_rank is None else self.low_rank.beside_tile(weight_tile, first)
 
     def width(self, vocab: int) -> int:
-        """Columns at a time where those of the whole vocabulary are made."""
+        """Columns of a product, if products cover the whole vocabulary one after the other."""
         return vocab if gemm.ADDS_TO_FLOAT32 and not self.converts else free_tile_vocab(vocab)
 
     def whole_tile(self, part: slice, vocab: int) -> Tile:
-        """Of the whole vocabulary, without a low-rank term."""
+        """The tokens' float32 logits over the whole vocabulary, without a low-rank term."""
         factor, bias = self.factor[part], self.rows.bias
         logits = torch.empty(factor.shape[0], vocab, dtype=torch.float32, device=factor.device)
         for first, last in spans(vocab, self.width(vocab)):
@@ -96,17 +96,17 @@ class Side:
 
 
 class PairValues(NamedTuple):
-    """What the forward gives of the n tokens that count, float32."""
+    """Results of the forward for the n tokens that count, float32."""
 
-    divergence: Tensor
+    divergence: Tensor  # (n,)
     statistics: PairStatistics
-    # What a gradient needs: the divergence itself, or the student's sum of a mixture or of what is kept.
+    # (n,) `PairGradients.value`: the divergence itself, or the student's sum of a mixture or of a `KeptPair`.
     value: Tensor
-    tile_sums: TileSums | None = None  # where they were asked for and there can be some
+    tile_sums: TileSums | None = None  # None unless `forward` was called with `bounded` and can make them
 
     @classmethod
     def of(cls, known: PairStatistics, measure: Measure, sums: MixtureSums | None) -> "PairValues":
-        """`sums` are those of a mixture, or of what is kept of a reverse KL divergence."""
+        """`sums` are those of a mixture, or of the `KeptPair` of a reverse KL divergence."""
         if known.divergence is not None:
             return cls(known.divergence, known, known.divergence if sums is None else sums.student)
         assert sums is not None
@@ -114,21 +114,21 @@ class PairValues(NamedTuple):
         return cls(mixed, known, sums.student)
 
 
-# The values of some tokens, and what makes dL/dlogits (n, V) of their gradients, once.
+# The values of n tokens, and a function that turns their gradients into dL/dlogits (n, V). It may be called once only.
 ValuesAndGradient = tuple[PairValues, Callable[[PairGradients], Tensor]]
 
 
 class PairProducts:
-    """Folds and gradients of the student's product beside the teacher's tiles."""
+    """Folds and gradients of the student's product, whose epilogue reads the teacher's tiles."""
 
     def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
         self.epilogue, self.student, self.teacher = epilogue, student, teacher
         self.vocab, self.measure = vocab, measure
-        self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # of an entry
+        self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # for each entry of the vocabulary
 
     @staticmethod
     def applies_to(student: Head, options: EngineOptions) -> bool:
-        """Whether the student's product has such an epilogue; `student` need not be gathered."""
+        """Whether the student's product has the epilogue; `student` need not be gathered."""
         if student.low_inputs is not None or options.names_chunk:
             return False
         tokens, hidden_size = student.live.count, student.hidden.shape[1]
@@ -136,7 +136,7 @@ class PairProducts:
 
     @classmethod
     def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
-        """None where they do not apply, as on a rank whose part of the vocabulary is padding alone."""
+        """None if the epilogue does not apply, for example on a rank whose part of the vocabulary is padding only."""
         if not vocab or not cls.applies_to(student.rows, student.options) or not devices.aligned(student.factor):
             return None
         from liger_rl.engines.pair import epilogue
@@ -144,7 +144,7 @@ class PairProducts:
         return cls(epilogue, student, teacher, vocab, measure)
 
     def _tile(self, part: slice, first: int, last: int) -> tuple:
-        """The epilogue's tensors of the student, and the teacher's logits, of some tokens and entries."""
+        """-> `epilogue.Student` and the teacher's `Tile` of tokens `part` and entries `first` to `last` - 1."""
         side, rows = self.student, self.student.rows
         bias = None if rows.bias is None else rows.bias[first:last]
         factors = self.epilogue.Factors(side.factor[part], side.weight_tile(first, last), bias, side.options.transform)
@@ -153,24 +153,24 @@ class PairProducts:
         return student, self.teacher.tile(part, self.teacher.factor_tile(weight_tile, first), first)
 
     def _columns(self, tokens: int, bytes_per_column: int, most_bytes: int) -> int:
-        """Entries of a tile of so many tokens, with the teacher's logits in memory."""
+        """Entries of a tile of `tokens` tokens, so that the teacher's float32 logits fit `most_bytes` with the rest."""
         programs = self.epilogue.device_programs(self.student.factor.device)
         bytes_per_column += self.copied_bytes + 4 * tokens
         most = min(most_bytes // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
         return min(whole_waves(tokens, most, programs), self.vocab)
 
     def gradient_tiles(self, tokens: int) -> Tiles:
-        """Those of `gradient`, of so many tokens in all."""
+        """The tiles of calls of `gradient` for `tokens` tokens in all."""
         kind = kind_of(self.student.factor.device)
         chunk = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
         # The student's products copy its weight once more.
         bytes_per_column = self.student.options.compute_dtype.itemsize * chunk + self.student.bytes_per_entry
-        if tokens > chunk:  # whose gradients of a tile's weight are added up in float32
+        if tokens > chunk:  # chunks add up the gradient of a tile's weight in float32
             bytes_per_column += 4 * self.student.factor.shape[1]
         return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
 
     def _fold(self, part: slice, *, targets: bool, sums: TileSums | None, keep: bool) -> tuple:
-        """-> the `PairFold` of some tokens over the vocabulary, and the `KeptPair` if it is to be kept."""
+        """-> the `PairFold` of the tokens `part` over the vocabulary, and their `KeptPair`, or None without `keep`."""
         n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
         parts = self.epilogue.Parts.unwritten(
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
@@ -179,15 +179,15 @@ class PairProducts:
         for first, last in spans(self.vocab, self._columns(n, 0, TEACHER_BYTES)):
             student, teacher = self._tile(part, first, last)
             self.epilogue.fold_pair(student, teacher, self.measure, parts, kept)
-            del student, teacher  # or a tile would stay alive while the next one is allocated
+            del student, teacher  # frees the tile before the next one is allocated
         if sums is not None:
             parts.tile_sums(self.measure, sums)
         return parts.merged(self.measure), kept
 
     def fold(self, *, targets: bool, sums: TileSums | None) -> PairFold:
-        """Of all tokens; `sums` are written."""
+        """The fold of all tokens; `sums` are written."""
         folds = []
-        # More of them where each time copies both weights.
+        # Twice as many tokens at a time if weights are copied, because each time copies both weights.
         for start, stop in spans(self.student.factor.shape[0], MERGED_TOKENS * (2 if self.copied_bytes else 1)):
             part = slice(start, stop)
             here = None if sums is None else sums.part(part, 0)
@@ -195,7 +195,7 @@ class PairProducts:
         return PairFold._make(None if part[0] is None else torch.cat(part) for part in zip(*folds, strict=True))
 
     def values_and_gradient(self, part: slice, *, targets: bool) -> ValuesAndGradient:
-        """Of some tokens, which keep what the gradient takes the place of."""
+        """Values of the tokens `part`, and their gradient, which takes the memory of `KeptPair.larger`."""
         fold, kept = self._fold(part, targets=targets, sums=None, keep=True)
         known, sums = PairStatistics.of(fold, self.measure), None
         if self.measure.kind != FORWARD:
@@ -210,5 +210,5 @@ class PairProducts:
         return PairValues.of(known, self.measure, sums), gradient
 
     def gradient(self, part: slice, first: int, last: int, tokens: PairGradients) -> Tensor:
-        """-> dL/dlogits of the student in some tokens' columns, in the compute dtype."""
+        """-> dL/dlogits (n, v) of the student for tokens `part` and entries `first` to `last` - 1, in compute_dtype."""
         return self.epilogue.grad_pair(*self._tile(part, first, last), self.measure, tokens)

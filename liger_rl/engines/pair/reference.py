@@ -8,10 +8,11 @@ With z, t the transformed logits, p, q their probabilities, m = (1 - beta) p + b
     mixture   beta sum_v q_v (log q_v - log m_v) + (1 - beta) S                  dz = (1 - beta) p (log p - log m - S)
               with S = sum_v p_v (log p_v - log m_v)
 
-The first two come out of one fold. A mixture needs both normalisers at every entry, so it is a second step.
+One fold gives the forward and the reverse divergence. A mixture needs both normalisers at every entry, so it takes a
+second step, `mix_pair`.
 
-For a backward that leaves out what is negligible, the same steps leave sums of each token over each tile of TILE_VOCAB
-entries, see `TileSums`.
+For a backward with a tolerance the same steps write sums of each token over each tile of TILE_VOCAB entries, see
+`TileSums`.
 """
 
 from collections.abc import Callable
@@ -25,18 +26,18 @@ from liger_rl.kernels.reference import entropy_term, put_at_targets, times_deriv
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
-TILE_VOCAB = 1024  # entries of a tile of `TileSums`, a block of Triton's kernels
+TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
 
 class Measure(NamedTuple):
-    """Which divergence."""
+    """The kind of a divergence, and the weight of a mixture."""
 
     kind: int  # FORWARD, REVERSE or MIXTURE
-    beta: float = 0.0  # of a mixture, in (0, 1): the teacher's share
+    beta: float = 0.0  # the teacher's share of a mixture, in (0, 1)
 
 
 class Tile(NamedTuple):
-    """Some columns of one head's logits."""
+    """Columns of one head's logits, before bias and transform."""
 
     logits: Tensor  # (n, v) float32
     bias: Tensor | None  # (v,)
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
 class PairFold(NamedTuple):
     """Running sums over the vocabulary, (n,) float32 each; kernels update them in place, tile by tile.
 
-    With a = z - peak and b = t - teacher_peak, of the entries so far.
+    The peaks are those of the entries so far, a = z - peak and b = t - teacher_peak.
     """
 
     peak: Tensor  # max_v z_v
@@ -62,22 +63,22 @@ class PairFold(NamedTuple):
     def start(cls, n: int, device: torch.device, measure: Measure, *, entropy: bool, targets: bool) -> "PairFold":
         """The fold of no tile."""
 
-        def full(value: float = 0.0, *, wanted: bool = True) -> Tensor | None:
-            return torch.full((n,), value, dtype=torch.float32, device=device) if wanted else None
+        def full(value: float = 0.0, *, present: bool = True) -> Tensor | None:
+            return torch.full((n,), value, dtype=torch.float32, device=device) if present else None
 
         lowest = torch.finfo(torch.float32).min  # see `Fold.start`
-        gap, moment = full(wanted=measure.kind != MIXTURE), full(wanted=entropy)
-        target, teacher_target = full(wanted=targets), full(wanted=targets)
+        gap, moment = full(present=measure.kind != MIXTURE), full(present=entropy)
+        target, teacher_target = full(present=targets), full(present=targets)
         return cls(full(lowest), full(), full(lowest), full(), gap, moment, target, teacher_target)  # type: ignore[arg-type]
 
     def take(self, rows: slice) -> "PairFold":
-        """Views, so that what a kernel writes to them is written here."""
+        """Views of these tokens, so that kernels write to this fold."""
         return PairFold._make(None if values is None else values[rows] for values in self)
 
     def over_ranks(
         self, measure: Measure, maximum: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
     ) -> "PairFold":
-        """As `Fold.over_ranks`: of a vocabulary whose parts are on several ranks, by one maximum and one sum."""
+        """As `Fold.over_ranks`: the fold of a sharded vocabulary, by one maximum and one sum over ranks."""
         peak, teacher_peak = maximum(torch.stack([self.peak, self.teacher_peak]))
         lower, teacher_lower = self.peak - peak, self.teacher_peak - teacher_peak
         kept, teacher_kept = lower.exp(), teacher_lower.exp()
@@ -89,9 +90,9 @@ class PairFold(NamedTuple):
             parts["gap"] = _around(self.gap, teacher_kept, teacher_lower - lower, self.teacher_sum_exp)
         elif self.gap is not None:
             parts["gap"] = _around(self.gap, kept, lower - teacher_lower, self.sum_exp)
-        given = {name: part for name, part in parts.items() if part is not None}
-        sums = total(torch.stack(list(given.values())))
-        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(given, sums, strict=True)))
+        present = {name: part for name, part in parts.items() if part is not None}
+        sums = total(torch.stack(list(present.values())))
+        return self._replace(peak=peak, teacher_peak=teacher_peak, **dict(zip(present, sums, strict=True)))
 
 
 class PairStatistics(NamedTuple):
@@ -101,8 +102,8 @@ class PairStatistics(NamedTuple):
     teacher_lse: Tensor  # log sum_v exp t_v
     entropy: Tensor | None  # of the student, in nats
     logps: Tensor | None  # of the student at the target
-    teacher_logps: Tensor | None
-    divergence: Tensor | None  # None of a mixture, whose second step makes it
+    teacher_logps: Tensor | None  # of the teacher at the target
+    divergence: Tensor | None  # None for a mixture, whose divergence comes from the second step
 
     @classmethod
     def of(cls, fold: PairFold, measure: Measure) -> "PairStatistics":
@@ -110,7 +111,7 @@ class PairStatistics(NamedTuple):
         entropy = None if fold.moment is None else (log_sum - fold.moment / fold.sum_exp).clamp_(min=0.0)
         logps = teacher_logps = divergence = None
         if fold.target is not None and fold.teacher_target is not None:
-            # Around the peaks, and so is the divergence: see `Fold.finish`.
+            # Logps and the divergence are computed relative to the peaks: see `Fold.finish`.
             logps = ((fold.target - fold.peak) - log_sum).clamp_(max=0.0)
             teacher_logps = ((fold.teacher_target - fold.teacher_peak) - teacher_log_sum).clamp_(max=0.0)
         if fold.gap is not None and measure.kind == FORWARD:
@@ -136,7 +137,7 @@ class MixtureSums(NamedTuple):
 
 
 class TileSums(NamedTuple):
-    """Sums of each token over each tile of TILE_VOCAB entries, (n, tiles) float32, written by the step that knows y.
+    """Sums of each token over each tile of TILE_VOCAB entries, (n, tiles) float32, written by the step that computes y.
 
     Each measure has an x_v and a y_v. From their sums `bounds_triton` makes the gradient's sum and sum of squares:
 
@@ -146,11 +147,11 @@ class TileSums(NamedTuple):
     """
 
     x: Tensor  # sum_v x_v
-    y: Tensor
+    y: Tensor  # sum_v y_v
     xx: Tensor  # sum_v x_v^2
-    xy: Tensor
-    yy: Tensor
-    peak: Tensor | None  # what x and y are around, running ones or the tile's own; None of a mixture
+    xy: Tensor  # sum_v x_v y_v
+    yy: Tensor  # sum_v y_v^2
+    peak: Tensor | None  # the peak in x and y: a running peak or the tile's own; None for a mixture
     teacher_peak: Tensor | None
 
     @classmethod
@@ -160,13 +161,13 @@ class TileSums(NamedTuple):
         return cls(*parts[:5], *(parts[5:] or (None, None)))
 
     def part(self, tokens: slice, first: int) -> "TileSums":
-        """Views of some tokens from the tile on whose first entry is `first`."""
+        """Views of these tokens, from the tile whose first entry is `first` to the last tile."""
         assert first % TILE_VOCAB == 0
         at = first // TILE_VOCAB
         return TileSums._make(None if part is None else part[tokens, at:] for part in self)
 
     def write(self, x: Tensor, y: Tensor, peaks: tuple[Tensor, Tensor] | None = None) -> None:
-        """Of (n, v) numbers, into the first tiles."""
+        """Write the sums of x and y (n, v) to the first ceil(v / TILE_VOCAB) tiles, and the peaks (n,)."""
         x, y = (pad(part, (0, -part.shape[1] % TILE_VOCAB)).unflatten(1, (-1, TILE_VOCAB)) for part in (x, y))
         for out, values in zip(self, (x, y, x * x, x * y, y * y), strict=False):
             assert out is not None
@@ -177,16 +178,16 @@ class TileSums(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """What the gradient of a tile of the student's logits needs of each token, (n,) float32 each."""
+    """The numbers of each token that the gradient of a tile of the student's logits needs, (n,) float32 each."""
 
     lse: Tensor
     teacher_lse: Tensor
     grad: Tensor  # dL/d divergence
-    value: Tensor | None  # mean log ratio of REVERSE, S of a mixture; FORWARD does not read it
+    value: Tensor | None  # mean log ratio for REVERSE, S for a mixture; FORWARD does not read it
     grad_logps: Tensor | None  # dL/dlogp
-    at_target: Tensor | None  # dL/dlogp (1 - p_target), given together with it
+    at_target: Tensor | None  # dL/dlogp (1 - p_target); None without grad_logps
     grad_entropy: Tensor | None  # dL/dentropy
-    entropy: Tensor | None  # given together with it
+    entropy: Tensor | None  # None without grad_entropy
 
     @classmethod
     def of(
@@ -197,7 +198,7 @@ class PairGradients(NamedTuple):
         grad_logps: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> "PairGradients":
-        """Of dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None is 0."""
+        """From dL/d divergence, dL/dlogp and dL/dentropy, in any float dtype; None stands for 0."""
         grad, grad_logps, grad_entropy = (None if g is None else g.float() for g in (grad, grad_logps, grad_entropy))
         at_target = None
         if grad_logps is not None and known.logps is not None:
@@ -216,12 +217,13 @@ class PairGradients(NamedTuple):
 def fold_pair(
     student: Tile,
     teacher: Tile,
-    targets: Tensor,  # (n,) token ids of the whole vocabulary; not read where the state holds none
+    targets: Tensor,  # (n,) token ids of the whole vocabulary; not read if the state has no targets' logits
     first: int,  # vocabulary id of the tiles' first column
     measure: Measure,
     state: PairFold,  # updated in place
-    sums: TileSums | None = None,  # from the tile on whose first column is `first`, written
+    sums: TileSums | None = None,  # `TileSums.part(tokens, first)`, written
 ) -> None:
+    """Add a pair of tiles to the fold."""
     z, t = (transformed(*tile) for tile in (student, teacher))
     peak = torch.maximum(state.peak, z.amax(-1))
     teacher_peak = torch.maximum(state.teacher_peak, t.amax(-1))
@@ -253,12 +255,12 @@ def fold_pair(
 
 
 def _around(moment: Tensor, kept: Tensor, shift: Tensor, total: Tensor) -> Tensor:
-    """A moment around new peaks; 0 where nothing is kept, from whose peaks a shift may be infinite."""
+    """A moment relative to new peaks. It is 0 where `kept` is 0, because there the shift may be infinite."""
     return torch.where(kept > 0, kept * (moment + shift * total), 0.0)
 
 
 def _weighted(weight: Tensor, values: Tensor) -> Tensor:
-    """(n, v) -> (n,) sums; 0 for a banned id, whose weight is 0 and whose value is infinite."""
+    """(n, v) -> (n,) sums of weight * values. A banned id, with weight 0 and an infinite value, adds 0."""
     return torch.where(weight > 0, weight * values, 0.0).sum(-1)
 
 
@@ -282,8 +284,9 @@ def mix_pair(
 
 
 def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log q - log p -> log p - log m, log q - log m; precise where the two are nearly equal."""
-    # Of the larger of p and q, so that no exponential overflows: log m = log p + log(1 + beta (q / p - 1)).
+    """log q - log p -> log p - log m, log q - log m; precise also where p and q are nearly equal."""
+    # If p >= q, log m = log p + log(1 + beta (q / p - 1)). Else p and q, beta and 1 - beta change places. So no
+    # exponential overflows.
     less = torch.expm1(-gap.abs())
     # Tensors of the gap's dtype, because `torch.where` gives Python numbers the default dtype.
     share = torch.where(gap <= 0, gap.new_full((), beta), gap.new_full((), 1.0 - beta))
@@ -300,7 +303,7 @@ def grad_pair(
     tokens: PairGradients,
     out: Tensor,  # (n, v) any float dtype, may be the student's logits themselves
 ) -> None:
-    """dL/dx of the student's logits."""
+    """Write dL/dx of the student's logits."""
     z, t = (transformed(*tile) for tile in (student, teacher))
     log_p, log_q = z - tokens.lse[:, None], t - tokens.teacher_lse[:, None]
     p = log_p.exp()

@@ -1,4 +1,4 @@
-"""A call of two heads: its tensors, its checks, and its way into autograd."""
+"""A call of two heads: its tensors, its checks, and its autograd function."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -44,15 +44,15 @@ class Divergence(NamedTuple):
     """Per-token results, float32, shaped like the tokens, 0 at masked tokens."""
 
     divergence: Tensor
-    """In nats, >= 0, differentiable."""
+    """Divergence in nats, >= 0, differentiable."""
     logps: Tensor | None
     """Student's log-probability of the target in nats, <= 0, differentiable; None without targets."""
     entropy: Tensor | None
-    """Entropy of the student's distribution in nats, >= 0, differentiable; None unless asked for."""
+    """Entropy of the student's distribution in nats, >= 0, differentiable; None without entropy=True."""
     teacher_logps: Tensor | None
     """Teacher's log-probability of the target in nats, <= 0, no gradient; None without targets."""
     loss: Tensor | None = None
-    """(): sum of token_weights * divergence, differentiable, and then nothing else is; None without token_weights."""
+    """(): sum of token_weights * divergence; None without token_weights. With a loss, only it is differentiable."""
 
 
 class PairKeywords(TypedDict, total=False):
@@ -69,7 +69,7 @@ class PairKeywords(TypedDict, total=False):
 
 
 class DivergenceKeywords(PairKeywords, total=False):
-    """These, and what else of `linear_divergence` is no tensor."""
+    """All keywords of `linear_divergence` that are no tensors: these of `PairKeywords`, and the following."""
 
     beta: float
     teacher_transform: LogitTransform
@@ -77,7 +77,7 @@ class DivergenceKeywords(PairKeywords, total=False):
 
 
 KNOWN = tuple(DivergenceKeywords.__annotations__)
-# What linear_logprobs takes and two heads do not, and why.
+# Options of linear_logprobs that two heads do not take, with the reason.
 WITHOUT = {
     **NOT_TOGETHER["with two heads"],
     "support": "the divergence is over the whole vocabulary",
@@ -97,8 +97,8 @@ def divergence_options(function: str, keywords: PairKeywords) -> HeadOptions:
 
 def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
     """Raise if gradients made in the forward would be float16: no gradient scaler has multiplied the loss by then."""
-    wanted = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
-    if wanted and torch.float16 in (compute_dtype, *wanted):
+    dtypes = [part.dtype for part in student if part is not None and part.requires_grad and torch.is_grad_enabled()]
+    if dtypes and torch.float16 in (compute_dtype, *dtypes):
         raise ValueError(
             "token_weights must be None with float16 products or gradients, because what is made before the loss is "
             "scaled vanishes in float16; use bfloat16 or float32, or weigh the divergence yourself, in two passes"
@@ -106,7 +106,7 @@ def check_range(compute_dtype: torch.dtype, *student: Tensor | None) -> None:
 
 
 def measure_of(kind: str, beta: float) -> Measure:
-    """The divergence of that name. "jsd" at 0 and 1 is the forward and the reverse KL divergence."""
+    """The measure of a kind. "jsd" with beta 0 is the forward KL divergence, with beta 1 the reverse."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):
@@ -117,7 +117,7 @@ def measure_of(kind: str, beta: float) -> Measure:
         if beta != BETA:
             raise ValueError(f'beta is an option of kind="jsd" alone, got {beta} with kind={kind!r}')
         return Measure(FORWARD if kind == "forward_kl" else REVERSE)
-    # In float32, in which kernels take it, a beta so near to 1 is 1.
+    # Kernels take beta in float32, where a beta very near to 0 or 1 is 0 or 1.
     (share,) = struct.unpack("f", struct.pack("f", beta))
     if share in (0.0, 1.0):
         return Measure(FORWARD if share == 0.0 else REVERSE)
@@ -143,23 +143,23 @@ class DivergenceCall:
     token_weights: Tensor | None = None  # (B, T) or (N,)
     vocab_parallel: VocabParallel | None = None
     options: HeadOptions
-    # The teacher's tensors may require a gradient, and get none all the same.
+    # Whether the teacher's tensors may require a gradient. They get none in any case.
     teacher_may_require_grad: bool = False
-    # Whether a tolerance of "auto" is more than 0 where products have the epilogue.
+    # Whether a tolerance of "auto" is more than 0 if products have the epilogue.
     auto_tolerance: bool = False
-    # The caller's names, for messages.
+    # The caller's names of tensors, for error messages.
     teacher_name: str = "teacher_"
     targets_name: str = "targets"
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """Everything that may be a tensor."""
+        """All fields that may be tensors."""
         teacher = (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
-        own = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
-        return (*own, *teacher, *low_rank_tensors(self.low_rank))
+        student = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
+        return (*student, *teacher, *low_rank_tensors(self.low_rank))
 
     def check_before_gather(self) -> None:
-        """Raise for what can be seen of tensors that need not be whole."""
+        """Raise for errors that show before sharded tensors are gathered."""
         check_transform(self.teacher_transform)
         named = f"{self.teacher_name}transform", self.teacher_transform
         for name, transform in (("transform", self.options.transform), named):
@@ -178,10 +178,11 @@ class DivergenceCall:
                     )
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
-        """Raise for what does not fit together; -> dtypes of the student's and the teacher's products."""
-        asked, teacher = self.options.compute_dtype, (self.teacher_hidden, self.teacher_weight, self.teacher_bias)
-        dtype = check_head(self.hidden, self.weight, self.bias, asked)
-        teacher_dtype = check_head(*teacher, asked, self.teacher_name)
+        """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
+        compute_dtype = self.options.compute_dtype
+        teacher = self.teacher_hidden, self.teacher_weight, self.teacher_bias
+        dtype = check_head(self.hidden, self.weight, self.bias, compute_dtype)
+        teacher_dtype = check_head(*teacher, compute_dtype, self.teacher_name)
         if self.teacher_hidden.shape[:-1] != self.hidden.shape[:-1]:
             raise ValueError(
                 f"{self.teacher_name}hidden must have the tokens {tuple(self.hidden.shape[:-1])} of hidden, got "
@@ -201,7 +202,10 @@ class DivergenceCall:
         return dtype, teacher_dtype
 
     def entries(self, entries: int, teacher_entries: int) -> int:
-        """How many of the vocabulary count, of so many in each weight; raises where that is not clear."""
+        """-> the number of vocabulary entries that count, from the rows of each weight.
+
+        Raises if the weights differ in size and `vocab` is None, and if `vocab` exceeds the smaller weight.
+        """
         if self.vocab is None and entries != teacher_entries:
             raise ValueError(
                 f"{self.teacher_name}weight must have the {entries} vocabulary entries of weight, got "
@@ -215,7 +219,8 @@ class DivergenceCall:
         return vocab
 
     def facts(self) -> dict[str, object]:
-        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as `check` does."""
+        """Values, by name, on which ranks that share a vocabulary must agree. Waits for the device. Raises as `check`
+        does."""
         dtype, teacher_dtype = self.check()
         targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
         live = counted_tokens(targets, self.mask)
@@ -234,13 +239,13 @@ class DivergenceCall:
             "requires_grad of hidden": self.hidden.requires_grad,
         }
 
-    def _check_token_weights(self, given: Tensor) -> None:
+    def _check_token_weights(self, token_weights: Tensor) -> None:
         shape = self.hidden.shape[:-1]
-        check_floating("token_weights", given)
-        if given.shape != shape:
-            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(given.shape)}")
-        check_device("token_weights", given, self.hidden, "hidden")
-        if given.requires_grad:
+        check_floating("token_weights", token_weights)
+        if token_weights.shape != shape:
+            raise ValueError(f"token_weights must be {tuple(shape)} from hidden, got {tuple(token_weights.shape)}")
+        check_device("token_weights", token_weights, self.hidden, "hidden")
+        if token_weights.requires_grad:
             raise ValueError("token_weights must require no gradient, which would be the divergence itself; detach it")
         if self.vocab_parallel is not None:
             raise ValueError(
@@ -252,59 +257,67 @@ class DivergenceCall:
 
 
 @contextmanager
-def paired(given: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
-    """The checked call on this rank and as engines take it, and the context in which its heads are whole."""
-    tokens = given.hidden, given.teacher_hidden, given.targets, given.mask, given.token_weights
-    with shared_errors(given.vocab_parallel, given.weight, *tokens, *low_rank_tensors(given.low_rank)):
-        given.check_before_gather()
-        call = localized_pair(given)
+def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair, PairOptions]]:
+    """A context in which both heads are whole: the checked call on this rank, and its `Pair` and `PairOptions`."""
+    tokens = (
+        global_call.hidden,
+        global_call.teacher_hidden,
+        global_call.targets,
+        global_call.mask,
+        global_call.token_weights,
+    )
+    with shared_errors(
+        global_call.vocab_parallel, global_call.weight, *tokens, *low_rank_tensors(global_call.low_rank)
+    ):
+        global_call.check_before_gather()
+        call = localized_pair(global_call)
     with _whole(call.options.gather, call):
         entries, teacher_entries, shard = call.weight.shape[0], call.teacher_weight.shape[0], None
         if call.vocab_parallel is not None:
-            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=given.weight)
-            # Its rows cover the vocabulary from the same ids on.
-            other_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=given.teacher_weight)
-            entries, teacher_entries = shard.vocab, other_shard.vocab
+            shard = call.vocab_parallel.shard_of(call.weight, call.facts, known_by=global_call.weight)
+            # The same `vocab_parallel`: the teacher's rows start at the same vocabulary id as the student's.
+            teacher_shard = call.vocab_parallel.shard_of(call.teacher_weight, dict, known_by=global_call.teacher_weight)
+            entries, teacher_entries = shard.vocab, teacher_shard.vocab
         dtype, teacher_dtype = call.check()
         vocab = call.entries(entries, teacher_entries)
-        pair, own = _pair(call, vocab, shard), resolved(call.options, dtype)
-        # Kernels of parts read weights as they are.
+        pair, student_options = _pair(call, vocab, shard), resolved(call.options, dtype)
+        # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
-        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, own)):
-            own = replace(own, grad_tolerance=call.options.named_tolerance)
-        other = replace(own, transform=call.teacher_transform, compute_dtype=teacher_dtype)
-        yield call, pair, PairOptions(own, other, call.measure, call.targets is not None)
+        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(pair.student, student_options)):
+            student_options = replace(student_options, grad_tolerance=call.options.named_tolerance)
+        teacher_options = replace(student_options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
+        yield call, pair, PairOptions(student_options, teacher_options, call.measure, call.targets is not None)
 
 
-def divergence_of(given: DivergenceCall) -> Divergence:
-    """From a call to its results."""
-    return outside_of_graphs(_divergence_of)(given)
+def divergence_of(global_call: DivergenceCall) -> Divergence:
+    """The results of a call."""
+    return outside_of_graphs(_divergence_of)(global_call)
 
 
-def _divergence_of(given: DivergenceCall) -> Divergence:
-    with paired(given) as (call, pair, options):
+def _divergence_of(global_call: DivergenceCall) -> Divergence:
+    with paired(global_call) as (call, pair, options):
         if call.token_weights is None:
             return in_two_passes(call, pair, options)
         factors = pair.student.live.gather(call.token_weights.float().reshape(-1))
-        found, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
+        results, gradients = in_one_pass(call, pair, options, lambda part, *_: (factors[part], None, None))
         live = pair.student.live
-        loss = (factors * live.gather(found.divergence.reshape(-1))).sum()
-        return found._replace(loss=with_gradients(call, loss, gradients))
+        loss = (factors * live.gather(results.divergence.reshape(-1))).sum()
+        return results._replace(loss=with_gradients(call, loss, gradients))
 
 
 def in_two_passes(call: DivergenceCall, pair: Pair, options: PairOptions) -> Divergence:
     if pair.student.wants_gradient:
-        found = LinearDivergence.apply(*pair.student.differentiable, pair, options)
+        values = LinearDivergence.apply(*pair.student.differentiable, pair, options)
     else:
         with gemm.without_autocast(call.hidden.device):
-            found = _results(engine.forward(pair, options))
-    return _spread(pair.student.live, call.hidden.shape[:-1], found)
+            values = _results(engine.forward(pair, options))
+    return _spread(pair.student.live, call.hidden.shape[:-1], values)
 
 
 def in_one_pass(
     call: DivergenceCall, pair: Pair, options: PairOptions, gradients_of: PairGradientsOf
 ) -> tuple[Divergence, Gradients | None]:
-    """Results without a gradient, and the gradients for `with_gradients`, None where nothing wants one."""
+    """Results without a gradient, and the gradients for `with_gradients`; None if no tensor requires one."""
     inputs = call.hidden, call.weight, call.bias
     needs = tuple(torch.is_grad_enabled() and part is not None and part.requires_grad for part in inputs)
     gradients = None
@@ -317,48 +330,50 @@ def in_one_pass(
 
 
 def in_one_pass_if_free(
-    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
+    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None = None
 ) -> tuple[Divergence, Tensor | None]:
-    """For a loss on_divergence * divergence.sum() + on_logps * logps.sum(), whose factors are (): its values.
+    """Values for a loss on_divergence * divergence.sum() + on_logps * logps.sum(), with factors ().
 
-    In one pass these values have no gradient. The second result is then a 0 () that has the loss's gradients: add it to
-    the loss. In two passes it is None.
+    In one pass the values have no gradient. The second result is then a () with value 0 that carries the loss's
+    gradients: add it to the loss. In two passes the second result is None.
     """
-    return outside_of_graphs(_in_one_pass_if_free)(given, on_divergence, on_logps)
+    return outside_of_graphs(_in_one_pass_if_free)(global_call, on_divergence, on_logps)
 
 
 def _in_one_pass_if_free(
-    given: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
+    global_call: DivergenceCall, on_divergence: Tensor, on_logps: Tensor | None
 ) -> tuple[Divergence, Tensor | None]:
     def gradients_of(_part: slice, values: Tensor, known: PairStatistics) -> tuple[Tensor, Tensor | None, None]:
         grad_logps = None if known.logps is None or on_logps is None else on_logps.expand_as(values)
         return on_divergence.expand_as(values), grad_logps, None
 
-    with paired(given) as (call, pair, options):
+    with paired(global_call) as (call, pair, options):
         if not one_pass_is_free(call, pair, options):
             return in_two_passes(call, pair, options), None
-        found, gradients = in_one_pass(call, pair, options, gradients_of)
-        return found, with_gradients(call, on_divergence.new_zeros(()), gradients)
+        results, gradients = in_one_pass(call, pair, options, gradients_of)
+        return results, with_gradients(call, on_divergence.new_zeros(()), gradients)
 
 
 def one_pass_is_free(call: DivergenceCall, pair: Pair, options: PairOptions) -> bool:
-    """Whether one pass is possible, loses nothing, and takes no more memory than its chunk: no float32 sum of a 16-bit
-    weight's gradient."""
-    own, weight = options.student, pair.student.weight
+    """Whether one pass is possible, loses no precision, and takes no memory beyond its chunk.
+
+    A float32 sum of a 16-bit weight's gradient would be such memory.
+    """
+    student_options, weight = options.student, pair.student.weight
     if call.low_rank or pair.student.shard is not None:
         return False
-    if own.fixed_shape or own.names_chunk or own.compute_dtype == torch.float16:
+    if student_options.fixed_shape or student_options.names_chunk or student_options.compute_dtype == torch.float16:
         return False
     if not weight.requires_grad or weight.dtype == torch.float32:
         return True
-    # Ranks that gather a head together must all take as many passes, and none knows the others' tokens.
-    if own.gather is not None or weight.dtype != own.compute_dtype:
+    # Ranks that gather a head together must take the same number of passes, and no rank knows the others' tokens.
+    if student_options.gather is not None or weight.dtype != student_options.compute_dtype:
         return False
     return pair.student.live.count <= engine.one_pass_tokens(pair, options)
 
 
 def with_gradients(call: DivergenceCall, loss: Tensor, gradients: Gradients | None) -> Tensor:
-    """A loss () without a gradient -> itself with the gradients that `in_one_pass` made."""
+    """The loss (), which has no gradient, with the gradients that `in_one_pass` made."""
     if gradients is None:
         return loss
     return WithGradients.apply(loss, call.hidden, call.weight, call.bias, gradients, None, None)[0]
@@ -369,16 +384,16 @@ def _results(values: PairValues) -> tuple[Tensor | None, ...]:
     return values.divergence, statistics.logps, statistics.entropy, statistics.teacher_logps
 
 
-def _spread(live: TokenSelection, shape: torch.Size, found: Sequence[Tensor | None]) -> Divergence:
-    """Of the tokens that count -> of all, 0 at the others."""
-    divergence, *others = (None if part is None else live.spread(part, shape) for part in found)
+def _spread(live: TokenSelection, shape: torch.Size, values: Sequence[Tensor | None]) -> Divergence:
+    """Results of the tokens that count -> results of all tokens, 0 at tokens that do not count."""
+    divergence, *other_values = (None if value is None else live.spread(value, shape) for value in values)
     assert divergence is not None
-    return Divergence(divergence, *others)
+    return Divergence(divergence, *other_values)
 
 
 @contextmanager
 def _whole(gather: Gather | None, heads: "DivergenceCall | _Weights") -> Iterator[None]:
-    """The context in which both heads are whole, where they are sharded outside of it."""
+    """A context in which both heads are whole, if they are sharded outside of it."""
     teacher = heads.teacher_weight, heads.teacher_bias
     with whole_head(gather, heads.weight, heads.bias), whole_head(gather, *teacher):
         yield
@@ -392,7 +407,7 @@ class _Weights(NamedTuple):
 
 
 def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
-    """Of flat tensors and this rank's part of the vocabulary."""
+    """The pair with flat tokens and this rank's part of the vocabulary."""
     hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
     ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
     if call.targets is not None:
@@ -403,9 +418,9 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
     elif call.mask is None and call.targets is None and call.token_weights is None:
         live = TokenSelection(n)
     else:
-        wanted = None if call.token_weights is None else call.token_weights != 0
+        has_weight = None if call.token_weights is None else call.token_weights != 0
         source = "weight" if call.vocab is None else "vocab"
-        live = live_tokens(ids, call.mask, vocab, source, wanted=wanted, targets_name=call.targets_name)().selection
+        live = live_tokens(ids, call.mask, vocab, source, wanted=has_weight, targets_name=call.targets_name)().selection
     inputs, low_weight = low_rank_factors(call.low_rank, call.hidden, live)
     targets, here = ids.view(-1), vocab
     if shard is not None:
@@ -418,10 +433,10 @@ def _pair(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> Pair:
 
 
 class LinearDivergence(torch.autograd.Function):
-    """The engine's values of the tokens that count, and the gradients of divergence, logps and entropy for all that is
-    differentiable of the student.
+    """Values of the tokens that count.
 
-    Sharded heads must be whole around the forward, whose caller has read their shapes before; the backward enters
+    The backward turns gradients of divergence, logps and entropy into gradients of the student's tensors.
+    The caller gathers sharded heads before the forward, because it reads their shapes. The backward enters
     `options.student.gather` by itself, once for each head.
     """
 
@@ -450,18 +465,18 @@ class LinearDivergence(torch.autograd.Function):
         student = Head(hidden, weight, bias, low_inputs, low_weight, targets, ctx.live, shard=ctx.shard)
         teacher_hidden, teacher_weight, teacher_bias = of_teacher
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, None, None, targets, ctx.live)
-        found = Gradients()
+        gradients = Gradients()
         if any(grad is not None for grad in grads[:3]):
             weights = _Weights(student.weight, student.bias, teacher.weight, teacher.bias)
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
                 tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
-                found = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
-        return *found, None, None
+                gradients = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
+        return *gradients, None, None
 
 
 def _token_gradients(
-    saved: Sequence[Tensor | None],  # lse, teacher's lse, value, logps, entropy
+    saved: Sequence[Tensor | None],  # lse, teacher_lse, value, logps, entropy
     grads: Sequence[Tensor | None],  # of divergence, logps, entropy
 ) -> PairGradients:
     lse, teacher_lse, value, logps, entropy = saved

@@ -1,13 +1,13 @@
 """Epilogues of two heads, as Triton functions: the fold and the gradient of one tile.
 
-The formulas are those of `reference`. The student's tile is in registers. The teacher's is read from memory, a part
-of the columns at a time, so that both fit the registers. A part is read while the one before it is in work.
+The formulas are those of `reference`. The student's tile is in registers. The teacher's tile is read from memory, a
+part of the columns at a time, so that both fit the registers. A part is read while the part before it is computed.
 """
 
 import triton
 import triton.language as tl
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.kernels.matrix_triton import GROUP, store
 from liger_rl.kernels.softmax import (
     LOWEST,
@@ -19,15 +19,15 @@ from liger_rl.kernels.softmax import (
 )
 from liger_rl.kernels.tile_epilogues import at_column, part_of
 
-FORWARD, REVERSE = tl.constexpr(divergence.FORWARD), tl.constexpr(divergence.REVERSE)
+FORWARD, REVERSE = tl.constexpr(reference.FORWARD), tl.constexpr(reference.REVERSE)
 
 
 @triton.jit
 def over_mixture(gap, beta):
-    """As `divergence._over_mixture`."""
+    """As `reference._over_mixture`."""
     lesser = gap <= 0.0
     y = -tl.where(lesser, beta, 1.0 - beta) * one_minus_exp(-tl.abs(gap))
-    # log(1 + y) to float32's precision also near 0: the quotient takes out what rounding 1 + y has changed.
+    # log(1 + y) to float32's precision also near 0: the quotient corrects the rounding of 1 + y.
     w = 1.0 + y
     rounded = w - 1.0
     larger = -tl.where(rounded == 0.0, y, tl.log(w) * (y / tl.where(rounded == 0.0, 1.0, rounded)))
@@ -36,7 +36,7 @@ def over_mixture(gap, beta):
 
 @triton.jit
 def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
-    """-> d divergence / dz of the student; `q` is read by FORWARD alone, `value` and the logarithms by the others."""
+    """-> d divergence / dz of the student. FORWARD reads p and q, the other kinds p, `value` and the logarithms."""
     if KIND == FORWARD:
         grad = p - q
     elif KIND == REVERSE:
@@ -49,13 +49,13 @@ def divergence_gradient(log_p, log_q, p, q, value, beta, KIND: tl.constexpr):
 
 @triton.jit
 def _readable(column, vocab):
-    """-> which columns rows have, which end with a GROUP: as many alike as one instruction reads or writes."""
+    """-> whether a column is in memory. Rows end with a whole GROUP, the numbers of one load or store instruction."""
     return column // GROUP < tl.cdiv(vocab, GROUP)
 
 
 @triton.jit
 def read_teacher(teacher, token, live, first, vocab, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """-> (tokens, WIDTH) of the teacher's product in memory, columns from `first` on."""
+    """-> (tokens, WIDTH): columns `first` to `first` + WIDTH - 1 of the teacher's product, from memory."""
     numbers, stride, _bias, _steps = teacher
     column = first + tl.arange(0, WIDTH)
     inside = live[:, None]
@@ -66,7 +66,7 @@ def read_teacher(teacher, token, live, first, vocab, WIDTH: tl.constexpr, WHOLE:
 
 @triton.jit
 def of_teacher(raw, teacher, column, vocab, WHOLE: tl.constexpr):
-    """-> transformed logits of a product's numbers; -inf past the last entry."""
+    """-> the teacher's transformed logits from the product `raw`; -inf past the last entry."""
     _numbers, _stride, bias, steps = teacher
     known = column < vocab
     if bias is not None:
@@ -83,13 +83,13 @@ def _target_is_here(target, live, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE:
 
 @triton.jit
 def store_at_target(logits, out, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    """Each token's logit at its target, where the tile that begins at `first` has it."""
+    """Store each token's logit at its target, if the tile that begins at `first` has the target."""
     tl.store(out + token, logits, mask=_target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE))
 
 
 @triton.jit
 def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.constexpr, WHOLE: tl.constexpr):
-    """-> the teacher's there, from memory."""
+    """-> the teacher's logit at each token's target, from memory."""
     numbers, stride, bias, steps = teacher
     hit = _target_is_here(target, live, first, vocab, TILE_VOCAB, WHOLE)
     raw = tl.load(numbers + token.to(tl.int64) * stride * GROUP + first + target, mask=hit, other=0.0)
@@ -101,7 +101,7 @@ def read_at_target(teacher, token, live, target, first, vocab, TILE_VOCAB: tl.co
 
 @triton.jit
 def _weighted(weight, values, BANS: tl.constexpr):
-    """As `divergence._weighted`, not added up."""
+    """As `reference._weighted`, not added up."""
     product = weight * values
     return tl.where(weight > 0.0, product, 0.0) if BANS else product
 
@@ -109,20 +109,20 @@ def _weighted(weight, values, BANS: tl.constexpr):
 @triton.jit
 def fold_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
-    token,  # (TILE_TOKENS,) of these
+    token,  # (TILE_TOKENS,) their tokens
     target,  # (TILE_TOKENS,) column of each token's target, see `tile_epilogues.column_of`
     vocab_tile, tokens, vocab,
     teacher,  # its product in memory, the stride of the rows in groups of GROUP, its bias and steps
-    tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens), but the targets' logits (tokens,)
+    tiles,  # `PairFold` of each vocabulary tile, (vocabulary tiles, tokens); the targets' logits are (tokens,)
     sums,  # `epilogue.Squares` of each vocabulary tile, (vocabulary tiles, tokens), or of Nones
-    kept,  # the two (tokens, vocab) of a `KeptPair` as `store` takes them, both heads' peaks and the stride of these
+    kept,  # `larger` and `gaps` of a `KeptPair` as `store` takes them, both heads' peaks and the stride of the peaks
     steps, first_token,
     KIND: tl.constexpr, WHOLE: tl.constexpr, BANS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the fold of one pair of tiles, without the teacher's targets; `vocab` counts the entries of the product.
+    """Write the fold of one pair of tiles, without the teacher's logits at targets; the product has `vocab` entries.
 
-    The student's peak is that of the tile. The teacher's peak rises from part to part. BANS is false where no logit is
-    -inf.
+    The student's peak is that of the whole tile. The teacher's peak rises from part to part. BANS is false if no logit
+    is -inf.
     """
     TILE_VOCAB: tl.constexpr = logits.shape[1]
     WIDTH: tl.constexpr = TILE_VOCAB // PARTS
@@ -134,7 +134,7 @@ def fold_pair_tile(
     z, _ = transformed(logits, steps)
     if not WHOLE:
         z = tl.where((first + tl.arange(0, TILE_VOCAB) < vocab)[None, :], z, float("-inf"))
-    # The lowest finite number where every id is banned: -inf minus -inf is NaN.
+    # The lowest finite number if every id is banned, because -inf minus -inf is NaN.
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     tl.store(tiles.peak + place, peak, mask=live)
     if tiles.target is not None:
@@ -142,17 +142,17 @@ def fold_pair_tile(
     own_top, top, total, teacher_total, gap, moment = LOWEST, LOWEST, 0.0, 0.0, 0.0, 0.0
     sum_xx, sum_xy, sum_yy = 0.0, 0.0, 0.0
     for part in tl.static_range(PARTS):
-        own, raw = part_of(z, part, PARTS), ahead
+        student_part, raw = part_of(z, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
         t = of_teacher(raw, teacher, first + part * WIDTH + tl.arange(0, WIDTH), vocab, WHOLE)
         higher = tl.maximum(top, tl.max(t, 1))
-        a = own - peak[:, None]
+        a = student_part - peak[:, None]
         b = t - higher[:, None]
         x = flushed_exp(a)
         y = flushed_exp(b)
         if part > 0:
-            # To the new peak. From the lowest number the difference may be infinite, and 0 * inf is NaN.
+            # Move the sums to the new peak. A difference from LOWEST may be infinite, and 0 * inf is NaN.
             lower = tl.maximum(top - higher, LOWEST)
             scale = flushed_exp(lower)
             if KIND == FORWARD:
@@ -180,9 +180,9 @@ def fold_pair_tile(
             sum_xy += tl.sum(x * of_y, 1)
             sum_yy += tl.sum(of_y * of_y, 1)
         if tops is not None:
-            # Around the peaks of the same columns of both heads, which are as near as the heads are.
-            own_top = tl.maximum(own_top, tl.max(own, 1))
-            a = own - own_top[:, None]
+            # Relative to both heads' peaks over the same columns. The two peaks are as near as the heads are.
+            own_top = tl.maximum(own_top, tl.max(student_part, 1))
+            a = student_part - own_top[:, None]
             x = flushed_exp(a)
             at = token.to(tl.int64) * tops_stride + (vocab_tile * PARTS + part)
             tl.store(own_tops + at, own_top, mask=live)
@@ -205,30 +205,30 @@ def fold_pair_tile(
 @triton.jit
 def grad_pair_tile(
     logits,  # (TILE_TOKENS, TILE_VOCAB) float32 of the student
-    token, target, vocab_tile, n, vocab, teacher,  # as for `fold_pair_tile`, of n tokens
+    token, target, vocab_tile, n, vocab, teacher,  # as for `fold_pair_tile`, with n tokens
     tokens,  # `PairGradients`
     out,  # (n, vocab) as `store` takes it
     steps, first_token, beta,
     KIND: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write dL/dlogits of one tile."""
+    """Write dL/dlogits of one tile of the student."""
     WIDTH: tl.constexpr = logits.shape[1] // PARTS
     first, live = vocab_tile * logits.shape[1], token < n
     ahead = read_teacher(teacher, token, live, first, vocab, WIDTH, WHOLE)
     for part in tl.static_range(PARTS):
-        own, raw = part_of(logits, part, PARTS), ahead
+        student_part, raw = part_of(logits, part, PARTS), ahead
         if part + 1 < PARTS:
             ahead = read_teacher(teacher, token, live, first + (part + 1) * WIDTH, vocab, WIDTH, WHOLE)
         column = part * WIDTH + tl.arange(0, WIDTH)
         t = of_teacher(raw, teacher, first + column, vocab, WHOLE)
-        grad = _part_gradient(own, t, token, live, target, column, tokens, steps, beta, KIND)
+        grad = _part_gradient(student_part, t, token, live, target, column, tokens, steps, beta, KIND)
         store(out, first_token, first + part * WIDTH, grad)
 
 
 @triton.jit
 def _part_gradient(
-    own,  # (TILE_TOKENS, WIDTH) float32 of the student
-    t,  # the teacher's logits beside them
+    student_part,  # (TILE_TOKENS, WIDTH) float32 of the student
+    t,  # (TILE_TOKENS, WIDTH) the teacher's logits at the same places
     token, live,  # (TILE_TOKENS,)
     target,  # (TILE_TOKENS,) column of each token's target in the tile
     column,  # (WIDTH,) in the tile
@@ -236,8 +236,8 @@ def _part_gradient(
     steps, beta,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """-> dL/dlogits of one part of a tile in float32; rows that are not live and columns past the last id are noise."""
-    z, square = transformed(own, steps)
+    """-> float32 dL/dlogits of one part of a tile; undefined in rows that are not live and columns past the last id."""
+    z, square = transformed(student_part, steps)
     log_p = z - tl.load(tokens.lse + token, mask=live, other=0.0)[:, None]
     log_q = t - tl.load(tokens.teacher_lse + token, mask=live, other=0.0)[:, None]
     p = flushed_exp(log_p)
@@ -252,7 +252,7 @@ def _part_gradient(
 
 @triton.jit
 def with_other_gradients(grad, p, log_p, token, live, target, column, tokens):
-    """dL/dz of the divergence -> the same with that of log-probabilities and entropies, where they have one."""
+    """-> dL/dz of the divergence, plus dL/dz of log-probabilities and of entropies if these have a gradient."""
     ENTROPY: tl.constexpr = tokens.grad_entropy is not None
     if (tokens.grad_logps is not None) | ENTROPY:
         g, e, entropy = 0.0, 0.0, 0.0

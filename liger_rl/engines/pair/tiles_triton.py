@@ -1,13 +1,14 @@
-"""Fold and gradient of a pair of tiles, a student's and a teacher's logits, in Triton: a program per row or its part.
+"""Fold and gradient of a pair of tiles, a student's and a teacher's logits, in Triton.
 
-The signatures and formulas are those of `liger_rl.engines.pair.reference`.
+A program folds one row, or makes the gradient of a block of one row. The signatures and formulas are those of
+`liger_rl.engines.pair.reference`.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair import reference as divergence
+from liger_rl.engines.pair import reference
 from liger_rl.engines.pair.reference import TILE_VOCAB, Measure, MixtureSums, PairFold, PairGradients, Tile, TileSums
 from liger_rl.engines.pair.tile_epilogues import FORWARD, REVERSE, divergence_gradient, over_mixture
 from liger_rl.kernels.devices import on
@@ -20,11 +21,11 @@ NO_SUMS = TileSums._make([None] * 7)
 
 @triton.jit
 def _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside):
-    """-> z, t and tanh^2 of the student; -inf outside the tiles, None is all inside."""
+    """-> z, t, and tanh^2 of the student. z and t are -inf outside the tiles; `inside` None means all are inside."""
     z, square = transformed(loaded(logits, bias, column, inside), steps)
     t, _square = transformed(loaded(teacher_logits, teacher_bias, column, inside), teacher_steps)
     if inside is not None:
-        # Only now, so that a softcap cannot make the lanes past the end finite again.
+        # After the transform, because a softcap would make -inf finite.
         z = tl.where(inside, z, float("-inf"))
         t = tl.where(inside, t, float("-inf"))
     return z, t, square
@@ -32,19 +33,19 @@ def _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, colu
 
 @triton.jit
 def _weighted(weight, values):
-    """As `divergence._weighted`, of a row."""
+    """As `reference._weighted`, for one row."""
     return tl.sum(tl.where(weight > 0.0, weight * values, 0.0))
 
 
 @triton.jit
 def _gap_around(gap, kept, shift, total):
-    """As `divergence._around`."""
+    """As `reference._around`."""
     return tl.where(kept > 0.0, kept * (gap + shift * total), 0.0)
 
 
 @triton.jit
 def _store_sums(tiles, place, x, y):
-    """Of one block, a tile of its own."""
+    """Store the sums of one block, which is a tile of `TileSums`."""
     tl.store(tiles.x + place, tl.sum(x))
     tl.store(tiles.y + place, tl.sum(y))
     tl.store(tiles.xx + place, tl.sum(x * x))
@@ -57,7 +58,7 @@ def _fold_block(
     logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside,
     peak, total, teacher_peak, teacher_total, gap, moment, tiles, place, KIND: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """-> the running numbers of a `PairFold` but the targets with one block more."""
+    """-> the running numbers of a `PairFold`, without targets, after one more block."""
     z, t, _square = _pair(logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, column, inside)
     new_peak = tl.maximum(peak, tl.max(z))
     new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
@@ -97,7 +98,7 @@ def _fold_pair_kernel(
     teacher_steps,
     targets,
     state,  # `PairFold`, updated
-    tiles,  # `TileSums`, a block of columns each, or one of Nones
+    tiles,  # `TileSums` with a tile for each block of columns, or of Nones
     tiles_stride,
     columns,
     first,
@@ -131,7 +132,7 @@ def _fold_pair_kernel(
             logits, bias, steps, teacher_logits, teacher_bias, teacher_steps, start + tl.arange(0, BLOCK), None,
             peak, total, teacher_peak, teacher_total, gap, moment, tiles, place + start // BLOCK, KIND, MOMENT,
         )  # fmt: skip
-    # What is left of the row apart, so that the loop needs no mask.
+    # The last, partial block is separate, so that the loop above needs no mask.
     for start in range(whole, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         peak, total, teacher_peak, teacher_total, gap, moment = _fold_block(
@@ -252,13 +253,13 @@ def fold_pair(
     state: PairFold,
     sums: TileSums | None = None,
 ) -> None:
-    """As `divergence.fold_pair`; the last dimension of logits must be contiguous, here as in the others."""
+    """As `reference.fold_pair`. The last dimension of logits must be contiguous, also in `mix_pair` and `grad_pair`."""
     n, columns = student.logits.shape
     if n:
         with on(student.logits.device):
             _fold_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), targets.contiguous(), state,
-                *_tiles(sums if measure.kind != divergence.MIXTURE else None), columns, first,
+                *_tile_arguments(student), *_tile_arguments(teacher), targets.contiguous(), state,
+                *_sum_arguments(sums if measure.kind != reference.MIXTURE else None), columns, first,
                 KIND=measure.kind, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
@@ -272,40 +273,40 @@ def mix_pair(
     sums: MixtureSums,
     tiles: TileSums | None = None,
 ) -> None:
-    """As `divergence.mix_pair`."""
+    """As `reference.mix_pair`."""
     n, columns = student.logits.shape
     if n:
         with on(student.logits.device):
             _mix_pair_kernel[(n,)](
-                *_given(student), *_given(teacher), lse, teacher_lse, sums, *_tiles(tiles), columns, measure.beta,
-                BLOCK=_block(columns), num_warps=WARPS,
+                *_tile_arguments(student), *_tile_arguments(teacher), lse, teacher_lse, sums, *_sum_arguments(tiles),
+                columns, measure.beta, BLOCK=_block(columns), num_warps=WARPS,
             )  # fmt: skip
 
 
 def grad_pair(
     student: Tile, teacher: Tile, targets: Tensor, first: int, measure: Measure, tokens: PairGradients, out: Tensor
 ) -> None:
-    """As `divergence.grad_pair`."""
+    """As `reference.grad_pair`."""
     assert out.stride(-1) == 1
     n, columns = student.logits.shape
     if n:
         block = _block(columns)
         with on(student.logits.device):
             _grad_pair_kernel[(n, triton.cdiv(columns, block))](
-                *_given(student), *_given(teacher), out, out.stride(0), targets.contiguous(), tokens.contiguous(),
-                columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
+                *_tile_arguments(student), *_tile_arguments(teacher), out, out.stride(0), targets.contiguous(),
+                tokens.contiguous(), columns, first, measure.beta, KIND=measure.kind, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip
 
 
-def _given(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
-    """A tile as kernels take it."""
+def _tile_arguments(tile: Tile) -> tuple[Tensor, int, Tensor | None, LogitSteps]:
+    """The arguments of a kernel for one tile: logits, their row stride, bias, steps."""
     assert tile.logits.stride(-1) == 1
     bias = None if tile.bias is None else tile.bias.contiguous()
     return tile.logits, tile.logits.stride(0), bias, LogitSteps.of(tile.transform)
 
 
-def _tiles(sums: TileSums | None) -> tuple[TileSums, int]:
-    """Sums and the elements between two tokens of them, as kernels take them."""
+def _sum_arguments(sums: TileSums | None) -> tuple[TileSums, int]:
+    """The arguments of a kernel for tile sums: the sums, and the elements between two tokens of them."""
     assert BLOCK == TILE_VOCAB
     return (NO_SUMS, 0) if sums is None else (sums, sums.x.stride(0))
 

@@ -1,24 +1,18 @@
-"""Two passes over two heads: per token a divergence of a student's distribution from a teacher's, and its gradient.
+"""Two passes and one pass over two heads: each token's divergence of a student from a teacher, and its gradient.
 
-A tile of both heads' logits is made together, and a pair of tiles is folded at once into a few numbers per token. The
-backward makes the pairs again for the tokens with a gradient, turns each into dL/dlogits of the student, and that into
-the student's products. The teacher's logits are read and never differentiated.
+`README.md` has the steps and their operations, with S = 2 N H V for one product of the student's head and T for one of
+the teacher's. The teacher's logits are read and never differentiated.
 
-One product of the student's head is S = 2 N H V operations, one of the teacher's T. A KL divergence takes S + T in the
-forward, and S + T and at most 2 S in the backward. Where the student's product has an epilogue (`products`), it
-reads the teacher's tile there, and no tile of the student's logits reaches memory. A mixture has that in one pass
-alone.
-
-The value of a mixture needs both normalisers at every entry. They are known after all tiles, so two sweeps over all
-tiles would make the forward 2 S + 2 T, as TRL's does. Instead, a few tokens at a time are multiplied with the whole
-vocabulary, and their float32 rows are kept for the second step. That is S + T again, and one read of both weights per
+The value of a mixture needs both normalisers at every entry. They are known after all tiles, so the plain way is two
+sweeps over all tiles: a forward of 2 S + 2 T, as TRL's. Instead, a few tokens at a time are multiplied with the whole
+vocabulary, and their float32 rows are kept for the second step. That is S + T, and one read of both weights per
 `_whole_rows` tokens. On an H200 such a read takes as long as the products of 150 tokens, so 75 tokens are as good as a
-second sweep; at V = 151936 the workspace holds 276. Two sweeps remain if under MIN_WHOLE_ROWS fit, if a chunk is named,
-if a weight is converted tile by tile, and if the vocabulary is sharded, because no collective stands inside a loop.
+second sweep; at V = 151936 the workspace holds 276. The forward takes two sweeps if under MIN_WHOLE_ROWS tokens fit, if
+a chunk is named, if a weight is converted tile by tile, and if the vocabulary is sharded, because no collective stands
+inside a loop.
 
-If every token's factor on its divergence is known beforehand, one pass makes the gradients in the forward: S + T and at
-most 2 S in all. It keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens, or with the
-epilogue four bytes for both, unless the student has a softcap. The weight's gradient is summed over the chunks in
+One pass keeps float32 logits of both heads over the whole vocabulary for a chunk of tokens. With the epilogue it keeps
+four bytes for each entry of both, unless the student has a softcap. The weight's gradient is summed over the chunks in
 float32. Each chunk reads and writes this sum once.
 """
 
@@ -57,9 +51,9 @@ from liger_rl.engines.tiles import WORKSPACE_BYTES, Tiles, kind_of, plan_tiles, 
 from liger_rl.kernels import for_device, gemm
 from liger_rl.kernels.devices import compiles
 
-# Of a chunk of one pass: few chunks, because each reads and writes the sum of the weight's gradient.
+# Bytes of a chunk of one pass. Chunks are large, because each chunk reads and writes the sum of the weight's gradient.
 ONE_PASS_BYTES = {"cuda": 1 << 30, "cpu": 48 << 20}
-MIN_WHOLE_ROWS = 128  # tokens of a product with the whole vocabulary; others hold a multiple of it
+MIN_WHOLE_ROWS = 128  # fewest tokens of a product with the whole vocabulary; larger products have a multiple of it
 
 
 class Pair(NamedTuple):
@@ -72,27 +66,27 @@ class Pair(NamedTuple):
 
 class PairOptions(NamedTuple):
     student: EngineOptions
-    teacher: EngineOptions  # the same, except for transform and dtype
+    teacher: EngineOptions  # as the student's, except for transform and dtype
     measure: Measure
-    targets: bool  # whether log-probabilities at the targets are wanted
+    targets: bool  # whether to compute log-probabilities at the targets
 
 
-# (places in the live tokens (m,), their divergence (m,), their other numbers) -> dL/d divergence (m,), and dL/dlogp and
-# dL/dentropy (m,) or None
+# (places of m tokens among the live tokens, their divergence (m,), their statistics) -> dL/d divergence (m,), and
+# dL/dlogp and dL/dentropy, (m,) or None
 PairGradientsOf = Callable[[slice, Tensor, PairStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 def sides(pair: Pair, options: PairOptions, live: TokenSelection) -> tuple[Side, Side]:
-    """Both heads' rows of some tokens."""
+    """The sides of both heads, with the rows of the tokens in `live`."""
     student = pair.student.gathered(options.student.compute_dtype, live)
     teacher = pair.teacher.gathered(options.teacher.compute_dtype, live)
     return Side(student, options.student), Side(teacher, options.teacher)
 
 
 def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairValues:
-    """Statistics of every token that counts, and the sums that bounds are made of, where they are asked for.
+    """Statistics of every token that counts; if `bounded`, also the sums over tiles from which bounds are made.
 
-    There are none where a chunk is named, under the student's softcap, beside a low-rank term and of a sharded
+    There are no such sums if a chunk is named, under the student's softcap, with a low-rank term and with a sharded
     vocabulary.
     """
     student, teacher = sides(pair, options, pair.student.live)
@@ -109,8 +103,10 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
     def finished(state: PairFold, sums: MixtureSums | None = None) -> PairValues:
         return PairValues.of(PairStatistics.of(state, measure), measure, sums)._replace(tile_sums=tile_sums)
 
-    def fold(own: Tile, other: Tile, part: slice, first: int) -> None:
-        kernels.fold_pair(own, other, targets[part], first, measure, state.take(part), sums_of(part, first))
+    def fold(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
+        kernels.fold_pair(
+            student_tile, teacher_tile, targets[part], first, measure, state.take(part), sums_of(part, first)
+        )
 
     shard = pair.student.shard
 
@@ -128,13 +124,15 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
 
     sums = MixtureSums.start(state.peak)
 
-    def mix(own: Tile, other: Tile, part: slice, first: int) -> None:
+    def mix(student_tile: Tile, teacher_tile: Tile, part: slice, first: int) -> None:
         known = PairStatistics.of(state.take(part), measure)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first))
+        kernels.mix_pair(
+            student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums.take(part), sums_of(part, first)
+        )
 
-    def fold_and_mix(*given) -> None:
-        fold(*given)
-        mix(*given)
+    def fold_and_mix(*arguments) -> None:
+        fold(*arguments)
+        mix(*arguments)
 
     tokens = _whole_rows(pair, student, teacher) if shard is None else None
     if tokens is not None:
@@ -150,7 +148,7 @@ def forward(pair: Pair, options: PairOptions, *, bounded: bool = False) -> PairV
 
 
 def _sweep(pair: Pair, student: Side, teacher: Side, tiles: Tiles, step: Callable[..., None]) -> None:
-    """step(student's tile, teacher's tile, tokens, first column) for each pair of tiles, whose memory it gives back."""
+    """Call step(student's tile, teacher's tile, tokens, first column) for each pair of tiles, then free the pair."""
     token_spans = spans(student.factor.shape[0], tiles.tokens)
     for first, last in spans(pair.vocab, tiles.vocab):
         factors = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
@@ -160,7 +158,7 @@ def _sweep(pair: Pair, student: Side, teacher: Side, tiles: Tiles, step: Callabl
 
 
 def _bytes_per_logit(device: torch.device) -> int:
-    """Of a pair of tiles; eager kernels work on float32 copies of both."""
+    """Bytes for each entry of a pair of tiles; eager kernels work on float32 copies of both."""
     return 8 if compiles(device) else 48
 
 
@@ -170,7 +168,7 @@ def _tiles(
     tokens: int,
     *,
     bytes_per_gradient: int = 0,
-    whole: bool = False,  # tiles of `TileSums`
+    whole: bool = False,  # make the width a multiple of TILE_VOCAB, for `TileSums`
 ) -> Tiles:
     device = pair.student.hidden.device
     hidden_size = pair.student.hidden.shape[1] + pair.teacher.hidden.shape[1]
@@ -184,7 +182,7 @@ def _tiles(
 
 
 def _whole_rows(pair: Pair, student: Side, teacher: Side) -> int | None:
-    """Tokens whose logits of the whole vocabulary fit the workspace; None where two sweeps are better."""
+    """Number of tokens whose logits of both heads over the whole vocabulary fit the workspace; None for two sweeps."""
     if student.options.names_chunk or student.converts or teacher.converts:
         return None
     device = pair.student.hidden.device
@@ -198,9 +196,9 @@ def backward(
     tokens: PairGradients,  # of the tokens that count
     needs: Needs,
     *,
-    count: int | None = None,  # of the tokens with a gradient, where the host knows it
+    count: int | None = None,  # number of tokens with a gradient, if the host knows it
 ) -> Gradients:
-    """Gradients of the student."""
+    """Gradients of the student's tensors."""
     live, tokens = _with_gradient(pair.student.live, tokens, count)
     return gradients(pair, options, live, tokens, needs).of_all_tokens(live, pair.student)
 
@@ -208,29 +206,29 @@ def backward(
 def _with_gradient(
     live: TokenSelection, tokens: PairGradients, count: int | None
 ) -> tuple[TokenSelection, PairGradients]:
-    """The live tokens whose gradient is not exactly zero; one host sync, unless `live` is a mask or `count` known."""
-    wanted = tokens.grad != 0
+    """The live tokens whose gradient is not exactly zero. One host sync, unless `live` is a mask or `count` given."""
+    has_gradient = tokens.grad != 0
     for grad in (tokens.grad_logps, tokens.grad_entropy):
-        wanted = wanted if grad is None else wanted | (grad != 0)
+        has_gradient = has_gradient if grad is None else has_gradient | (grad != 0)
     if live.mask is not None:
-        live = live.restricted(wanted)
+        live = live.restricted(has_gradient)
         assert live.mask is not None
         here = live.mask
         parts = PairGradients._make(None if part is None else torch.where(here, part, 0.0) for part in tokens)
         # exp(z - inf) is 0 whatever z is; exp(z - 0) might overflow, and inf * 0 is NaN.
         silent = {name: torch.where(here, getattr(tokens, name), torch.inf) for name in ("lse", "teacher_lse")}
         return live, parts._replace(**silent)
-    picked = picked_rows(wanted, count)
+    picked = picked_rows(has_gradient, count)
     return (live, tokens) if picked is None else (live.among(picked), tokens.take(picked))
 
 
 def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: PairGradients, needs: Needs) -> Gradients:
-    """Gradients of the tokens in `live`, whose numbers `tokens` are. Padding entries of the vocabulary get 0."""
+    """Gradients from the tokens in `live`; `tokens` has their numbers. Padding entries of the vocabulary get 0."""
     student, teacher = sides(pair, options, live)
     rows, dtype = student.rows, options.student.compute_dtype
     kernels, n = kernels_of_pairs.for_device(rows.weight.device), tokens.lse.numel()
     products = None
-    if options.measure.kind != MIXTURE:  # whose logarithms take longer behind a product than in a kernel of their own
+    if options.measure.kind != MIXTURE:  # a mixture's logarithms take longer in an epilogue than in a separate kernel
         products = PairProducts.of(student, teacher, pair.vocab, options.measure)
     if products is not None:
         tiles = products.gradient_tiles(n)
@@ -242,14 +240,16 @@ def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: Pa
         part = slice(start, stop)
         if products is not None:
             return products.gradient(part, first, last, tokens.take(part))
-        if first not in factors:  # of the tile before, which parts of the tokens share
+        if first not in factors:  # `factors` has one tile, which all spans of tokens share
             factors.clear()
             factors[first] = [side.factor_tile(side.weight_tile(first, last), first) for side in (student, teacher)]
-        own, other = (
+        student_tile, teacher_tile = (
             side.tile(part, factor, first) for side, factor in zip((student, teacher), factors[first], strict=True)
         )
-        out = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
-        kernels.grad_pair(own, other, rows.targets[part], first, options.measure, tokens.take(part), out)
+        out = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
+        kernels.grad_pair(
+            student_tile, teacher_tile, rows.targets[part], first, options.measure, tokens.take(part), out
+        )
         return out
 
     return two_pass.gradients(rows, options.student, None, needs, known=tile_gradient, tiles=tiles, vocab=pair.vocab)
@@ -258,9 +258,9 @@ def gradients(pair: Pair, options: PairOptions, live: TokenSelection, tokens: Pa
 def one_pass(
     pair: Pair, options: PairOptions, gradients_of: PairGradientsOf, needs: Needs
 ) -> tuple[PairValues, Gradients]:
-    """As `forward`, and the gradients for hidden, weight and bias of what the caller says chunk by chunk.
+    """As `forward`, and the gradients for hidden, weight and bias; `gradients_of` gives each chunk's token gradients.
 
-    The student's head has no low-rank term.
+    The student's head must have no low-rank term.
     """
     student, teacher = sides(pair, options, pair.student.live)
     measure, live, n = options.measure, pair.student.live, student.factor.shape[0]
@@ -272,7 +272,7 @@ def one_pass(
     if totals.weight is not None:
         totals.weight[vocab:] = 0
     products = PairProducts.of(student, teacher, vocab, measure) if _keeps_pairs(pair, options) else None
-    found: list[PairValues] = []
+    chunk_values: list[PairValues] = []
     for start, stop in chunks:
         part = slice(start, stop)
         if products is None:
@@ -281,53 +281,54 @@ def one_pass(
             values, gradient = products.values_and_gradient(part, targets=options.targets)
         grads = gradients_of(part, values.divergence, values.statistics)
         tile = gradient(PairGradients.of(values.statistics, values.value, *grads))
-        del gradient  # or what it reads would stay alive while the products, and the next pair, are allocated
+        del gradient  # frees its inputs before the products and the next pair are allocated
         _add_products(totals, student, tile, part, live, vocab)
         del tile
-        found.append(values)
-    if not found:
+        chunk_values.append(values)
+    if not chunk_values:
         return forward(pair, options), totals.finish()
-    return _joined(found), totals.finish()
+    return _joined(chunk_values), totals.finish()
 
 
 def _values_and_gradient(
     student: Side, teacher: Side, part: slice, vocab: int, options: PairOptions
 ) -> ValuesAndGradient:
-    """From float32 rows of both heads, which the gradient takes the place of where it is float32, too."""
-    own, other = (side.whole_tile(part, vocab) for side in (student, teacher))
+    """Values and gradient from float32 rows of both heads. A float32 gradient overwrites the student's rows."""
+    student_tile, teacher_tile = (side.whole_tile(part, vocab) for side in (student, teacher))
     measure, targets, dtype = options.measure, student.rows.targets[part], options.student.compute_dtype
-    kernels, device = kernels_of_pairs.for_device(own.logits.device), own.logits.device
+    kernels, device = kernels_of_pairs.for_device(student_tile.logits.device), student_tile.logits.device
     state = PairFold.start(
         part.stop - part.start, device, measure, entropy=options.student.entropy, targets=options.targets
     )
-    kernels.fold_pair(own, other, targets, 0, measure, state)
+    kernels.fold_pair(student_tile, teacher_tile, targets, 0, measure, state)
     known = PairStatistics.of(state, measure)
     sums = None
     if measure.kind == MIXTURE:
         sums = MixtureSums.start(state.peak)
-        kernels.mix_pair(own, other, measure, known.lse, known.teacher_lse, sums)
+        kernels.mix_pair(student_tile, teacher_tile, measure, known.lse, known.teacher_lse, sums)
 
     def gradient(tokens: PairGradients) -> Tensor:
-        tile = own.logits if dtype == torch.float32 else torch.empty_like(own.logits, dtype=dtype)
-        kernels.grad_pair(own, other, targets, 0, measure, tokens, tile)
+        tile = student_tile.logits if dtype == torch.float32 else torch.empty_like(student_tile.logits, dtype=dtype)
+        kernels.grad_pair(student_tile, teacher_tile, targets, 0, measure, tokens, tile)
         return tile
 
     return PairValues.of(known, measure, sums), gradient
 
 
 def even_spans(n: int, most: int) -> list[tuple[int, int]]:
-    """The fewest near-equal spans of at most `most` tokens, in multiples of MIN_WHOLE_ROWS where that goes."""
+    """The fewest near-equal spans of at most `most` tokens, rounded up to multiples of MIN_WHOLE_ROWS up to `most`."""
     parts = -(-n // most)
     step = -(-n // max(parts, 1))
     return spans(n, min(-(-step // MIN_WHOLE_ROWS) * MIN_WHOLE_ROWS, most))
 
 
-def _joined(found: Sequence[PairValues]) -> PairValues:
-    """Of tokens one after the other."""
+def _joined(chunk_values: Sequence[PairValues]) -> PairValues:
+    """The values of consecutive chunks of tokens, concatenated."""
     statistics = PairStatistics._make(
-        None if parts[0] is None else torch.cat(parts) for parts in zip(*(v.statistics for v in found), strict=True)
+        None if parts[0] is None else torch.cat(parts)
+        for parts in zip(*(v.statistics for v in chunk_values), strict=True)
     )
-    divergence, value = (torch.cat([getattr(v, name) for v in found]) for name in ("divergence", "value"))
+    divergence, value = (torch.cat([getattr(v, name) for v in chunk_values]) for name in ("divergence", "value"))
     return PairValues(divergence, statistics, value)
 
 
@@ -350,12 +351,12 @@ def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live
 
 
 def _keeps_pairs(pair: Pair, options: PairOptions) -> bool:
-    """Whether one pass keeps two numbers of an entry. Where both underflow, a softcap's derivative would be lost."""
+    """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
     return options.student.transform.softcap is None and PairProducts.applies_to(pair.student, options.student)
 
 
 def one_pass_tokens(pair: Pair, options: PairOptions) -> int:
-    """Tokens of a chunk of one pass."""
+    """Number of tokens of a chunk of one pass."""
     if options.student.chunk_tokens is not None:
         return options.student.chunk_tokens
     device, dtype = pair.student.hidden.device, options.student.compute_dtype

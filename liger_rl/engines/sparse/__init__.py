@@ -1,1 +1,1 @@
-"""Lists of ids for each token: given by a sampler, or found by a certificate of the gradient."""
+"""Lists of ids for each token: given by a sampler, or found from bounds of the gradient."""

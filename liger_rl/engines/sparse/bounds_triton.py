@@ -1,14 +1,14 @@
-"""Which parts of a gradient are kept: found by a certificate for each token, as Triton kernels.
+"""Bounds of each token's gradient in each tile, and the choice of kept parts: Triton kernels of README steps 2, 3, 7.
 
-A part is one token's dL/dlogits in one tile of the vocabulary. From bounds of every part's norm `choose_parts` keeps,
-for each token, the parts without which its own error could exceed its share of the tolerance. `listing_triton` makes
-lists of entries from them.
+A part is one token's dL/dlogits in one tile of the vocabulary. `choose_parts` reads bounds of every part's norm. It
+keeps, for each token, the parts without which the token's error could exceed its share of the tolerance.
+`listing_triton` makes lists of entries from the kept parts.
 
-A rest is the sum of what a token leaves out of a tile. The tile's entries share it by `Tail.entries`, so that
-dL/dlogits still adds up to zero over the vocabulary. The rows of a trained weight have much in common, and a sum that
-is a thousandth off would be a large error of dL/dhidden.
+A rest is the sum of the entries that a token drops in a tile. The tile's entries share the rest by `Tail.entries`, so
+that dL/dlogits still adds up to zero over the vocabulary. The rows of a trained weight have much in common, so a sum
+that is off by a thousandth would be a large error of dL/dhidden.
 
-Every kernel writes what one program owns, in a fixed order: no atomics, the same bits on every run.
+Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
 
 from typing import NamedTuple
@@ -44,35 +44,36 @@ from liger_rl.kernels.statistics import (
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 BOUND_TOKENS, BOUND_TILES, BOUND_WARPS = 16, 128, 8
-CHOSEN, CHOOSING_WARPS = 4096, 8  # parts of a program that chooses, at least a token's
-HALVINGS = 10  # of the range in which a token's threshold of parts lies
-DRAWN, DRAWING_WARPS = 1024, 8  # tokens that the one program draws from at a time
+CHOSEN, CHOOSING_WARPS = 4096, 8  # parts of a program of `_choose_kernel`; one token's parts may be more
+HALVINGS = 10  # of the range that contains a token's threshold between dropped and kept parts
+DRAWN, DRAWING_WARPS = 1024, 8  # tokens of a step, in the kernels with one program
 SHARING_WARPS = 8
-CUTS = 6  # of a tile's entries to twice their mean, of which each changes the mean
-# Of the weight, which a program reads at a time. One H200, H = 2048 and 4096: 1.2 to 1.3 x the time of reading it
-# once; 16 x 256 took 1.6 to 2.4 x.
+CUTS = 6  # times that a tile's entries are cut to twice their mean; each cut lowers the mean
+# Rows and columns of the weight that a program reads at a time. One H200, H = 2048 and 4096: 1.2 to 1.3 x the time of
+# one read of the weight; 16 x 256 took 1.6 to 2.4 x.
 WEIGHED_ENTRIES, WEIGHED_COLUMNS = 32, 512
-TILE_MULTIPLE = 8  # rests have rows of a multiple of so many tiles, for products that read them 16 bytes at a time
-TILE_SHARE = 0.5  # of a token's tolerated energy, for parts that are left out whole
+TILE_MULTIPLE = 8  # a row of rests has a multiple of 8 tiles, so that products read it 16 bytes at a time
+# Dropped parts may take this share of a token's tolerated energy. Dropped entries of kept parts may take what remains.
+TILE_SHARE = 0.5
 
-# What float32 loses on the way to a bound, added to it: in nats, absolute and relative to the size of the logits.
+# Bounds include the rounding of float32. SLACK is in nats, SLACK_OF_LSE in nats for each nat of |lse|.
 SLACK, SLACK_OF_LSE = tl.constexpr(2e-3), tl.constexpr(2e-6)
-SLACK_OF_SUM = tl.constexpr(2.0**-16)  # BLOCK_VOCAB terms of relative rounding 2^-24 each
-SLACK_OF_TERM = tl.constexpr(2.0**-23)  # of one of them that is made again from lse, relative to it and times |lse|
-SLACK_OF_SHARES = tl.constexpr(1.0 + 2.0**-6)  # of rests and shares to the products' dtype, squared
+SLACK_OF_SUM = tl.constexpr(2.0**-16)  # a sum of BLOCK_VOCAB terms, each with a relative rounding of 2^-24
+SLACK_OF_TERM = tl.constexpr(2.0**-23)  # a term that is computed again from lse: relative to the term, times |lse|
+SLACK_OF_SHARES = tl.constexpr(1.0 + 2.0**-6)  # squared rounding of rests and shares to the products' dtype
 SLACK_OF_DERIVATIVE = tl.constexpr(1e-5)
-BUDGET_ROUNDING = 1.0 - 1e-3  # of float32 sums of squares and of entries in float16, taken off the tolerated energy
+BUDGET_ROUNDING = 1.0 - 1e-3  # lowers the tolerated energy by the rounding of float32 sums and of float16 entries
 LOG_4 = tl.constexpr(1.3862943611198906)
 
 
 class ChosenParts(NamedTuple):
-    """Which parts are kept. A token's parts stand side by side, in the order of their tiles."""
+    """The kept parts of n tokens. A token's kept parts are consecutive, in the order of their tiles."""
 
-    rank: Tensor  # (tiles, n) int16: of a kept part among its token's, -1 where it is left out
-    starts: Tensor  # (n + 1,) int64: the first part of each token
-    room: Tensor  # (n,) float32: energy that a token's entries may leave out, in units of its scale squared
-    scale: Tensor  # (n,) float32: no entry is larger; 0 without a gradient, and then no part is kept
-    rest: Tensor  # (n, padded tiles) sums of parts that are left out, 0 elsewhere
+    rank: Tensor  # (tiles, n) int16: number of a kept part among its token's kept parts; -1 for a dropped part
+    starts: Tensor  # (n + 1,) int64: number of each token's first part among all kept parts
+    room: Tensor  # (n,) float32: energy of the entries that a token may still drop, in units of its scale squared
+    scale: Tensor  # (n,) float32: upper bound of an entry's size; 0 for a token without a gradient, which keeps no part
+    rest: Tensor  # (n, padded tiles): sums of dropped parts, 0 elsewhere
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -81,29 +82,29 @@ class ChosenParts(NamedTuple):
 @triton.jit
 def _log_supremum(log_p, entropy):
     """log of the supremum of p (log p + entropy)^2 over 0 < p <= exp(log_p)."""
-    log_p = tl.maximum(log_p, LOWEST)  # of banned ids alone: -inf plus inf is NaN
+    log_p = tl.maximum(log_p, LOWEST)  # log_p is -inf if all ids are banned, and -inf plus inf is NaN
     value = log_p + 2.0 * tl.log(tl.abs(log_p + entropy))
-    # Its one local maximum, 4 exp(-entropy - 2), is at log p = -entropy - 2.
+    # The function has one local maximum, 4 exp(-entropy - 2), at log p = -entropy - 2.
     hill = LOG_4 - 2.0 - entropy
     return tl.where(log_p >= -entropy - 2.0, tl.maximum(value, hill), value)
 
 
 @triton.jit
 def _slope_at(z, steps):
-    """-> dz/dx under a softcap without its constant part, rounded down."""
+    """-> lower bound of dz/dx under a softcap, without the constant part."""
     return tl.maximum(1.0 - tanh_square(z, steps) - SLACK_OF_DERIVATIVE, 0.0)
 
 
 @triton.jit
 def _has_gradient(tokens, token, live):
-    """-> whether tokens have a gradient; true for NaN, which must reach the gradients."""
+    """-> whether each token has a gradient. A NaN counts as a gradient, so that it reaches the result."""
     if tokens.wanted is None:
-        wanted = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
+        has_gradient = tl.load(tokens.grad_logps + token, mask=live, other=0.0) != 0
     else:
-        wanted = tl.load(tokens.wanted + token, mask=live, other=0) != 0
+        has_gradient = tl.load(tokens.wanted + token, mask=live, other=0) != 0
     if tokens.grad_entropy is not None:
-        wanted |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
-    return wanted
+        has_gradient |= tl.load(tokens.grad_entropy + token, mask=live, other=0.0) != 0
+    return has_gradient
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def _bounds_kernel(
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
-    wanted = live & _has_gradient(tokens, token, live)
+    has_gradient = live & _has_gradient(tokens, token, live)
     lse = tl.load(statistics.lse + token, mask=live, other=0.0)
     logps = tl.load(statistics.logps + token, mask=live, other=0.0)
     target_tile = tl.load(targets + token, mask=live, other=0) // TILE_VOCAB
@@ -130,19 +131,20 @@ def _bounds_kernel(
     rounding = SLACK_OF_SUM + SLACK_OF_TERM * tl.abs(lse)
     g, e, entropy = token_terms(tokens, token, live)
     unit = tl.abs(g) + tl.abs(e)
-    unit = tl.where(wanted & (unit != 0.0), unit, 1.0)
-    # Relative to the unit, no square of a small gradient is lost. Zero times what an idle token holds may be NaN.
-    g = tl.where(wanted, g / unit, 0.0)
+    unit = tl.where(has_gradient & (unit != 0.0), unit, 1.0)
+    # Division by the unit keeps squares of small gradients from underflow. A token without a gradient may hold NaN, and
+    # 0 * NaN is NaN.
+    g = tl.where(has_gradient, g / unit, 0.0)
     at_target = gradient_at_target(tokens, token, live, logps)
     known_gradient = at_target
     if steps.cap is not None:
         known_gradient *= 1.0 - tanh_square(logps + lse, steps)
-    # Zero times what an idle token's logits are may be NaN.
-    known_gradient = tl.where(wanted, times_slope(known_gradient, steps), 0.0)
+    # Logits of a token without a gradient may be NaN or infinite, and zero times these is NaN.
+    known_gradient = tl.where(has_gradient, times_slope(known_gradient, steps), 0.0)
     tl.store(out.at_target + token, known_gradient, mask=live)
     at_target = at_target / unit
     if tokens.grad_entropy is not None:
-        e = tl.where(wanted, e / unit, 0.0)
+        e = tl.where(has_gradient, e / unit, 0.0)
     if steps.cap is not None:
         at_target *= _slope_at(logps + lse, steps)
     least = at_target * at_target
@@ -168,11 +170,11 @@ def _bounds_kernel(
             supremum = _log_supremum(log_largest, entropy[None, :])
             most += tl.abs(e)[None, :] * tl.exp(0.5 * (log_mass + supremum) + slack[None, :])
             moment = tl.load(known.moments + place, mask=inside, other=0.0) + (log_peak + entropy[None, :]) * total
-            # Of a banned target 0 times -inf is NaN, in every tile.
+            # A banned target has logp = -inf, and 0 * -inf is NaN in every tile.
             moment -= target_term * (tl.maximum(logps, LOWEST_LOG_PROBABILITY) + entropy)[None, :]
             rest -= e[None, :] * largest * moment
         else:
-            # The largest entry of every other tile.
+            # A tile without the target contributes the square of its largest entry.
             lower = tl.where(inside & (here == 0), g[None, :] * largest, 0.0)
             least += tl.sum(lower * lower, 0) * (1.0 - 2.0 * slack)
         tl.store(out.most + place, most, mask=inside)
@@ -180,8 +182,8 @@ def _bounds_kernel(
         size += tl.sum(tl.where(inside, tl.abs(rest), 0.0), 0).to(tl.float64)
     size *= unit
     tl.store(out.least + token, least, mask=live)
-    tl.store(out.unit + token, tl.where(wanted, unit, 0.0), mask=live)
-    tl.store(out.size + token, tl.where(wanted & (size < float("inf")), size, 0.0), mask=live)
+    tl.store(out.unit + token, tl.where(has_gradient, unit, 0.0), mask=live)
+    tl.store(out.size + token, tl.where(has_gradient & (size < float("inf")), size, 0.0), mask=live)
 
 
 def part_bounds(
@@ -191,7 +193,7 @@ def part_bounds(
     targets: Tensor,  # (n,)
     transform: LogitTransform,
 ) -> PartBounds:
-    """Bounds of one head's gradient, targets aside. With P and Q a tile's largest probability and its mass,
+    """Bounds of one head's gradient, without the targets' entries. With P a tile's largest probability and Q its mass,
 
     sum_v p_v^2 <= P Q,    sum_v (p_v (log p_v + H))^2 <= Q sup_{p <= P} p (log p + H)^2
     """
@@ -205,41 +207,41 @@ def part_bounds(
     return bounds
 
 
-# --- the tail: how a tile's entries share what is left out of it ------------------------------------------------------
+# --- the tail: how a tile's entries share the sum that is dropped there -----------------------------------------------
 
 
 class Drawn(NamedTuple):
-    """Tokens that say how entries share a rest, (SAMPLES,) each, and where to read hidden states."""
+    """The sampled tokens, (SAMPLES,) each, whose gradients give the shares, and where hidden states are read."""
 
-    rows: Tensor  # int64, among n tokens
-    positions: Tensor  # int64, the same among all N
-    scales: Tensor  # float32, by what the gradients of all become alike in size
-    # (n,) int64, among all N: a token's own position; a token without a gradient has that of one with, because zero
-    # times what its own hidden state is may be NaN.
+    rows: Tensor  # int64, positions among the n tokens
+    positions: Tensor  # int64, the same tokens' positions among all N
+    scales: Tensor  # float32, 1 / `PartBounds.size`, so that all samples' gradients are alike in size; 0 for size 0
+    # (n,) int64, among all N: the position whose hidden state is read for each token. It is the token's own position,
+    # or, if the token has no gradient, that of a token with one: zero times a NaN in the own hidden state is NaN.
     sources: Tensor
 
 
 @triton.jit(do_not_specialize=["count"])
 def _draw_kernel(
     bounds,  # `PartBounds`
-    index,  # (count,) int64: positions of the tokens, None where they are all tokens
+    index,  # (count,) int64: positions of the tokens among all N; None if they are all tokens
     drawn,  # `Drawn`
     count,
     SAMPLES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # One program, because where a token comes depends on all before it; its order is fixed, so its sums may be floats.
+    # One program, because a token's place depends on all tokens before it. Float sums have one order, so one result.
     total = tl.zeros((), tl.float64)
-    some = tl.zeros((), tl.int32) + (count - 1)
+    first_place = tl.zeros((), tl.int32) + (count - 1)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
         live = token < count
         total += tl.sum(tl.load(bounds.size + token, mask=live, other=0.0))
-        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
-        some = tl.minimum(some, tl.min(tl.where(wanted, token, count - 1)))
-    source = some.to(tl.int64)
+        has_gradient = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        first_place = tl.minimum(first_place, tl.min(tl.where(has_gradient, token, count - 1)))
+    source = first_place.to(tl.int64)
     if index is not None:
-        source = tl.load(index + some)
+        source = tl.load(index + first_place)
     sample = tl.arange(0, SAMPLES)
     step = (sample + 0.5) * (total / SAMPLES)
     so_far = tl.zeros((), tl.float64)
@@ -250,11 +252,11 @@ def _draw_kernel(
         until = so_far + tl.cumsum(tl.load(bounds.size + token, mask=live, other=0.0), 0)
         place += tl.sum(((until[:, None] <= step[None, :]) & live[:, None]).to(tl.int32), 0)
         so_far = tl.max(until, 0)
-        wanted = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
+        has_gradient = tl.load(bounds.unit + token, mask=live, other=0.0) != 0.0
         position = token.to(tl.int64)
         if index is not None:
             position = tl.load(index + token, mask=live, other=0)
-        tl.store(drawn.sources + token, tl.where(wanted, position, source), mask=live)
+        tl.store(drawn.sources + token, tl.where(has_gradient, position, source), mask=live)
     place = tl.minimum(place, count - 1)
     size = tl.load(bounds.size + place)
     position = place.to(tl.int64)
@@ -266,7 +268,7 @@ def _draw_kernel(
 
 
 def draw_tokens(bounds: PartBounds, index: Tensor | None) -> Drawn:
-    """Each token as often as its size says; `index` (n,) has the tokens' positions, None where they are all tokens."""
+    """Sample tokens in proportion to `PartBounds.size`; `index` (n,) are positions among all N, None for all tokens."""
     n, device = bounds.size.numel(), bounds.size.device
     rows, positions = torch.empty(2, SAMPLES, dtype=torch.int64, device=device).unbind()
     scales, sources = (
@@ -311,14 +313,14 @@ def _shares_kernel(
         entropy = entropy[None, :]
     grad = gradient(p, log_p, None, 0.0, g[None, :], e, entropy, ENTROPY)
     grad = tl.abs(times_derivative(grad, square, steps)) * scale[None, :]
-    beside = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
-    # One token's NaN must not reach the gradients of others.
-    size = tl.sum(tl.where(beside & (grad < float("inf")), grad, 0.0), 1)
-    # The few large entries of a tile are those that tokens list. A rest that went to them would stand in for nothing.
+    not_target = known[:, None] & (tl.load(targets + row)[None, :] != entry[:, None])
+    # One token's NaN must not reach other tokens' gradients.
+    size = tl.sum(tl.where(not_target & (grad < float("inf")), grad, 0.0), 1)
+    # Tokens list the few large entries of a tile. A share of a rest on a listed entry would replace nothing.
     for _ in range(CUTS):
         size = tl.minimum(size, 2.0 * tl.sum(size) / tl.maximum(tl.minimum(vocab - tile * TILE_VOCAB, TILE_VOCAB), 1))
     total = tl.sum(size, 0)
-    # Finite numbers may add up to what is not.
+    # A sum of finite numbers may overflow to inf.
     share = tl.where((total > 0.0) & (total < float("inf")), size / total, 0.0)
     tl.store(tail.entries + entry, share)
     tl.store(tail.squares + tile, tl.sum(share * share))
@@ -343,15 +345,15 @@ def _weigh_rows_kernel(
         entry = tile * TILE_VOCAB + step + tl.arange(0, ENTRIES)
         known = entry < vocab
         place = entry.to(tl.int64)[:, None] * stride + column[None, :]
-        part = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
-        part = part.to(rows.dtype.element_ty).to(tl.float32)
-        total += part * tl.load(shares + entry, mask=known, other=0.0)[:, None]
+        values = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
+        values = values.to(rows.dtype.element_ty).to(tl.float32)
+        total += values * tl.load(shares + entry, mask=known, other=0.0)[:, None]
     place = tile.to(tl.int64) * hidden_size + column
     tl.store(rows + place, tl.sum(total, 0).to(rows.dtype.element_ty), mask=inside)
 
 
 def padded_tiles(vocab: int, width: int) -> int:
-    """Tiles of the vocabulary, made up to a multiple."""
+    """Tiles of the vocabulary, rounded up to a multiple of TILE_MULTIPLE."""
     return triton.cdiv(vocab, width * TILE_MULTIPLE) * TILE_MULTIPLE
 
 
@@ -363,9 +365,10 @@ def tail_of_logits(
     tokens: TokenGradients,  # (n,) each
     transform: LogitTransform,
 ) -> Tail:
-    """A tile's entries share a rest as the drawn tokens' |dL/dx| add up, their targets aside.
+    """An entry's share of a rest is its sum of |dL/dx| over the drawn tokens, relative to its tile's sum.
 
-    Entries that are improbable for most tokens are so in much the same proportions for all of them.
+    A drawn token's target is left out of the sums.
+    Among entries that are improbable for most tokens, the proportions are much the same for all tokens.
     """
     tail = Tail.empty(padded_tiles(logits.shape[0], BLOCK_VOCAB), BLOCK_VOCAB, logits.device)
     with on(logits.device):
@@ -378,7 +381,7 @@ def tail_of_logits(
 
 
 def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(padded tiles, H): the weight's rows of each tile, added up by their shares; zeros past the vocabulary."""
+    """(padded tiles, H): the sum of each tile's rows of the weight, times their shares; zeros past the vocabulary."""
     assert weight.stride(1) == 1
     (vocab, size), tiles = weight.shape, tail.squares.numel()
     rows = torch.empty(tiles, size, dtype=dtype, device=weight.device)
@@ -397,8 +400,8 @@ def tail_rows(tail: Tail, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _choose_kernel(
     bounds,  # `PartBounds`
     squares,  # (tiles,) of the tail's shares
-    chosen,  # `ChosenParts`, all but the starts
-    numbers,  # (count,) int32: parts of each token
+    chosen,  # `ChosenParts`, written except for the starts
+    numbers,  # (count,) int32: kept parts of each token, written
     tiles,
     count,
     width,  # padded tiles
@@ -413,14 +416,15 @@ def _choose_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < count
     unit = tl.load(bounds.unit + token, mask=live, other=0.0)
-    wanted = live & (unit != 0.0)
+    has_gradient = live & (unit != 0.0)
     tile = tl.arange(0, TILES)
-    inside = (tile < tiles)[:, None] & wanted[None, :]
+    inside = (tile < tiles)[:, None] & has_gradient[None, :]
     place = tile.to(tl.int64)[:, None] * count + token[None, :]
     most = tl.load(bounds.most + place, mask=inside, other=0.0)
     rest = tl.load(bounds.rest + place, mask=inside, other=0.0)
     square = SLACK_OF_SHARES * tl.load(squares + tile, mask=tile < tiles, other=0.0)[:, None]
-    # Of G - S u, with S the sum of G and u >= 0 the shares. If G has one sign, its square is at most |G|^2 + |S u|^2.
+    # The energy of G - S u, with G a part, S its sum and u >= 0 the shares. If G has one sign, the energy is at most
+    # |G|^2 + |S u|^2.
     if SIGNED:
         energy = most + tl.abs(rest) * tl.sqrt(square)
         energy = energy * energy
@@ -429,7 +433,7 @@ def _choose_kernel(
     scale = tl.max(most, 0)
     tolerated = factor * tl.load(bounds.least + token, mask=live, other=0.0)
     ceiling = SHARE * tolerated
-    # Parts under the lowest threshold are at most TILES, and so together under the ceiling.
+    # At most TILES parts are under the lowest threshold, so their sum is under the ceiling.
     low = tl.full((TOKENS,), 1.0 / TILES, tl.float32)
     high = tl.full((TOKENS,), 1.0, tl.float32)
     for _ in range(HALVINGS):
@@ -438,7 +442,7 @@ def _choose_kernel(
         fits = under <= ceiling
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle)
-    # No comparison holds for NaN, whose parts are kept.
+    # Comparisons with NaN are false, so a part whose energy is NaN is kept.
     dropped = inside & ((energy < (low * ceiling)[None, :]) | (energy == 0.0))
     spent = tl.sum(tl.where(dropped, energy, 0.0), 0)
     kept = inside & (dropped == 0)
@@ -448,7 +452,7 @@ def _choose_kernel(
     written = (tile < tiles)[:, None] & live[None, :]
     tl.store(chosen.rank + place, rank.to(tl.int16), mask=written)
     tl.store(numbers + token, tl.sum(number, 0), mask=live)
-    room = tl.where(wanted, (tolerated - spent) / (scale * scale), 0.0)
+    room = tl.where(has_gradient, (tolerated - spent) / (scale * scale), 0.0)
     tl.store(chosen.room + token, room, mask=live)
     tl.store(chosen.scale + token, scale * unit, mask=live)
     rest = tl.where(dropped, times_slope(rest * unit[None, :], steps), 0.0).to(chosen.rest.dtype.element_ty)
@@ -458,9 +462,9 @@ def _choose_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr, STEP: tl.constexpr):
-    # One program, because where a token starts depends on all before it.
+    # One program, because a token's start depends on all tokens before it.
     before = tl.zeros((), tl.int64)
-    wanted = tl.zeros((), tl.int32)
+    with_gradient = tl.zeros((), tl.int32)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
         live = token < count
@@ -470,9 +474,9 @@ def _starts_kernel(numbers, units, starts, counted, count, TOKENS: tl.constexpr,
         last = live & ((token % TOKENS == TOKENS - 1) | (token == count - 1))
         tl.store(counted + 1 + token // TOKENS, until, mask=last)
         before += tl.sum(number)
-        wanted += tl.sum((tl.load(units + token, mask=live, other=0.0) != 0.0).to(tl.int32))
+        with_gradient += tl.sum((tl.load(units + token, mask=live, other=0.0) != 0.0).to(tl.int32))
     tl.store(starts + count, before)
-    tl.store(counted, wanted.to(tl.int64))
+    tl.store(counted, with_gradient.to(tl.int64))
 
 
 def choose_parts(
@@ -484,11 +488,11 @@ def choose_parts(
     *,
     signed: bool,
 ) -> tuple[ChosenParts, Tensor]:
-    """For each token the parts without which its own error could pass TILE_SHARE of what it may be.
+    """Keep, for each token, the parts without which its squared error could exceed TILE_SHARE of the tolerated energy.
 
     Returns:
-        The parts, and (1 + ceil(n / BLOCK_TOKENS),) int64: the tokens with a gradient, and the parts of the first
-        BLOCK_TOKENS tokens, of twice as many, ..., of all.
+        The parts, and (1 + ceil(n / BLOCK_TOKENS),) int64: the number of tokens with a gradient, and the number of kept
+        parts of the first BLOCK_TOKENS tokens, of the first 2 BLOCK_TOKENS, ..., of all tokens.
     """
     tiles, n = bounds.most.shape
     device, width = bounds.most.device, tail.squares.numel()
@@ -504,13 +508,14 @@ def choose_parts(
         scale,
         torch.empty(n, width, dtype=dtype, device=device),
     )
-    side = triton.next_power_of_2(width)
-    together = max(CHOSEN // side, 1)
+    tiles_per_program = triton.next_power_of_2(width)
+    tokens_per_program = max(CHOSEN // tiles_per_program, 1)
     with on(device):
-        _choose_kernel[(triton.cdiv(n, together),)](
+        _choose_kernel[(triton.cdiv(n, tokens_per_program),)](
             bounds, tail.squares, chosen, numbers, tiles, n, width, tolerance**2 * BUDGET_ROUNDING,
             LogitSteps.of(transform),
-            SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=together, TILES=side, num_warps=CHOOSING_WARPS,
+            SHARE=TILE_SHARE, SIGNED=signed, HALVINGS=HALVINGS, TOKENS=tokens_per_program, TILES=tiles_per_program,
+            num_warps=CHOOSING_WARPS,
         )  # fmt: skip
         _starts_kernel[(1,)](
             numbers, bounds.unit, starts, counted, n, TOKENS=BLOCK_TOKENS, STEP=DRAWN, num_warps=DRAWING_WARPS

@@ -1,19 +1,9 @@
-"""The sparse backward: of each token's gradient only the entries without which its own error could pass the tolerance.
+"""The sparse backward: a token keeps only the entries of its gradient without which its error could pass the tolerance.
 
-1. The forward keeps the peak and the sum of exponentials of each token in each tile of 256 vocabulary entries. They
-   bound the norm of dL/dlogits there (`bounds_triton.part_bounds`).
-2. A token keeps the tiles without which its error could exceed its share of the tolerance. If tokens keep many of them,
-   the exact backward runs. This is the first host sync.
-3. The kept parts are computed again: a product whose tokens are gathered tile by tile.
-4. Of these, the entries above the token's own threshold become its list. How many there are is the second host sync.
-5. The gradients are sums over lists, as with ids that a sampler could have drawn: rows of the weight for the hidden
-   states, and hidden states, after a sort by id, for the weight.
-6. What a token leaves out of a tile is not forgotten. The tile's entries share its sum as they share the gradients of
-   some tokens, so that dL/dlogits still adds up to zero.
+`README.md`, under "Found", has the steps. The host waits twice: for the number of kept parts (step 4) and for the
+length of the lists (step 6).
 
-Each token's dL/dlogits is then within `grad_tolerance` of itself, relative to its own norm, whatever the loss.
-
-Tiles are kept where the forward's product has an epilogue. Everywhere else the backward is exact.
+The forward keeps statistics of each tile if its product has an epilogue. Without them the backward is exact.
 """
 
 from functools import partial
@@ -47,7 +37,7 @@ def backward(
     tokens: TokenGradients,  # (n,) each, of the tokens that count
     needs: Needs,
 ) -> Gradients:
-    """From lists of ids; exact where the lists would be long. Two host syncs."""
+    """Gradients from lists of ids, or exact gradients if the lists would be long. Two host syncs."""
     if known is None:
         return two_pass.backward(head, options, statistics, None, tokens, needs)
     from liger_rl.engines.sparse import bounds_triton, listing_triton
@@ -70,11 +60,11 @@ def backward(
     make = partial(listing_triton.make_parts, hidden, weight, bias, targets, tokens, transform)
     dtypes = head.hidden.dtype, weight_dtype
     listed = ListedHead(hidden, finite, weight, bias, weight.shape[0], transform, dtypes)
-    found, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
-    if found is None:
+    gradients, kept = lists.list_gradients(listed, choice, tail, make, (targets, at_target), needs)
+    if gradients is None:
         del choice, tail, hidden, make, listed
         return two_pass.backward(head, options, statistics, None, tokens, needs, count=kept.wanted)
-    return found.of_all_tokens(live, head)
+    return gradients.of_all_tokens(live, head)
 
 
 def lacks(shape: HeadShape) -> str | None:
@@ -89,7 +79,7 @@ def lacks(shape: HeadShape) -> str | None:
 
 
 def workspace(shape: HeadShape) -> int:
-    """The statistics of all tiles; with two passes, or with kept parts and the longest lists that are summed."""
+    """Bytes: statistics of all tiles, and the larger of two passes' workspace and kept parts with the longest lists."""
     n, size, c, s = shape.tokens, shape.hidden_size, shape.options.compute_dtype.itemsize, shape.dtype.itemsize
     tiles = -(-shape.vocab // BLOCK_VOCAB)
     statistics = 4 * (2 + shape.options.entropy) * n * tiles

@@ -1,13 +1,13 @@
-"""From kept parts of a gradient to a list of entries for each token, as Triton kernels.
+"""From kept parts of a gradient to a list of entries for each token, as Triton kernels: README steps 5 and 6.
 
-`bounds_triton` says which parts are kept. Then
+`bounds_triton` chooses the kept parts. Then
 
-1. `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
-2. `find_limits` finds, for each token, the largest size under which its entries may be left out together;
-3. `write_lists` lists the larger entries, and writes the sum of the others as the part's rest;
-4. `order_by_id` puts the entries of all tokens in the order of their ids.
+- `list_tiles` gathers, for each tile, the tokens that keep it, and `make_parts` computes these parts again;
+- `find_limits` finds, for each token, the largest size up to which all entries may be dropped together;
+- `write_lists` lists the larger entries, and writes the sum of the dropped entries as the part's rest;
+- `order_by_id` sorts the entries of all tokens by their ids.
 
-Every kernel writes what one program owns, in a fixed order: no atomics, the same bits on every run.
+Each result is written by one program, in a fixed order: no atomics, the same bits on every run.
 """
 
 from typing import NamedTuple
@@ -27,19 +27,22 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB, Tail, TokenGradients
 from liger_rl.kernels.tile_epilogues import part_of
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-LISTED_TOKENS = 1024  # that a program lists at a time
-ROWS = 128  # tokens of a product
-COUNTED, COUNTING_WARPS = 4096, 8  # entries that a program counts at a time
-WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program that writes
-ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program that orders
-UNIT = 2.0**15  # what a part stores for an entry as large as the bound of all; float16 ends at twice as much
-LEVEL_BITS = 7  # of a float16 that a level leaves out: eight levels for each power of 2
+LISTED_TOKENS = 1024  # tokens of a step of `_list_tiles_kernel`
+ROWS = 128  # tokens of a program's product
+COUNTED, COUNTING_WARPS = 4096, 8  # entries of a step of `_limits_kernel`
+WRITTEN, WRITTEN_TOKENS = 2048, 1024  # entries, or tokens, of a program of `_write_kernel`
+ORDERED, ORDERING_WARPS = 512, 4  # entries, or ids, of a program of `_by_id_kernel`
+UNIT = 2.0**15  # a part stores this number for an entry of the token's scale; float16 ends at twice as much
+LEVEL_BITS = 7  # last bits of a float16 that are 0 in a level's size: eight levels for each power of 2
 STORED_UNIT, BITS = tl.constexpr(UNIT), tl.constexpr(LEVEL_BITS)
 LARGEST_HALF, ROUNDED_DOWN = tl.constexpr(65504.0), tl.constexpr(1.0 - 2.0**-10)
 
 
 class Lists(NamedTuple):
-    """The listed entries of consecutive tokens: a token's target first, then its tiles and ids, ascending."""
+    """The listed entries of consecutive tokens: a token's target first, then its other ids, tile by tile, ascending.
+
+    Where parts include targets, a target is listed among the other ids, if it is large enough.
+    """
 
     ids: Tensor  # (E,) int32
     coefficients: Tensor  # (E,) float32, dL/dx
@@ -52,10 +55,10 @@ class Lists(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Consecutive tokens, `first` to `last`, and room for their parts from number `base` on.
+    """Tokens `first` to `last` - 1, and memory for `room` parts. Their first part is number `base` of all parts.
 
-    Where they keep more parts than there is room for, no kernel writes any. So a span may be listed before the host
-    knows how many parts there are.
+    If the tokens keep more parts than `room`, no kernel writes any part. So the kernels of a span may start before the
+    host knows how many parts there are.
     """
 
     first: int
@@ -65,7 +68,7 @@ class Span(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """The tokens of a span that keep each tile, and the tile and the token of each of the span's parts."""
+    """For each tile, the tokens of a span that keep it; for each part of the span, its tile and its token."""
 
     tokens: Tensor  # (tiles, tokens of the span) int32
     counts: Tensor  # (tiles,) int32
@@ -75,7 +78,7 @@ class TileLists(NamedTuple):
 
 @triton.jit
 def _parts_of(chosen, last, base, room):
-    """-> how many parts a span has; -1 where there is no room for them."""
+    """-> number of the span's parts; -1 if it exceeds `room`."""
     parts = tl.load(chosen.starts + last) - base
     return tl.where(parts <= room, parts, -1)
 
@@ -85,7 +88,7 @@ def _list_tiles_kernel(chosen, lists, first, last, base, room, count, STEP: tl.c
     tile = tl.program_id(0).to(tl.int64)
     width = last - first
     at = 0
-    # No tokens where there is no room.
+    # No tokens if the span's parts exceed its room.
     stop = tl.where(_parts_of(chosen, last, base, room) > 0, last, first)
     for start in range(first, stop, STEP):
         token = start + tl.arange(0, STEP)
@@ -112,7 +115,10 @@ def list_tiles(chosen: ChosenParts, span: Span) -> TileLists:
 
 @triton.jit
 def rows_of_tile(chunk, lists, tiles, width, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """-> a tile, some of the tokens that keep it, and which of them there are; no tile past the last chunk."""
+    """-> the tile of a chunk, ROWS tokens that keep it, and a mask of the tokens that exist.
+
+    A chunk past the last one gets the tile number `TILES`, which is no tile.
+    """
     tile = tl.arange(0, TILES)
     kept = tl.load(lists.counts + tile, mask=tile < tiles, other=0)
     chunks = tl.cdiv(kept, ROWS)
@@ -140,7 +146,7 @@ def _parts_kernel(
     vocab,
     size,  # H
     steps,
-    PARTS: tl.constexpr,  # of a tile, one after the other
+    PARTS: tl.constexpr,  # pieces of a tile's columns, one after the other
     TILE_VOCAB: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -190,7 +196,7 @@ def make_parts(
     span: Span,
     out: Tensor,  # (span.room or more, BLOCK_VOCAB) float16
 ) -> None:
-    """The span's kept parts of dL/dz, in units of the tokens' scales over UNIT; 0 at targets."""
+    """Write the span's kept parts of dL/dz, in units of scale / UNIT of each token; 0 at targets."""
     tiles, n = chosen.rank.shape
     family = family_of(hidden.device)
     halved = transform.softcap is not None or tokens.grad_entropy is not None
@@ -209,19 +215,19 @@ def make_parts(
 
 @triton.jit
 def _level(value):
-    """-> the largest level whose size is no larger than `value` >= 0."""
+    """-> the largest level whose size is at most `value` >= 0."""
     return tl.minimum(value, LARGEST_HALF).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> BITS
 
 
 @triton.jit
 def _size(level):
-    """-> of a level: a float16 whose last BITS are 0."""
+    """-> the size of a level: a float16 whose last BITS bits are 0, as float32."""
     return (level << BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _is_listed(value, limit):
-    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # no comparison holds for NaN, which is listed
+    return (tl.abs(value.to(tl.float32)) <= limit) == 0  # comparisons with NaN are false, so NaN is listed
 
 
 @triton.jit(do_not_specialize=["first", "last", "base", "room"])
@@ -229,7 +235,7 @@ def _limits_kernel(
     parts,  # (room, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
     limits,  # (n,) float32: the largest size that is not listed
-    counts,  # (room,) int32, zeros: entries that are listed
+    counts,  # (room,) int32, zeros: number of listed entries of each part
     first,
     last,
     base,
@@ -242,11 +248,11 @@ def _limits_kernel(
     end = (tl.load(chosen.starts + token + 1) - base) * TILE_VOCAB
     end = tl.where(_parts_of(chosen, last, base, room) > 0, end, begin)
     tolerated = tl.load(chosen.room + token) * (STORED_UNIT * STORED_UNIT)
-    tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # of NaN, too
-    # All entries that are no larger than the lowest fit in any case, and one that is larger than the highest does not.
+    tolerated = tl.where(tolerated > 0.0, tolerated, 0.0)  # NaN becomes 0, too
+    # All entries up to the low level fit in any case. One entry of the high level or more does not fit.
     low = _level(tl.sqrt(tolerated / tl.maximum(end - begin, 1).to(tl.float32)) * ROUNDED_DOWN)
     high = _level(tl.sqrt(tolerated)) + 1
-    # Three levels at a time: the parts are read a third of the times that halving takes.
+    # A step tries three levels, so it reads the parts half as often as halving.
     while low + 1 < high:
         step = tl.maximum((high - low) // 4, 1)
         first_level = low + step
@@ -289,12 +295,12 @@ def _limits_kernel(
 def _write_kernel(
     parts,  # (room, TILE_VOCAB) float16
     chosen,  # `ChosenParts`
-    of,  # `TileLists`
+    tile_lists,  # `TileLists`
     entries,  # (V,) shares of the tail
-    targets,  # (n,) ids, or None where parts include them
+    targets,  # (n,) ids; None if parts include the targets' entries
     at_target,  # (n,) float32
     limits,  # (n,) float32
-    before,  # (parts of all spans + 1,) int64: listed entries of all parts before each, but targets
+    before,  # (parts of all spans + 1,) int64: number of listed entries in all earlier parts, without targets
     lists,  # `Lists` with room for `most`
     starts,  # (n + 1,) int64: the first entry of each token
     most,
@@ -311,7 +317,7 @@ def _write_kernel(
     blocks = tl.cdiv(room, PARTS)
     count = _parts_of(chosen, last, base, room)
     if tl.program_id(0) >= blocks:
-        # No name of the other branch: there it has another shape.
+        # The two branches share no names, because their tensors have different shapes.
         row = first + (tl.program_id(0) - blocks) * TOKENS + tl.arange(0, TOKENS)
         listed = (row < last) & (count >= 0)
         reached = (row <= last) & (count >= 0)
@@ -328,8 +334,8 @@ def _write_kernel(
         inside = part < count
         column = tl.arange(0, TILE_VOCAB)[None, :]
         token, tile = (
-            tl.load(of.token_of + part, mask=inside, other=first),
-            tl.load(of.tile_of + part, mask=inside, other=0),
+            tl.load(tile_lists.token_of + part, mask=inside, other=first),
+            tl.load(tile_lists.tile_of + part, mask=inside, other=0),
         )
         stored = tl.load(parts + part[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
         kept = _is_listed(stored, tl.load(limits + token)[:, None])
@@ -337,7 +343,7 @@ def _write_kernel(
         left = tl.where(kept, 0.0, grad)
         rest = tl.sum(left, 1)
         share = tl.load(entries + tile[:, None] * TILE_VOCAB + column, mask=inside[:, None], other=0.0)
-        # The rest stands in for its entries where it is closer to them than nothing.
+        # The rest replaces the dropped entries if its shares are closer to them than zeros are.
         away = left - rest[:, None] * share
         helps = tl.sum(away * away, 1) <= tl.sum(left * left, 1)
         rest = times_slope(tl.where(helps, rest, 0.0), steps).to(chosen.rest.dtype.element_ty)
@@ -354,10 +360,10 @@ def _write_kernel(
 
 
 class Limits(NamedTuple):
-    """What tokens list."""
+    """The limits between dropped and listed entries, and the numbers of listed entries."""
 
-    sizes: Tensor  # (n,) float32: the largest stored size that is not listed
-    before: Tensor  # (room + 1,) int64: listed entries of all parts before each, targets apart
+    sizes: Tensor  # (n,) float32: the largest stored size that is dropped
+    before: Tensor  # (room + 1,) int64: number of listed entries in all earlier parts, without targets
 
     @classmethod
     def empty(cls, n: int, room: int, device: torch.device) -> "Limits":
@@ -366,9 +372,9 @@ class Limits(NamedTuple):
 
 
 def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> None:
-    """For each token of the span the largest size under which its entries may be left out together.
+    """Find, for each token of the span, the largest size up to which all entries may be dropped together.
 
-    `parts` is (span.room or more, width). Earlier spans have written theirs.
+    `parts` is (span.room or more, width). Earlier spans must have been written to `out` before.
     """
     counts = torch.zeros(span.room, dtype=torch.int32, device=parts.device)
     with on(parts.device):
@@ -384,15 +390,15 @@ def find_limits(parts: Tensor, chosen: ChosenParts, span: Span, out: Limits) -> 
 
 def write_lists(
     parts: Tensor,
-    chosen: ChosenParts,  # whose rests get what is left out of the kept parts
+    chosen: ChosenParts,  # `chosen.rest` gets the sums that are dropped from kept parts
     of_parts: TileLists,
     tail: Tail,
     limits: Limits,
-    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx, where parts leave them out
+    targets: tuple[Tensor, Tensor] | None,  # (n,) ids and dL/dx; None if parts include the targets' entries
     span: Span,
     transform: LogitTransform,
-    out: Lists,  # of all spans; what there is no room for is left out
-    starts: Tensor,  # (n + 1,) int64: the first entry of each token of the span, and of the token after it
+    out: Lists,  # of all spans; entries past the end of its memory are not written
+    starts: Tensor,  # (n + 1,) int64, written: first entry of each token of the span, and of the token after the span
 ) -> None:
     tokens, width = span.last - span.first, max(WRITTEN // parts.shape[1], 1)
     with on(parts.device):
@@ -406,14 +412,14 @@ def write_lists(
 @triton.jit(do_not_specialize=["count", "rows", "searches"])
 def _by_id_kernel(
     ids,  # (count,) int32, ascending
-    order,  # (count,) int64: where they were before
+    order,  # (count,) int64: positions before the sort
     lists,  # `Lists`
     coefficients,  # (count,)
     tokens,  # (count,)
     starts,  # (rows + 1,) int64
     count,
     rows,
-    searches,  # that find a position
+    searches,  # steps of a binary search for a position
     STEP: tl.constexpr,
 ):
     blocks = tl.cdiv(count, STEP)
@@ -429,7 +435,10 @@ def _by_id_kernel(
 
 
 def order_by_id(lists: Lists, rows: int) -> tuple[Segments, Tensor, Tensor]:
-    """-> the entries of each of so many ids, coefficients and tokens. An id's entries keep the order of the lists."""
+    """-> segments of the entries of each id under `rows`, and the entries' coefficients and tokens, sorted by id.
+
+    The entries of one id keep the order of the lists.
+    """
     ids, order = torch.sort(lists.ids, stable=True)
     coefficients, tokens = torch.empty_like(lists.coefficients), torch.empty_like(lists.tokens)
     starts = torch.empty(rows + 1, dtype=torch.int64, device=ids.device)

@@ -1,4 +1,4 @@
-"""Softmax and its gradient over the ids that each token lists, in PyTorch: the CPU path and specification.
+"""Softmax and its gradient over each token's listed ids, in PyTorch: the CPU path and the specification.
 
 With z the transformed logits of a token's slots and p = exp(z - lse), the formulas are those of
 `liger_rl.kernels.reference`, with sums over the token's slots in place of the vocabulary.
@@ -34,15 +34,15 @@ from liger_rl.kernels.transform import LogitTransform
 def make_slots(
     token_ids: Tensor,  # (P,) int32 or int64
     offsets: Tensor,  # (N + 1,) the same dtype
-    targets: Tensor,  # (N,) token ids of the whole vocabulary; one outside [0, vocab) counts nowhere
-    mask: Tensor | None,  # (N,) bool or 0/1: tokens that count, None for all
-    wanted: Tensor | None = None,  # (N,) or (B,), as the mask: which of them are wanted
+    targets: Tensor,  # (N,) token ids of the whole vocabulary; a token with a target outside [0, vocab) does not count
+    mask: Tensor | None,  # (N,) bool or 0/1: tokens that count; None for all
+    wanted: Tensor | None = None,  # (N,) or (B,) bool or 0/1: tokens whose logits are needed; None for all that count
     *,
     part: Rows,
-    keep_single: bool,  # the one logit of a SINGLE row is wanted, too
-    distinct: bool,  # no row lists an id twice, so nothing looks for repeated ids
+    keep_single: bool,  # compute the one logit of a SINGLE row, too
+    distinct: bool,  # no row lists an id twice, so repeated ids need no search
 ) -> Slots:
-    """Nothing here trusts the values of the support: what is wrong with them is in `numbers`."""
+    """The slots of a support with any values. `Slots.numbers` counts the values that are wrong."""
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
         return no_slots(pairs, part, device)
@@ -74,12 +74,12 @@ def make_slots(
     if not distinct:
         member &= ~repeated_ids(token_ids, token)
 
-    def local(global_ids: Tensor, wanted: Tensor) -> Tensor:
+    def local(global_ids: Tensor, needed: Tensor) -> Tensor:
         row = global_ids - first
         row = torch.where((row >= 0) & (row < rows), row, rows)
-        return torch.where(wanted, row, rows + 1).to(torch.int32)
+        return torch.where(needed, row, rows + 1).to(torch.int32)
 
-    # The target is first, and what stands after it in the row moves up.
+    # The target has the token's first slot, so ids that precede it in the row come one slot later.
     place = positions + token + (positions <= first_hit[token]).long()
     stored = inside & (positions != first_hit[token])
     ids[place[stored]] = local(listed, member)[stored]
@@ -91,7 +91,7 @@ def make_slots(
 
 
 def no_slots(pairs: int, part: Rows, device: torch.device) -> Slots:
-    """Those of no token."""
+    """The slots of no tokens. `numbers` says that `pairs` ids have no row."""
 
     def empty(dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
@@ -104,8 +104,8 @@ def no_slots(pairs: int, part: Rows, device: torch.device) -> Slots:
 
 
 def repeated_ids(token_ids: Tensor, token: Tensor) -> Tensor:
-    """(P,) bool: the same token lists an equal id earlier. `token` (P,) is ascending."""
-    # Stable, so equal ids stay in the order of their tokens, and those of one token are neighbours.
+    """(P,) bool: whether the same token lists an equal id earlier. `token` (P,) is ascending."""
+    # The sort is stable: equal ids stay in the order of their tokens, so equal ids of one token are neighbours.
     ordered, order = torch.sort(token_ids, stable=True)
     token = token[order]
     again = torch.zeros_like(order, dtype=torch.bool)
@@ -114,7 +114,7 @@ def repeated_ids(token_ids: Tensor, token: Tensor) -> Tensor:
 
 
 def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
-    """(P,) int64, the row of each of so many ids, whatever the offsets (N + 1,) are."""
+    """(P,) int64: the row of each of `pairs` ids, in [0, N) for any values of the offsets (N + 1,)."""
     positions = torch.arange(pairs, device=offsets.device)
     return torch.searchsorted(offsets.long()[1:].contiguous(), positions, right=True).clamp(max=offsets.numel() - 2)
 
@@ -122,27 +122,27 @@ def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
 def fold(
     z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
 ) -> tuple[Fold, Tensor | None]:
-    """-> the fold of this shard's slots, and the ids of each row (N,) float32 where mean logits are wanted.
+    """-> the fold of this shard's slots, and the number of ids of each row (N,) float32 if mean logits are wanted.
 
-    A token whose row is not SEVERAL has log-probability 0 and entropy 0, from the shard that has its target.
+    A token with a SINGLE row gets log-probability 0 and entropy 0, from the shard that has its target.
     """
     n = slots.kinds.numel()
     state = Fold.start(n, z.device, entropy=entropy, extras=extras)
     token = slots.tokens.long()
-    wanted = slots.ids < slots.rows
-    z = torch.where(wanted, z, -math.inf)
+    has_row = slots.ids < slots.rows
+    z = torch.where(has_row, z, -math.inf)
     peak = state.peak.scatter_reduce(0, token, z, "amax")
     shifted = z - peak[token]
-    exp = torch.where(wanted, shifted.exp(), 0.0)
+    exp = torch.where(has_row, shifted.exp(), 0.0)
 
     def total(of_slot: Tensor) -> Tensor:
         return torch.zeros(n, dtype=torch.float32, device=z.device).index_add_(0, token, of_slot)
 
-    own = slots.ids[slots.starts[:-1]]
-    here = own < slots.rows
-    at_target = torch.where(here, z[slots.starts[:-1]], 0.0)
+    target_row = slots.ids[slots.starts[:-1]]
+    has_target = target_row < slots.rows
+    at_target = torch.where(has_target, z[slots.starts[:-1]], 0.0)
     local = targets - slots.first
-    nothing = ((slots.kinds == SINGLE) & (own > slots.rows) & (local >= 0) & (local < slots.rows)).float()
+    nothing = ((slots.kinds == SINGLE) & (target_row > slots.rows) & (local >= 0) & (local < slots.rows)).float()
     parts: dict[str, Tensor] = {
         "peak": torch.where(nothing != 0, 0.0, peak),
         "sum_exp": total(exp) + nothing,
@@ -153,26 +153,26 @@ def fold(
     if state.sum_sq_exp is not None:
         parts["sum_sq_exp"] = total(exp.square()) + nothing
     if state.sum_logits is not None:
-        parts["sum_logits"] = total(torch.where(wanted, z, 0.0))
+        parts["sum_logits"] = total(torch.where(has_row, z, 0.0))
     if state.rival is not None:
-        before = wanted & (slots.ids + slots.first < targets[token])
+        before = has_row & (slots.ids + slots.first < targets[token])
         parts["rival"] = state.rival.scatter_reduce(0, token, torch.where(before, z, -math.inf), "amax")
     counts = total((slots.ids <= slots.rows).float()) if "mean_logits" in extras else None
     return state._replace(**parts), counts
 
 
 def finished(state: Fold, slots: Slots) -> TokenStatistics:
-    """The statistics of a fold over all shards; logp, entropy and extras 0, and is_top1 False, for IGNORED and FULL."""
-    found = state.finish()
+    """The statistics of a fold over all shards. IGNORED and FULL rows get 0, is_top1 False and lse inf."""
+    unmasked = state.finish()
     known = slots.kinds >= SINGLE
-    parts = (None if part is None else part.masked_fill(~known, 0) for part in found)
-    return TokenStatistics._make(parts)._replace(lse=torch.where(known, found.lse, math.inf))
+    parts = (None if values is None else values.masked_fill(~known, 0) for values in unmasked)
+    return TokenStatistics._make(parts)._replace(lse=torch.where(known, unmasked.lse, math.inf))
 
 
 def statistics(
     z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
 ) -> tuple[TokenStatistics, Tensor | None]:
-    """`finished(fold(...))` of a vocabulary on one rank, and the ids of each row as `fold` gives them."""
+    """`finished(fold(...))` of a vocabulary on one rank, and the number of ids of each row, as from `fold`."""
     state, counts = fold(z, slots, targets, entropy=entropy, extras=extras)
     return finished(state, slots), counts
 
@@ -186,15 +186,15 @@ def slot_gradients(
     temperatures: Tensor | None,
     by_id: Ordered | None = None,
 ) -> tuple[Tensor, Pairs | None]:
-    """-> dL/dx (S,) float32 of the logits before the transform, and the same by id, where that order is given.
+    """-> dL/dx (S,) float32 of the logits before the transform, and the same sorted by id if `by_id` is given.
 
-    Exactly 0 in slots without a row and of SINGLE rows.
+    The gradient is exactly 0 in slots without a row of the weight, and in slots of SINGLE rows.
     """
     tokens, token = TokenGradients.of(statistics, *grads), slots.tokens.long()
-    wanted = slots.ids < slots.rows
-    wanted = wanted & (slots.kinds == SEVERAL)[token]
-    z = torch.where(wanted, z, 0.0)
-    log_p = torch.where(wanted, z - tokens.lse[token], 0.0)
+    needed = slots.ids < slots.rows
+    needed = needed & (slots.kinds == SEVERAL)[token]
+    z = torch.where(needed, z, 0.0)
+    log_p = torch.where(needed, z - tokens.lse[token], 0.0)
     p = log_p.exp()
     position = torch.arange(z.numel(), device=z.device)
     own = position == slots.starts[token]
@@ -204,7 +204,7 @@ def slot_gradients(
         grad_z = grad_z - tokens.grad_entropy[token] * p * (log_p + tokens.entropy[token])
     if temperatures is not None:
         grad_z, z = grad_z / temperatures[token], z * temperatures[token]
-    grad = torch.where(wanted, times_derivative(grad_z, z, transform), 0.0)
+    grad = torch.where(needed, times_derivative(grad_z, z, transform), 0.0)
     if by_id is None:
         return grad, None
     ids, order = by_id

@@ -1,6 +1,6 @@
-"""Softmax and its gradient over the ids that each token lists, as Triton kernels; the formulas are those of `slots`.
+"""Softmax and its gradient over each token's listed ids, as Triton kernels, with the formulas of `slots`.
 
-Atomics add integers alone.
+Atomics add integers only, so two runs give the same bits.
 """
 
 from collections.abc import Collection
@@ -41,17 +41,17 @@ from liger_rl.kernels.softmax import LOWEST_LOG_PROBABILITY, one_minus_exp, tanh
 from liger_rl.kernels.statistics import Fold, TokenStatistics
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
-ROW_BLOCK, SLOT_BLOCK = 256, 512  # ids at a time: of a row, and where slots are made
+ROW_BLOCK, SLOT_BLOCK = 256, 512  # ids of a step of `_rows_kernel`, and of a program of `_slots_kernel`
 FOLD_BLOCK, FOLD_WARPS = 128, 1
 GRAD_BLOCK, GRAD_WARPS = 512, 4
 LOWEST = torch.finfo(torch.float32).min
 
 
 @triton.jit
-def _count(number, found):
-    """Most programs find nothing, and write nothing."""
-    found = found.to(tl.int64)
-    tl.atomic_add(number, found, mask=found > 0, sem="relaxed")
+def _count(number, amount):
+    """Add `amount` to `number`. Most programs have 0 to add, and write nothing."""
+    amount = amount.to(tl.int64)
+    tl.atomic_add(number, amount, mask=amount > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs", "each", "vocab", "first_id", "rows", "long_row"])
@@ -66,8 +66,8 @@ def _rows_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,)
     missing,
-    first_hits,  # where the row lists the target, or `pairs`
-    numbers,  # (NUMBERS,) zeros
+    first_hits,  # (tokens,) position of the first id that is the target, or `pairs` if the row does not list it
+    numbers,  # (COUNTED,) zeros
     tokens,
     pairs,
     each,
@@ -77,7 +77,7 @@ def _rows_kernel(
     long_row,
     KEEP_SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
-    # Defaults, because each global name that a kernel reads is compared at each launch.
+    # Defaults instead of globals, because Triton compares each global that a kernel reads at each launch.
     SINGLE: tl.constexpr = SINGLE,
     SEVERAL: tl.constexpr = SEVERAL,
     FULL: tl.constexpr = FULL,
@@ -121,15 +121,15 @@ def _rows_kernel(
         others = tl.maximum(others, tl.max((known & (listed != target)).to(tl.int32)))
     kind = tl.where(others > 0, SEVERAL, SINGLE)
     kind = tl.where(counts, tl.where(end > begin, kind, FULL), IGNORED)
-    wanted = kind == SEVERAL
+    needed = kind == SEVERAL
     if KEEP_SINGLE:
-        wanted = wanted | (kind == SINGLE)
+        needed = needed | (kind == SINGLE)
     row = target - first_id
     row = tl.where((row >= 0) & (row < rows), row, rows)
     slot = begin + token
-    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32))
+    tl.store(slot_ids + slot, tl.where(needed, row, rows + 1).to(tl.int32))
     tl.store(slot_tokens + slot, token.to(tl.int32))
-    tl.store(slot_tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # of the slot to spare
+    tl.store(slot_tokens + end + token, token.to(tl.int32), mask=first_hit < pairs)  # the slot to spare
     tl.store(starts + token, slot)
     tl.store(starts + tokens, end + tokens, mask=token == tokens - 1)
     tl.store(kinds + token, kind.to(tl.uint8))
@@ -142,7 +142,7 @@ def _rows_kernel(
 
 @triton.jit
 def first_of(row, ids, positions, steps):
-    """-> the first of the ascending ids that is not under each row."""
+    """-> for each row, position of the first of the ascending ids that is at least `row`; `positions` without one."""
     low = row * 0
     high = low + positions
     for _ in range(steps):
@@ -160,16 +160,16 @@ def _slots_kernel(
     targets,  # (tokens,)
     kinds,
     first_hits,
-    repeated,  # (pairs,) bool: an equal id stands earlier in the row; None where there is none
+    repeated,  # (pairs,) bool: an equal id stands earlier in the row; None if no row repeats an id
     slot_ids,  # (pairs + tokens,)
     slot_tokens,
-    numbers,  # (NUMBERS,)
+    numbers,  # (COUNTED,)
     tokens,
     pairs,
     vocab,
     first_id,
     rows,
-    searches,  # that find a token
+    searches,  # steps of a binary search for a token
     BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr = SEVERAL,
     ID: tl.constexpr = BAD_IDS,
@@ -177,7 +177,7 @@ def _slots_kernel(
     lane = tl.arange(0, BLOCK)
     position = tl.program_id(0).to(tl.int64) * BLOCK
     place = position + lane
-    # Offsets may be anything, so the search ends after a number of steps, and what it finds is looked at again.
+    # Offsets may be wrong, so the search ends after `searches` steps, and `inside` checks the token that it finds.
     token = tl.minimum(first_of(place + 1, offsets + 1, tokens, searches), tokens - 1)
     begin = tl.maximum(tl.load(offsets + token).to(tl.int64), 0)
     end = tl.load(offsets + token + 1).to(tl.int64)
@@ -185,15 +185,15 @@ def _slots_kernel(
     listed = tl.load(token_ids + place, mask=inside, other=-1).to(tl.int64)
     known = (listed >= 0) & (listed < vocab)
     first_hit = tl.load(first_hits + token)
-    wanted = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
+    needed = known & (listed != tl.load(targets + token).to(tl.int64)) & (tl.load(kinds + token) == SEVERAL)
     if repeated is not None:
-        wanted = wanted & (tl.load(repeated + place, mask=inside, other=0) == 0)
+        needed = needed & (tl.load(repeated + place, mask=inside, other=0) == 0)
     row = listed - first_id
     row = tl.where((row >= 0) & (row < rows), row, rows)
-    # The target is first, and what stands after it in the row moves up.
+    # The target has the token's first slot, so ids that precede it in the row come one slot later.
     slot = place + token + (place < first_hit).to(tl.int64)
     stored = inside & (place != first_hit)
-    tl.store(slot_ids + slot, tl.where(wanted, row, rows + 1).to(tl.int32), mask=stored)
+    tl.store(slot_ids + slot, tl.where(needed, row, rows + 1).to(tl.int32), mask=stored)
     tl.store(slot_tokens + slot, token.to(tl.int32), mask=stored)
     _count(numbers + ID, tl.sum((inside & (known == 0)).to(tl.int32)))
 
@@ -209,13 +209,14 @@ def make_slots(
     keep_single: bool,
     distinct: bool,
 ) -> Slots:
-    """As `support.make_slots`."""
+    """As `slots.make_slots`."""
     (rows, first, vocab), n, pairs, device = part, targets.numel(), token_ids.numel(), targets.device
     if n == 0:
         return no_slots(pairs, part, device)
-    # Values that fit no CSR leave slots unwritten.
+    # Offsets that are no CSR leave slots unwritten by the kernels.
     ids = torch.full((n + pairs,), rows + 1, dtype=torch.int32, device=device)
-    # Not views of one tensor: Triton compiles another kernel for addresses that are no multiples of 16 bytes.
+    # Separate tensors: views of one tensor may have addresses that are no multiples of 16 bytes, for which Triton
+    # compiles another kernel.
     tokens = torch.empty(n + pairs, dtype=torch.int32, device=device)
     starts = torch.empty(n + 1, dtype=torch.int64, device=device)
     kinds = torch.empty(n, dtype=torch.uint8, device=device)
@@ -278,11 +279,11 @@ def _fold_kernel(
     starts,  # (tokens + 1,)
     kinds,  # (tokens,)
     targets,
-    peaks,  # (tokens,) each from here on; of a finished fold: lse
-    sums,  # of a finished fold: log-probabilities
-    at_targets,  # None of a finished fold
-    moments,  # of a finished fold: entropies
-    sums_sq,  # of a finished fold: log sum p^2
+    peaks,  # (tokens,) each from here on; lse if FINISH
+    sums,  # log-probabilities if FINISH
+    at_targets,  # None if FINISH
+    moments,  # entropies if FINISH
+    sums_sq,  # log sum p^2 if FINISH
     logit_sums,
     rivals,
     is_top1,
@@ -299,8 +300,8 @@ def _fold_kernel(
     end = tl.load(starts + token + 1)
     kind = tl.load(kinds + token)
     target = tl.load(targets + token).to(tl.int64)
-    own = tl.load(slot_ids + begin)
-    at_target = tl.load(logits + begin, mask=own < rows, other=0.0)
+    target_row = tl.load(slot_ids + begin)
+    at_target = tl.load(logits + begin, mask=target_row < rows, other=0.0)
     peak = LOWEST
     total = 0.0
     moment = 0.0
@@ -311,8 +312,8 @@ def _fold_kernel(
     for start in range(begin, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         row = tl.load(slot_ids + slot, mask=slot < end, other=rows + 1)
-        wanted = row < rows
-        z = tl.load(logits + slot, mask=wanted, other=float("-inf"))
+        has_row = row < rows
+        z = tl.load(logits + slot, mask=has_row, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(z))
         kept = tl.exp(peak - new_peak)
         shifted = z - new_peak
@@ -324,15 +325,15 @@ def _fold_kernel(
         if sums_sq is not None:
             total_sq = total_sq * kept * kept + tl.sum(exp * exp)
         if logit_sums is not None:
-            logit_sum += tl.sum(tl.where(wanted, z, 0.0))
+            logit_sum += tl.sum(tl.where(has_row, z, 0.0))
             count += tl.sum(tl.where(row <= rows, 1.0, 0.0))
         if rivals is not None or is_top1 is not None:
             before = row.to(tl.int64) + first_id < target
             rival = tl.maximum(rival, tl.max(tl.where(before, z, float("-inf"))))
         peak = new_peak
-    # A single id leaves nothing to compute; on many shards, the one that has it says so.
+    # A row with a single id needs no logit. With several shards, only the one that has the id writes its sums.
     local = target - first_id
-    nothing = (kind == SINGLE) & (own > rows) & (local >= 0) & (local < rows)
+    nothing = (kind == SINGLE) & (target_row > rows) & (local >= 0) & (local < rows)
     peak = tl.where(nothing, 0.0, peak)
     total = tl.where(nothing, 1.0, total)
     total_sq = tl.where(nothing, 1.0, total_sq)
@@ -340,7 +341,7 @@ def _fold_kernel(
         known = kind >= SINGLE
         total = tl.where(known, total, 1.0)
         log_sum = tl.log(total)
-        # Around the peak, not around lse: see `Fold.finish`.
+        # Relative to the peak, not to lse: see `Fold.finish`.
         logp = (at_target - peak) - log_sum
         tl.store(sums + token, tl.where(known, tl.where(logp > 0.0, 0.0, logp), 0.0))
         tl.store(peaks + token, tl.where(known, peak + log_sum, float("inf")))
@@ -370,7 +371,7 @@ def _fold_kernel(
 def fold(
     z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
 ) -> tuple[Fold, Tensor | None]:
-    """As `support.fold`."""
+    """As `slots.fold`."""
     n = targets.numel()
     target = torch.empty(n, dtype=torch.float32, device=z.device)
     state = Fold.unwritten((n,), target, entropy=entropy, extras=extras)
@@ -382,15 +383,15 @@ def fold(
 def statistics(
     z: Tensor, slots: Slots, targets: Tensor, *, entropy: bool, extras: Collection[str]
 ) -> tuple[TokenStatistics, Tensor | None]:
-    """As `support.statistics`, in one launch."""
+    """As `slots.statistics`, in one launch."""
     n = targets.numel()
 
-    def part(wanted: bool) -> Tensor | None:
-        return torch.empty(n, dtype=torch.float32, device=z.device) if wanted else None
+    def empty(needed: bool) -> Tensor | None:
+        return torch.empty(n, dtype=torch.float32, device=z.device) if needed else None
 
     lse, logps = (torch.empty(n, dtype=torch.float32, device=z.device) for _ in range(2))
-    moments, sums_sq = part(entropy), part("log_sum_sq_probs" in extras)
-    sum_logits, counts = part("mean_logits" in extras), part("mean_logits" in extras)
+    moments, sums_sq = empty(entropy), empty("log_sum_sq_probs" in extras)
+    sum_logits, counts = empty("mean_logits" in extras), empty("mean_logits" in extras)
     top1 = torch.empty(n, dtype=torch.uint8, device=z.device) if "is_top1" in extras else None
     state = Fold(lse, logps, logps, moments, sums_sq, sum_logits, None)
     _launch_fold(z, slots, targets, state, top1, counts, finish=True)
@@ -441,22 +442,23 @@ def _slot_gradients_kernel(
     entropies,
     grad_entropies,
     temperatures,
-    ids,  # (positions,) each; None without an order by id
-    order,
+    ids,  # (positions,) ascending; None without an order by id, and so are `order` and the outputs by id
+    order,  # (positions,) slot of each position by id
     out,  # (positions,)
-    ordered,  # (positions,) each, by id
-    ordered_tokens,
-    row_starts,  # (rows + 1,) by id
+    ordered,  # (positions,) gradients sorted by id, written
+    ordered_tokens,  # (positions,) tokens sorted by id, written
+    row_starts,  # (rows + 1,) first position by id of each row of the weight, written
     positions,
     rows,
-    searches,  # that find a position
+    searches,  # steps of a binary search for a position
     steps,  # LogitSteps
     BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr = SEVERAL,
 ):
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < positions
-    if order is not None:  # once in the order of slots, and once in that one; then the rows
+    # With an order by id, the first ceil(positions / BLOCK) programs go by slots, as many by ids, the rest by rows.
+    if order is not None:
         step = tl.cdiv(positions, BLOCK).to(tl.int64)
         place = slot - step * BLOCK
         again = (place >= 0) & (place < positions)
@@ -465,29 +467,29 @@ def _slot_gradients_kernel(
             tl.store(row_starts + row, first_of(row, ids, positions, searches), mask=row <= rows)
         slot = tl.load(order + place, mask=again, other=slot)
         inside = inside | again
-    wanted = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
-    token = tl.load(slot_tokens + slot, mask=wanted, other=0).to(tl.int64)
-    wanted = wanted & (tl.load(kinds + token, mask=wanted, other=0) == SEVERAL)
-    z = tl.load(logits + slot, mask=wanted, other=0.0)
-    log_p = z - tl.load(lse_of + token, mask=wanted, other=0.0)
+    needed = tl.load(slot_ids + slot, mask=inside, other=rows) < rows
+    token = tl.load(slot_tokens + slot, mask=needed, other=0).to(tl.int64)
+    needed = needed & (tl.load(kinds + token, mask=needed, other=0) == SEVERAL)
+    z = tl.load(logits + slot, mask=needed, other=0.0)
+    log_p = z - tl.load(lse_of + token, mask=needed, other=0.0)
     p = tl.exp(log_p)
-    own = slot == tl.load(starts + token, mask=wanted, other=-1)
-    g = tl.load(grad_logps + token, mask=wanted, other=0.0)
+    is_target = slot == tl.load(starts + token, mask=needed, other=-1)
+    g = tl.load(grad_logps + token, mask=needed, other=0.0)
     # 1 - p from the forward's logp, as in `TokenGradients.of`.
-    grad = tl.where(own, g * one_minus_exp(tl.load(logps + token, mask=wanted, other=0.0)), -g * p)
+    grad = tl.where(is_target, g * one_minus_exp(tl.load(logps + token, mask=needed, other=0.0)), -g * p)
     if entropies is not None:
         log_p = tl.maximum(log_p, LOWEST_LOG_PROBABILITY)
-        moment = p * (log_p + tl.load(entropies + token, mask=wanted, other=0.0))
-        grad -= tl.load(grad_entropies + token, mask=wanted, other=0.0) * moment
+        moment = p * (log_p + tl.load(entropies + token, mask=needed, other=0.0))
+        grad -= tl.load(grad_entropies + token, mask=needed, other=0.0) * moment
     if temperatures is not None:
-        temperature = tl.load(temperatures + token, mask=wanted, other=1.0)
+        temperature = tl.load(temperatures + token, mask=needed, other=1.0)
         grad = grad / temperature
         z *= temperature
     square = 0.0
     if steps.cap is not None:
         square = tanh_square(z, steps)
     grad = times_derivative(grad, square, steps)
-    grad = tl.where(wanted, grad, 0.0)
+    grad = tl.where(needed, grad, 0.0)
     if order is None:
         tl.store(out + slot, grad, mask=inside)
     else:
@@ -505,7 +507,7 @@ def slot_gradients(
     temperatures: Tensor | None,
     by_id: Ordered | None = None,
 ) -> tuple[Tensor, Pairs | None]:
-    """As `support.slot_gradients`, in one launch."""
+    """As `slots.slot_gradients`, in one launch."""
     positions, (grad_logps, grad_entropy) = z.numel(), grads
     out, blocks = torch.empty_like(z), triton.cdiv(positions, GRAD_BLOCK)
     pairs, (ids, order), ordered, tokens, starts = None, by_id or (None, None), None, None, None

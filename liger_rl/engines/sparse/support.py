@@ -1,11 +1,12 @@
-"""The support engine: log-probabilities over the ids that each token lists, by rows of the weight gathered one by one.
+"""The support engine: log-probabilities over each token's listed ids, from rows of the weight gathered one by one.
 
-It costs 2 P H operations a product for P ids in all, where the dense engines cost 2 N H V. With few ids the host takes
-longer than the device. So the host waits for the checks of the values only after it has launched the forward, to which
-wrong values do no harm. With fixed_shape nothing here waits for the device, so a CUDA graph can capture it.
+`README.md`, under "Given", has the steps. A product takes 2 P H operations for P ids in all; the dense engines take
+2 N H V. With few ids the host takes longer than the device. So the host first launches the forward, to which wrong
+values do no harm, and only then waits for the checks of the values. With `fixed_shape` the host never waits, so that a
+CUDA graph can capture the engine.
 
-It keeps every token in its place. A row that is empty stands for the whole vocabulary, so its token takes two passes.
-These are made here and not by the caller, so that a backward gathers the weight once whatever rows there are.
+Results keep all N tokens in their places. This engine, and not its caller, takes the two passes for tokens with empty
+rows, so that a backward gathers the weight once for all kinds of rows.
 """
 
 from types import ModuleType
@@ -28,13 +29,13 @@ from liger_rl.kernels.statistics import TokenGradients, TokenStatistics
 
 
 class Saved(NamedTuple):
-    """What the backward needs of the forward, beside the statistics and the slots."""
+    """Tensors that the backward reads from the forward, in addition to the statistics and the slots."""
 
     logits: Tensor  # (S,) float32, transformed
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The module whose kernels of a support run on `device`."""
+    """The module with the slot kernels for `device`: `slots_triton`, or `slots` without Triton."""
     if compiles(device):
         from liger_rl.engines.sparse import slots_triton
 
@@ -45,16 +46,16 @@ def kernels_for(device: torch.device) -> ModuleType:
 def support_slots(
     support: Support,
     targets: Tensor,  # (N,) ids of the whole vocabulary
-    mask: Tensor | None,  # (N,) bool or 0/1: the tokens that count; None for those of targets >= 0
-    wanted: Tensor | None,  # (N,) or (B,), as the mask: which of them are wanted
-    weight: Tensor,  # (V', H): its rows are the shard's, where there is one
+    mask: Tensor | None,  # (N,) bool or 0/1: tokens that count; None for the tokens with targets >= 0
+    wanted: Tensor | None,  # (N,) or (B,) bool or 0/1: tokens whose logits are needed; None for all that count
+    weight: Tensor,  # (V', H): all rows, or the shard's rows
     options: EngineOptions,
     shard: VocabShard | None = None,
 ) -> Slots:
-    """Where logits are wanted: each token's target, and the distinct ids of its row beside it.
+    """The slots of each token: its target, and the distinct other ids of its row.
 
-    `numbers` of the result say what `Support.check_values` needs; `full` says which tokens the dense path must take.
-    A target that is not in its row is added. Nothing here raises for values, and bad ones do no harm.
+    A target that is not in its row is added. Bad values raise no error here and do no harm. `Support.check_values`
+    reads `numbers` of the result. `full` of the result marks the tokens that take two passes.
     """
     number = weight.shape[0]
     part = Rows(number, 0, number) if shard is None else Rows(number, shard.place.vocab_start, shard.vocab)
@@ -73,13 +74,13 @@ def support_slots(
 def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
     """Statistics of all N tokens; `head.targets` are ids of the whole vocabulary.
 
-    A token with one id has log-probability 0 and entropy 0. So has one that does not count. Collectives, with a shard:
-    one maximum and one sum, twice where a row is empty.
+    A token with one id has log-probability 0 and entropy 0, and so has a token that does not count. With a shard there
+    are two collectives, a maximum and a sum, and two more if a row is empty.
     """
     listed = head.listed
     assert listed is not None
     statistics, saved = _over_ids(head, listed, options)
-    full = listed.full  # which waits
+    full = listed.full  # waits for the device
     if full is not None:
         whole, _ = two_pass.forward(_over_whole_vocabulary(head, full), options)
         statistics = TokenStatistics._make(
@@ -90,37 +91,37 @@ def forward(head: Head, options: EngineOptions) -> tuple[TokenStatistics, Saved]
 
 
 def _over_whole_vocabulary(head: Head, full: Tensor) -> Head:
-    """The tokens whose row is empty."""
+    """The head with only the tokens `full`, whose rows are empty."""
     targets = head.targets if head.shard is None else head.shard.local(head.targets)
     return head._replace(targets=targets, live=TokenSelection(targets.numel(), index=full), listed=None)
 
 
 def _over_ids(head: Head, listed: ListedIds, options: EngineOptions) -> tuple[TokenStatistics, Saved]:
-    """Statistics over the tokens' own ids, 0 for a token whose row is empty."""
+    """Statistics over the tokens' listed ids; 0 for a token whose row is empty."""
     slots, targets, shard = listed.slots, head.targets, head.shard
     kernels = kernels_for(targets.device)
     logits = kernels.dots(_factors(head), slots, options.transform.of_logits, head.temperatures)
-    given = {"entropy": options.entropy, "extras": options.extras}
+    outputs = {"entropy": options.entropy, "extras": options.extras}
     if shard is None:
-        statistics, sizes = kernels.statistics(logits, slots, targets, **given)
+        statistics, sizes = kernels.statistics(logits, slots, targets, **outputs)
     else:
-        fold, sizes = kernels.fold(logits, slots, targets, **given)
+        fold, sizes = kernels.fold(logits, slots, targets, **outputs)
         statistics = kernels.finished(fold.over_ranks(shard.maximum, shard.total), slots)
     if sizes is not None and statistics.sum_logits is not None:
-        # The sum that a whole vocabulary would have with the same mean, by which callers take the mean.
+        # The sum over the whole vocabulary that gives the mean over the row: callers divide by V.
         whole = statistics.sum_logits / sizes.clamp(min=1.0) * head.vocab
         statistics = statistics._replace(sum_logits=whole)
     return statistics, Saved(logits)
 
 
 def _factors(head: Head) -> Factors:
-    """Rows whose numbers lie side by side, which kernels read."""
+    """The head's tensors with contiguous rows, as kernels read them."""
     parts = (p if p is None or p.stride(-1) == 1 else p.contiguous() for p in head.differentiable)
     return Factors._make(parts)
 
 
 def tokens_of(statistics: TokenStatistics, grad_logps: Tensor, grad_entropy: Tensor | None) -> TokenGradients:
-    """The kernels of slots make `at_target` of the log-probabilities, so what is given for it is not read."""
+    """Inputs of `backward`. Slot kernels compute `at_target` from the log-probabilities and do not read the field."""
     return TokenGradients(statistics.lse, grad_logps, grad_logps, None, grad_entropy)
 
 
@@ -132,21 +133,22 @@ def backward(
     tokens: TokenGradients,  # (N,) each, as `tokens_of` makes them
     needs: Needs,
 ) -> Gradients:
-    """Summed in float32 and rounded once. With an empty row, rounded once more in the sum with two passes' gradients.
+    """Gradients, summed in float32 and rounded once. With an empty row, adding two passes' gradients rounds once more.
 
-    Without an empty row, only the listed rows of `weight_grad` are touched. With a shard, gradients of hidden and
-    low_inputs are summed over the ranks, during the sums for the weight.
+    Without an empty row, only the listed rows of `weight_grad` are written. With a shard, gradients of hidden and
+    low_inputs are summed over the ranks while the sums for the weight run.
     """
     listed = head.listed
     assert listed is not None
     grads = tokens.grad_logps, tokens.grad_entropy
-    found, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
+    listed_gradients, full = _by_ids(head, listed, options, statistics, saved, grads, needs), listed.full
     if full is None:
-        return found
+        return listed_gradients
     tokens = TokenGradients.of(statistics, *grads).take(full)
-    whole = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
+    full_gradients = two_pass.backward(_over_whole_vocabulary(head, full), options, statistics, None, tokens, needs)
     return Gradients._make(
-        None if part is None or other is None else part.add_(other) for part, other in zip(found, whole, strict=True)
+        None if of_lists is None or of_passes is None else of_lists.add_(of_passes)
+        for of_lists, of_passes in zip(listed_gradients, full_gradients, strict=True)
     )
 
 
