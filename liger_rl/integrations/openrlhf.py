@@ -1,6 +1,7 @@
 """OpenRLHF's Actor on this package's head.
 
 from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager
 
 from liger_rl.integrations.openrlhf import patch_openrlhf
 

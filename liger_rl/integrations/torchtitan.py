@@ -1,6 +1,7 @@
 """torchtitan's chunked loss on this package's head.
 
 from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager
 
 from liger_rl.integrations.torchtitan import patch_torchtitan
 
