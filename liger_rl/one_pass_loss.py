@@ -1,4 +1,4 @@
-"""A policy loss whose gradients are made in the forward: when that is possible, when it pays, and how it is done."""
+"""A policy loss whose gradients are made in the forward: when that is possible, and how it is done."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +19,7 @@ from liger_rl.losses.fused import evaluate, evaluate_with_slopes, slopes
 from liger_rl.losses.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
-# Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
+# If more than this share of the tokens cannot have a gradient, each chunk picks its rows with one. That is a host sync.
 SELECTED_SHARE = 0.05
 
 
@@ -31,7 +31,10 @@ def tokens_together(call: HeadCall, locality: Locality) -> int:
 
 
 def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None) -> str | None:
-    """What one pass needs and this loss does not have; None if nothing. `engines.one_pass.lacks` looks at shapes."""
+    """A need of one pass that the call or the loss does not meet; None if it meets all.
+
+    `liger_rl.engines.dense.one_pass.lacks` checks the shapes.
+    """
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
     if call.support is not None:
@@ -47,7 +50,7 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
 
 
 def parts_obstacle(terms: PolicyTerms) -> str | None:
-    """`loss_obstacle` of the objective and the corrections."""
+    """A need of one pass that the objective or a correction does not meet; None if all do."""
     for part in (terms.objective, *terms.corrections):
         if not (hasattr(part, "token_local") or hasattr(part, "sequence_local")):
             return f"a token_local or sequence_local attribute that says what the gradient of {_name(part)} depends on"
@@ -61,12 +64,12 @@ def _name(part: Any) -> str:
 
 
 class CountedTokens(NamedTuple):
-    """Which tokens count, and what of them decides how chunks are made."""
+    """The tokens that count, and the numbers that decide how chunks are made."""
 
     live: LiveTokens
-    rows: list[int]  # live tokens of each sequence, where these are rows that no chunk may part; else empty
-    together: int  # the most that no chunk may part
-    selected: bool  # whether rows without a gradient are worth being left out
+    rows: list[int]  # live tokens of each padded sequence, if no chunk may split one; else empty
+    together: int  # most live tokens that must be in one chunk
+    selected: bool  # whether it pays to leave out rows without a gradient
 
     @property
     def number(self) -> int:
@@ -74,13 +77,14 @@ class CountedTokens(NamedTuple):
 
 
 def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
-    """The forward's one host sync; raises ValueError for an id that is outside the vocabulary.
+    """Counts the tokens in the forward's one host sync. Raises ValueError for an id outside the vocabulary.
 
-    `given` is what `terms.check` returned.
+    Args:
+        given: the result of `terms.check`.
     """
     shape = call.targets.shape
     in_rows = terms.locality == "sequence" and len(shape) == 2
-    # Of some tokens that are wanted, all may have a gradient.
+    # With a needed_mask every needed token may have a gradient.
     hopeful = terms.may_have_gradient(given) if call.needed_mask is None else None
     counts = []
     if in_rows:
@@ -100,13 +104,13 @@ def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> Cou
 def loss_in_one_pass(
     call: HeadCall,
     counted: CountedTokens,
-    prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
+    prepare: Callable[[], PreparedLoss],  # called only after the first product is launched
     options: EngineOptions,
-    plan: OnePassPlan,  # of as many tokens as were counted
+    plan: OnePassPlan,  # for the number of tokens that were counted
 ) -> PolicyLoss:
-    """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
+    """The loss of the tokens' log-probabilities, with its gradients already made.
 
-    Where many of the tokens can have no gradient, one host sync a chunk picks the others.
+    If many tokens cannot have a gradient, one host sync for each chunk picks the rest.
     """
     shape, n, live = call.targets.shape, counted.number, counted.live.selection
     if n <= plan.chunk_tokens:
@@ -129,7 +133,10 @@ def loss_in_one_pass(
 
 
 def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
-    """Spans of the live tokens of successive rows, no row in two of them, none longer than `chunk_tokens`."""
+    """Spans of live tokens, each of at most `chunk_tokens`, that do not split a row. counts[r] are the tokens of row r.
+
+    Each row must fit a chunk.
+    """
     chunks, first, last = [], 0, 0
     for count in counts:
         if last + count - first > chunk_tokens:
@@ -140,7 +147,7 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
 
 
 class WholeLoss:
-    """The loss of all tokens: its gradients where one chunk holds them all, and its value in any case."""
+    """The loss of all tokens: `evaluate` returns it. If one chunk holds all tokens, this is its `GradientsOf`."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection, shape: torch.Size) -> None:
         self.prepare, self.live, self.shape = prepare, live, shape
@@ -164,7 +171,7 @@ class WholeLoss:
 
 
 class _Parts:
-    """The gradients of a loss that is the sum of its chunks' parts."""
+    """A `GradientsOf` for several chunks: the loss is the sum of the losses of the chunks."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection) -> None:
         self.prepare, self.live = prepare, live
@@ -182,7 +189,7 @@ class _Parts:
 def gradients_by_autograd(
     loss: Callable[[Tensor, Tensor | None], Tensor], logps: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of loss(logps, entropy); None for an entropy that it does not depend on."""
+    """d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
     leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
     value = loss(leaves[0], leaves[1] if len(leaves) > 1 else None)
     if not value.requires_grad:
