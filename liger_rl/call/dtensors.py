@@ -45,8 +45,8 @@ def localized(inputs: Any) -> Any:
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
-    own, place = _own(inputs)
-    return replace(inputs, **own, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
+    fields, place = _head_fields(inputs)
+    return replace(inputs, **fields, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
 
 
 def localized_pair(inputs: Any) -> Any:
@@ -58,11 +58,11 @@ def localized_pair(inputs: Any) -> Any:
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
-    own, place = _own(inputs)
+    fields, place = _head_fields(inputs)
     group, name = None if place is None else place.group, inputs.teacher_name
     if is_dtensor(inputs.teacher_weight):
-        other = _place(inputs.teacher_weight)
-        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, other)]
+        teacher_place = _place(inputs.teacher_weight)
+        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, teacher_place)]
         if starts[0] != starts[1]:
             raise ValueError(
                 f"{name}weight must be sharded over the ranks of weight, its rows starting at the same id, got "
@@ -70,7 +70,7 @@ def localized_pair(inputs: Any) -> Any:
             )
     return replace(
         inputs,
-        **own,
+        **fields,
         teacher_hidden=_tokens(inputs.teacher_hidden, group),
         teacher_weight=_rows(f"{name}weight", inputs.teacher_weight),
         teacher_bias=_rows(f"{name}bias", inputs.teacher_bias),
@@ -78,7 +78,7 @@ def localized_pair(inputs: Any) -> Any:
     )
 
 
-def _own(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
+def _head_fields(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
     """-> the fields of a call that belong to its own head, without DTensors, and the head's place."""
     low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     place = inputs.vocab_parallel
@@ -184,8 +184,8 @@ def _unstrided(value: Any, strided: int) -> Tensor:
     for dimension in filter(lambda d: _is_data(mesh, d), range(mesh.ndim)):
         ranks = DeviceMesh.from_group(mesh.get_group(dimension), mesh.device_type)
         placement = Shard(0) if dimension == strided else Replicate()
-        part = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
-        local = _local(part, [Replicate()], [Partial()])
+        dtensor = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
+        local = _local(dtensor, [Replicate()], [Partial()])
     return local
 
 
