@@ -84,8 +84,8 @@ class HeadCall:
     @property
     def tensors(self) -> tuple[object, ...]:
         """Every argument that may be a tensor."""
-        given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
-        return (*given, *low_rank_tensors(self.low_rank))
+        tensors = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
+        return (*tensors, *low_rank_tensors(self.low_rank))
 
     @property
     def several(self) -> bool:
@@ -104,7 +104,7 @@ class HeadCall:
         """Whether the weight, the bias or a low-rank factor wants a gradient."""
         factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
         return torch.is_grad_enabled() and any(
-            part is not None and part.requires_grad for part in (self.weight, self.bias, *factors)
+            tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, *factors)
         )
 
     @property
@@ -115,8 +115,8 @@ class HeadCall:
     @property
     def exact(self) -> bool:
         """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
-        beside = self.support, self.vocab_parallel, self.weight_grad
-        return self.several or any(part is not None for part in beside)
+        arguments = self.support, self.vocab_parallel, self.weight_grad
+        return self.several or any(argument is not None for argument in arguments)
 
     def check_together(self) -> None:
         """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
@@ -188,32 +188,32 @@ class HeadCall:
 
     def check_weight_grad(self, weight: Tensor) -> None:
         """Raise if weight_grad does not fit `weight`, the caller's tensor, which may be a DTensor."""
-        given = self.weight_grad
-        if given is None:
+        weight_grad = self.weight_grad
+        if weight_grad is None:
             return
-        check_dense("weight_grad", given)
-        if is_dtensor(weight) or is_dtensor(given):
+        check_dense("weight_grad", weight_grad)
+        if is_dtensor(weight) or is_dtensor(weight_grad):
             raise ValueError(
                 "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
                 "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
             )
-        if given.dtype != torch.float32:
-            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {given.dtype}")
-        if given.shape != weight.shape:
+        if weight_grad.dtype != torch.float32:
+            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
+        if weight_grad.shape != weight.shape:
             raise ValueError(
-                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(given.shape)}"
+                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
             )
-        check_device("weight_grad", given, weight, "weight")
-        if not given.is_contiguous():
-            raise ValueError(f"weight_grad must be contiguous, got strides {given.stride()}")
-        if given.requires_grad:
+        check_device("weight_grad", weight_grad, weight, "weight")
+        if not weight_grad.is_contiguous():
+            raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
+        if weight_grad.requires_grad:
             raise ValueError("weight_grad must require no gradient, because it is added to in place")
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
         check_left_alone(self.options, "with weight_grad")
-        others = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
-        check_apart("weight_grad", given, **{name: t for name, t in others.items() if not is_dtensor(t)})
-        _check_reduced(given, weight)
+        inputs = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
+        check_apart("weight_grad", weight_grad, **{name: t for name, t in inputs.items() if not is_dtensor(t)})
+        _check_reduced(weight_grad, weight)
 
     def facts(self) -> dict[str, object]:
         """The values that ranks with a shared vocabulary must agree on, by name.
