@@ -59,12 +59,12 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
             raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
         if not fits_float32(term.scaling):
             raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
-        for part in ("a", "b", "hidden"):
-            tensor = getattr(term, part)
-            if part == "hidden" and tensor is None:
+        for field in ("a", "b", "hidden"):
+            tensor = getattr(term, field)
+            if field == "hidden" and tensor is None:
                 continue
-            check_floating(f"{name}.{part}", tensor)
-            check_device(f"{name}.{part}", tensor, hidden, "hidden")
+            check_floating(f"{name}.{field}", tensor)
+            check_device(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
         if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
             raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
@@ -90,8 +90,8 @@ class _Inputs(torch.autograd.Function):
         out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
         with gemm.without_autocast(hidden.device):
             factor = a.to(dtype)
-            for rows in _parts(live):
-                out[rows] = gemm.matmul(_taken(hidden, rows, live).to(dtype), factor.T)
+            for rows in _row_groups(live):
+                out[rows] = gemm.matmul(_rows_at(hidden, rows, live).to(dtype), factor.T)
         return out
 
     @staticmethod
@@ -102,12 +102,12 @@ class _Inputs(torch.autograd.Function):
         total = torch.zeros_like(a, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with gemm.without_autocast(hidden.device):
             factor = a.to(dtype)
-            for rows in _parts(live):
-                part = _taken(grad, rows, live).to(dtype)
+            for rows in _row_groups(live):
+                grad_rows = _rows_at(grad, rows, live).to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
+                    grad_hidden[rows] = gemm.matmul(grad_rows, factor).to(hidden.dtype)
                 if total is not None:
-                    gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
+                    gemm.accumulate(total, grad_rows.T, _rows_at(hidden, rows, live).to(dtype))
         return grad_hidden, None if total is None else total.to(a.dtype), None, None
 
 
@@ -138,13 +138,13 @@ def low_rank_factors(
         return torch.cat(inputs, dim=1), torch.cat(weights, dim=1)
 
 
-def _parts(live: TokenSelection) -> list:
+def _row_groups(live: TokenSelection) -> list:
     """Indices or slices of the rows that count, at most ROWS_AT_ONCE rows each. With a mask, slices of all rows."""
     pieces = [slice(start, min(start + ROWS_AT_ONCE, live.count)) for start in range(0, live.count, ROWS_AT_ONCE)]
     return pieces if live.index is None else [live.index[piece] for piece in pieces]
 
 
-def _taken(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
+def _rows_at(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
     """The rows of `values` at `rows`. A row that the mask leaves out becomes 0, even if it is NaN."""
     return values[rows] if live.mask is None else torch.where(live.mask[rows, None], values[rows], 0)
 
@@ -165,15 +165,15 @@ class LowRankRows(NamedTuple):
 
     def beside_rows(self, hidden: Tensor) -> Tensor:
         """(n, H) in the compute dtype -> (n, H + columns of the term), [hidden | inputs]."""
-        rounded, rest = _split(self.inputs, hidden.dtype)
-        again = [] if _fits(self.weight, hidden.dtype) else [rounded]
-        return _joined(hidden, rounded, *rest, *again)
+        rounded, remainder = _split(self.inputs, hidden.dtype)
+        repeated = [] if _fits(self.weight, hidden.dtype) else [rounded]
+        return _side_by_side(hidden, rounded, *remainder, *repeated)
 
     def beside_tile(self, weight_tile: Tensor, first: int) -> Tensor:
         """(v, H) in the compute dtype, rows `first` and on of the head's weight -> (v, H + columns of the term)."""
-        rounded, rest = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
-        again = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
-        return _joined(weight_tile, rounded, *again, *rest)
+        rounded, remainder = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
+        repeated = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
+        return _side_by_side(weight_tile, rounded, *repeated, *remainder)
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
@@ -186,7 +186,7 @@ def _split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     return rounded, [] if _fits(values, dtype) else [(values - rounded).to(dtype)]
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    """The parts side by side, with zero columns up to a multiple of JOINED_COLUMNS, which TMA can address."""
-    width = sum(part.shape[1] for part in parts)
-    return torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], -width % JOINED_COLUMNS)], dim=1)
+def _side_by_side(*blocks: Tensor) -> Tensor:
+    """The blocks side by side, with zero columns up to a multiple of JOINED_COLUMNS, which TMA can address."""
+    width = sum(block.shape[1] for block in blocks)
+    return torch.cat([*blocks, blocks[0].new_zeros(blocks[0].shape[0], -width % JOINED_COLUMNS)], dim=1)
