@@ -50,9 +50,9 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
 }
 
 
-def first_broken(options: object, beside: str) -> tuple[str, object, object, str] | None:
-    """The first option that excludes the feature `beside`: name, default, value and reason; None if none does."""
-    for name, why in NOT_TOGETHER[beside].items():
+def first_broken(options: object, feature: str) -> tuple[str, object, object, str] | None:
+    """The first option that excludes `feature`: name, default, value and reason; None if none does."""
+    for name, why in NOT_TOGETHER[feature].items():
         default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
         value = getattr(options, name)
         if value not in (default, "auto"):  # "auto" becomes 0 with the feature
@@ -60,15 +60,15 @@ def first_broken(options: object, beside: str) -> tuple[str, object, object, str
     return None
 
 
-def lacks(options: object, beside: str) -> str | None:
+def lacks(options: object, feature: str) -> str | None:
     """`first_broken` as a sentence of what is needed: "topk = None, got 5: a loss reads no list"."""
-    broken = first_broken(options, beside)
+    broken = first_broken(options, feature)
     return None if broken is None else f"{broken[0]} = {broken[1]}, got {broken[2]}: {broken[3]}"
 
 
-def check_left_alone(options: object, beside: str) -> None:
-    """Raise ValueError if an option excludes the feature `beside`, such as "with low_rank"."""
-    broken = first_broken(options, beside)
+def check_left_alone(options: object, feature: str) -> None:
+    """Raise ValueError if an option excludes `feature`, such as "with low_rank"."""
+    broken = first_broken(options, feature)
     if broken is not None:
         name, default, value, why = broken
-        raise ValueError(f"{name} must be {default} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {value}")
+        raise ValueError(f"{name} must be {default} {feature}{': ' * bool(why)}{why}{';' if why else ','} got {value}")
