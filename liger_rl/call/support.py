@@ -112,14 +112,14 @@ class Support:
                 "mask must have token_ids and offsets, or be a list of such objects or of rows of ids, "
                 f"got {type(mask).__name__}"
             )
-        if mask and all(_is_mask(part) for part in mask):
-            return replace(_joined([cls.from_vllm(part) for part in mask], length, device), **rules)
+        if mask and all(_is_mask(sequence) for sequence in mask):
+            return replace(_joined([cls.from_vllm(sequence) for sequence in mask], length, device), **rules)
         if length is not None:
             raise ValueError(f"length must be None for rows of ids, got {length}")
         rows = [[] if row is None else list(row) for row in mask]
-        listed = _integers("mask", [number for row in rows for number in row], device)
+        token_ids = _integers("mask", [number for row in rows for number in row], device)
         offsets = _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device))
-        return cls(listed, offsets, **rules)
+        return cls(token_ids, offsets, **rules)
 
     @classmethod
     @torch.no_grad()
@@ -210,8 +210,8 @@ class Support:
             raise TypeError(f"sequences must be a slice or a tensor, got {type(sequences).__name__}")
         rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
         offsets = _offsets(self.offsets.diff()[rows])
-        moved = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
-        places = torch.arange(moved.numel(), device=device) + moved
+        shifts = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
+        places = torch.arange(shifts.numel(), device=device) + shifts
         return replace(self, token_ids=self.token_ids[places], offsets=offsets)
 
     def placed(self, mask: Tensor) -> "Support":
@@ -298,8 +298,8 @@ def check_missing_target(missing_target: str) -> None:
         raise ValueError(f"missing_target must be one of {list(get_args(MissingTarget))}, got {missing_target!r}")
 
 
-def _is_mask(given: Any) -> bool:
-    return hasattr(given, "token_ids") and hasattr(given, "offsets")
+def _is_mask(value: Any) -> bool:
+    return hasattr(value, "token_ids") and hasattr(value, "offsets")
 
 
 def _integers(name: str, values: Any, device: torch.device | str | int | None) -> Tensor:
@@ -357,11 +357,11 @@ def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Cal
     last = support.__dict__.get("_last")
     if last is not None and last[0] == key:
         return last[1]
-    found = make()
-    if found.slots.ids.numel() <= MOST_KEPT:
+    listed_ids = make()
+    if listed_ids.slots.ids.numel() <= MOST_KEPT:
         # We keep the tensors too, so that no new tensor gets their addresses.
-        found.when_checked = lambda: object.__setattr__(support, "_last", (key, found, tensors))
-    return found
+        listed_ids.when_checked = lambda: object.__setattr__(support, "_last", (key, listed_ids, tensors))
+    return listed_ids
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
