@@ -43,12 +43,12 @@ class TokenSelection:
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
         """(count, ...) -> (*shape, ...) with `shape` that of all N tokens; 0 at tokens that do not count."""
-        beyond = values.shape[1:]
+        trailing = values.shape[1:]
         if self.mask is not None:
-            values = values.masked_fill(~self.mask.view(-1, *[1] * len(beyond)), 0)
+            values = values.masked_fill(~self.mask.view(-1, *[1] * len(trailing)), 0)
         elif self.index is not None:
-            values = values.new_zeros(self.total, *beyond).index_copy(0, self.index, values)
-        return values.view(*shape, *beyond)
+            values = values.new_zeros(self.total, *trailing).index_copy(0, self.index, values)
+        return values.view(*shape, *trailing)
 
     def restricted(self, wanted: Tensor) -> "TokenSelection":
         """The tokens that are in the mask and in `wanted` (N,) bool."""
@@ -74,8 +74,8 @@ class LiveTokens(NamedTuple):
 
     @property
     def selection(self) -> TokenSelection:
-        every = self.positions.numel() == self.total
-        return TokenSelection(self.total, index=None if every else self.positions)
+        all_count = self.positions.numel() == self.total
+        return TokenSelection(self.total, index=None if all_count else self.positions)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
@@ -108,13 +108,13 @@ def live_tokens(
     has a value other than 0 and 1.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
-    asked = torch.cat([numbers, *counts]) if counts else numbers
+    pending = torch.cat([numbers, *counts]) if counts else numbers
 
     def wait() -> LiveTokens:
         # A HostAnswer would take the host longer, and hide little: few kernels are launched before this waits.
-        n, outside, largest, improper, *others = asked.tolist()
+        n, outside, largest, improper, *values = pending.tolist()
         _check_answer(outside, largest, improper, vocab, source, targets_name)
-        return LiveTokens(positions[:n], targets.numel(), others)
+        return LiveTokens(positions[:n], targets.numel(), values)
 
     return wait
 
@@ -155,10 +155,10 @@ def ask_vocabulary(
     answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> None:
-        _, outside, largest, improper, *others = answer.wait().tolist()
+        _, outside, largest, improper, *temperature_counts = answer.wait().tolist()
         _check_answer(outside, largest, improper, vocab, source, targets_name)
-        for count in others:
-            check_temperatures(count)
+        for improper_count in temperature_counts:
+            check_temperatures(improper_count)
 
     return wait
 
