@@ -74,10 +74,10 @@ def linear_logprobs(
         RuntimeError: in the backward of a gradient from `create_graph=True`: there is no second derivative.
     """
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
-        asked = options_of("linear_logprobs", options)
+        head_options = options_of("linear_logprobs", options)
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, may_be_several=True,
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,
     )  # fmt: skip
     return log_probs(call)
 
