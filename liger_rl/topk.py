@@ -77,16 +77,16 @@ def topk_divergence(
         TypeError, ValueError: as `linear_logprobs` with several targets; also teacher_logps that require a gradient,
             and a DTensor among teacher_ids, teacher_logps and mask.
     """
-    given = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
-    with shared_errors(vocab_parallel, weight, *given):
-        asked = options_of("topk_divergence", options)
+    tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
+    with shared_errors(vocab_parallel, weight, *tensors):
+        head_options = options_of("topk_divergence", options)
         for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
             if is_dtensor(tensor):
                 raise ValueError(f"{name} must be no DTensor; call full_tensor()")
         _check_teacher(teacher_ids, teacher_logps, tail)
     call = HeadCall(
         hidden=hidden, weight=weight, targets=teacher_ids, mask=mask, bias=bias, low_rank=low_rank,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, targets_name="teacher_ids",
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip
     student = log_probs(call)
@@ -99,8 +99,8 @@ def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> Non
         raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
     check_floating("teacher_logps", teacher_logps)
     if not isinstance(teacher_ids, Tensor) or teacher_ids.dim() < 2:
-        found = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
-        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {found}")
+        description = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
+        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {description}")
     if teacher_logps.shape != teacher_ids.shape:
         raise ValueError(
             f"teacher_logps must be {tuple(teacher_ids.shape)} from teacher_ids, got {tuple(teacher_logps.shape)}"
@@ -114,12 +114,12 @@ def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> Non
 
 def _forward_kl(logps: Tensor, teacher_logps: Tensor, listed: Tensor, tail: str) -> Tensor:
     """(..., K) each -> (...) in nats, 0 if a token lists no id. `listed` is bool."""
-    both = [torch.where(listed, part, -torch.inf) for part in (logps, teacher_logps)]
+    log_probs = [torch.where(listed, values, -torch.inf) for values in (logps, teacher_logps)]
     if tail == "bucket":
-        both = [torch.cat([part, _log_rest(part)], dim=-1) for part in both]
+        log_probs = [torch.cat([values, _log_rest(values)], dim=-1) for values in log_probs]
     elif tail == "renormalized":
-        both = [part - part.logsumexp(-1, keepdim=True) for part in both]
-    log_p, log_q = both
+        log_probs = [values - values.logsumexp(-1, keepdim=True) for values in log_probs]
+    log_p, log_q = log_probs
     q = log_q.exp()
     return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
 
