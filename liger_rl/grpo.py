@@ -87,7 +87,7 @@ class FusedLinearGRPOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        transform = LogitTransform(**_taken(options, LogitTransform))
+        transform = LogitTransform(**_take_fields(options, LogitTransform))
         check_passes(passes)
         self.passes = passes
         parts = _parts(loss_type, reduction, options)
@@ -164,12 +164,12 @@ class FusedLinearGRPOLoss(nn.Module):
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
         if self.terms.kl.exact:
-            own: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
-            own |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
-            beside = {"support": support, "weight_grad": weight_grad}
-            return loss_with_reference(reference, own, beside, batch, self.terms, self.options, self.passes)
-        others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
-        with shared_errors(vocab_parallel, weight, *others):
+            policy: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
+            policy |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
+            refused = {"support": support, "weight_grad": weight_grad}
+            return loss_with_reference(reference, policy, refused, batch, self.terms, self.options, self.passes)
+        tensors = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
+        with shared_errors(vocab_parallel, weight, *tensors):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
@@ -189,34 +189,34 @@ class FusedLinearGRPOLoss(nn.Module):
             call.check_weight_grad(weight)
             # int64, because in int8 the vocabulary's size would wrap around in comparisons.
             ids = selected_token_ids.long().contiguous()
-            given = self.terms.check(batch, ids.shape, ids.device)
-            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
-            shape = self._in_forward(call, given, compute_dtype)
+            aligned = self.terms.check(batch, ids.shape, ids.device)
+            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
+            shape = self._in_forward(call, aligned, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
             if self.options.fixed_shape:
                 counted = counted & (ids < weight.shape[0])
-            return self.terms.prepared(replace(given, mask=counted), torch.float32)
+            return self.terms.prepared(replace(aligned, mask=counted), torch.float32)
 
         if shape is not None:
-            counted = count_tokens(call, self.terms, given)
+            counted = count_tokens(call, self.terms, aligned)
             chunks = chunks_of(replace(shape, tokens=counted.number, together=counted.together))
             return loss_in_one_pass(call, counted, prepare, shape.options, chunks)
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        found = log_probs(call, dtype=compute_dtype)
+        head_values = log_probs(call, dtype=compute_dtype)
         # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
-        result = evaluate(prepare(), found.logps, found.entropy)
-        if found.missing_target is not None and self.terms.metrics != "none":
+        result = evaluate(prepare(), head_values.logps, head_values.entropy)
+        if head_values.missing_target is not None and self.terms.metrics != "none":
             # For tokens that are not projected it is unknown.
             count = counted_tokens(ids, call.mask, call.needed_mask).sum()
-            result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
+            result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
         return result
 
-    def _in_forward(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
+    def _in_forward(self, call: HeadCall, aligned: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
         """The shape of the call if one pass makes its gradients in the forward; None if another engine runs."""
-        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, given.segments)
+        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, aligned.segments)
         if self.passes == "two" or (self.passes == "auto" and (loss_lacks is not None or not any(call.needs))):
             return None
         together = tokens_together(call, self.terms.locality)
@@ -262,12 +262,15 @@ def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dic
     callable_instance("loss_type, which is a name or an objective,", loss_type)
     if reduction is None:
         raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    kl, entropy_bonus = KLPenalty(**_taken(options, KLPenalty)), EntropyBonus(**_taken(options, EntropyBonus))
+    kl, entropy_bonus = (
+        KLPenalty(**_take_fields(options, KLPenalty)),
+        EntropyBonus(**_take_fields(options, EntropyBonus)),
+    )
     if options:
         raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
     return LossParts(loss_type, reduction, kl, entropy_bonus)
 
 
-def _taken(options: dict[str, Any], part: type) -> dict[str, Any]:
-    """Removes from `options` the fields of the dataclass `part`, and returns them."""
-    return {f.name: options.pop(f.name) for f in fields(part) if f.name in options}
+def _take_fields(options: dict[str, Any], dataclass_type: type) -> dict[str, Any]:
+    """Removes from `options` the fields of `dataclass_type`, and returns them."""
+    return {f.name: options.pop(f.name) for f in fields(dataclass_type) if f.name in options}
