@@ -76,27 +76,27 @@ class CountedTokens(NamedTuple):
         return self.live.positions.numel()
 
 
-def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
+def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> CountedTokens:
     """Counts the tokens in the forward's one host sync. Raises ValueError for an id outside the vocabulary.
 
     Args:
-        given: the result of `terms.check`.
+        aligned: the result of `terms.check`.
     """
     shape = call.targets.shape
     in_rows = terms.locality == "sequence" and len(shape) == 2
     # With a needed_mask every needed token may have a gradient.
-    hopeful = terms.may_have_gradient(given) if call.needed_mask is None else None
+    may_have_gradient = terms.may_have_gradient(aligned) if call.needed_mask is None else None
     counts = []
     if in_rows:
         counts.append(counted_tokens(call.targets, call.mask).sum(1))
-    if hopeful is not None:
-        counts.append(counted_tokens(call.targets, call.mask, hopeful).sum()[None])
+    if may_have_gradient is not None:
+        counts.append(counted_tokens(call.targets, call.mask, may_have_gradient).sum()[None])
     live = live_tokens(
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
     n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
-    selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
+    selected = may_have_gradient is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)
 
@@ -120,15 +120,15 @@ def loss_in_one_pass(
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
-    whole = WholeLoss(prepare, live, shape)
-    parts = _Parts(prepare, live)
+    whole_loss = WholeLoss(prepare, live, shape)
+    chunk_losses = _ChunkLosses(prepare, live)
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
-    gradients_of = whole if len(chunks) == 1 else parts
-    found = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
-    loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
+    gradients_of = whole_loss if len(chunks) == 1 else chunk_losses
+    result = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
+    loss, metrics = whole_loss.result or whole_loss.evaluate(result.logps, result.entropy)
     inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, found.deferred, call.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, result.gradients, result.deferred, call.weight_grad)
     return PolicyLoss(loss, metrics)
 
 
@@ -158,9 +158,9 @@ class WholeLoss:
         return evaluate(self.prepare(), self.live.spread(logps, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
-        if found is not None:
-            self.result, all_slopes = found
+        kernel_result = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
+        if kernel_result is not None:
+            self.result, all_slopes = kernel_result
             return self.live.gather(all_slopes.flatten()), None
 
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ class WholeLoss:
         return gradients_by_autograd(loss, logps, entropy)
 
 
-class _Parts:
+class _ChunkLosses:
     """A `GradientsOf` for several chunks: the loss is the sum of the losses of the chunks."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection) -> None:
@@ -178,11 +178,11 @@ class _Parts:
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if self.live.index is None else self.live.index[chunk]
-        found = slopes(self.prepare(), positions, logps)
-        if found is not None:
-            return found, None
-        part = self.prepare().take(positions)
-        return gradients_by_autograd(lambda *values: part.evaluate(*values).loss, logps, entropy)
+        grad_logps = slopes(self.prepare(), positions, logps)
+        if grad_logps is not None:
+            return grad_logps, None
+        chunk_loss = self.prepare().take(positions)
+        return gradients_by_autograd(lambda *values: chunk_loss.evaluate(*values).loss, logps, entropy)
 
 
 @torch.enable_grad()
@@ -194,5 +194,5 @@ def gradients_by_autograd(
     value = loss(leaves[0], leaves[1] if len(leaves) > 1 else None)
     if not value.requires_grad:
         return torch.zeros_like(logps), None
-    grad_logps, *others = torch.autograd.grad(value, leaves, allow_unused=True)
-    return torch.zeros_like(logps) if grad_logps is None else grad_logps, others[0] if others else None
+    grad_logps, *grad_entropies = torch.autograd.grad(value, leaves, allow_unused=True)
+    return torch.zeros_like(logps) if grad_logps is None else grad_logps, grad_entropies[0] if grad_entropies else None
