@@ -69,8 +69,8 @@ class VocabParallel:
             ValueError, TypeError: on every rank of the group alike: shards overlap, token ids are in no shard, or facts
                 differ.
         """
-        known = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
-        if self not in known:
+        shards = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
+        if self not in shards:
             described: Facts = {}
             rows, problem = 0, None
             try:
@@ -81,8 +81,8 @@ class VocabParallel:
             ranks: list = [None] * dist.get_world_size(self.group)
             with _current(weight):
                 dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
-            known[self] = VocabShard(self, rows, _checked_vocab(ranks))
-        return known[self]
+            shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
+        return shards[self]
 
     @contextmanager
     def shared_errors(self, weight: Tensor) -> Iterator[None]:
@@ -119,13 +119,15 @@ def _checked_vocab(ranks: list[tuple[Exception | None, Facts, int, int]]) -> int
     for name in ranks[0][1]:
         values = [facts[name] for _, facts, *_ in ranks]
         if any(value != values[0] for value in values):
-            found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {found}")
+            description = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {description}")
     vocab = 0
     for start, rows in sorted((start, rows) for _, _, start, rows in ranks):
         if start != vocab:
-            found = ", ".join(f"[{start}, {start + rows}) on rank {r}" for r, (*_, start, rows) in enumerate(ranks))
-            raise ValueError(f"the shards of weight must cover the vocabulary and not overlap, got ids {found}")
+            description = ", ".join(
+                f"[{start}, {start + rows}) on rank {r}" for r, (*_, start, rows) in enumerate(ranks)
+            )
+            raise ValueError(f"the shards of weight must cover the vocabulary and not overlap, got ids {description}")
         vocab = start + rows
     return vocab
 
@@ -161,8 +163,8 @@ class VocabShard:
 
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
         """Sums the gradients of inputs that every rank has whole. Without sum_hidden_grad it sums nothing."""
-        wanted = inputs if self.place.sum_hidden_grad else ()
-        return PendingSum(self.place.group, [tensor for tensor in wanted if tensor is not None])
+        summed = inputs if self.place.sum_hidden_grad else ()
+        return PendingSum(self.place.group, [tensor for tensor in summed if tensor is not None])
 
 
 class PendingSum:
@@ -195,9 +197,9 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        part = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
-        return part, None
+        grad_rows = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(grad_rows, grad.contiguous(), group=ctx.group)
+        return grad_rows, None
 
 
 def gathered_rows(values: Tensor, group: "dist.ProcessGroup") -> Tensor:
