@@ -262,10 +262,8 @@ def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dic
     callable_instance("loss_type, which is a name or an objective,", loss_type)
     if reduction is None:
         raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    kl, entropy_bonus = (
-        KLPenalty(**_take_fields(options, KLPenalty)),
-        EntropyBonus(**_take_fields(options, EntropyBonus)),
-    )
+    kl = KLPenalty(**_take_fields(options, KLPenalty))
+    entropy_bonus = EntropyBonus(**_take_fields(options, EntropyBonus))
     if options:
         raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
     return LossParts(loss_type, reduction, kl, entropy_bonus)
