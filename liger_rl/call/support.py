@@ -142,9 +142,9 @@ class Support:
             3. keep the smallest set of most likely ids whose mass is at least `top_p` of the kept mass
             4. keep ids whose probability is at least `min_p` times the largest one
 
-        The most likely id always stays. Entries of -inf are left out. vLLM applies min_p first, so its top_p is a share
-        of the mass that min_p leaves. Without min_p or without top_p both orders give the same sets. All V ids of each
-        token are sorted.
+        The most likely id always stays. Entries that are not finite are left out. vLLM applies min_p first,
+        so its top_p is a share of the mass that min_p leaves. Without min_p or without top_p both orders give the same
+        sets. All V ids of each token are sorted.
 
         Args:
             logits: float32, bfloat16 or float16.
