@@ -30,11 +30,13 @@ class VocabParallel:
     from dL/dlogp which tokens enter the backward. Results and the gradient of hidden are the same on every rank.
 
     The forward has two collectives of (N,) statistics, a maximum and a sum. It has a third for the (N, K) logits of
-    several targets, and another for the (N, K) keys of topk. The backward has one, of the gradient of hidden.
+    several targets, and another for the (N, K) keys of topk. The backward has one for the gradient of hidden, and one
+    for that of the (n, r) inputs of low-rank terms. The divergence of two heads has one sum more for a "jsd".
 
     The first call with a weight checks that the arguments of the ranks fit together. It waits for the device, even with
-    fixed_shape. A grad_tolerance above 0 and batch_invariant are refused. Under torch.compile the graph breaks around
-    the call. The mesh of a DTensor weight says all this by itself, by the rules of `liger_rl.call.dtensors`.
+    fixed_shape, so give the same weight object in each call. A grad_tolerance above 0 and batch_invariant are refused.
+    Under torch.compile the graph breaks around the call. The mesh of a DTensor weight says all this by itself, by the
+    rules of `liger_rl.call.dtensors`.
 
     Attributes:
         group: the ranks that hold the shards. Ranks with other tokens are not in it.

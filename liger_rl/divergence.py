@@ -73,11 +73,10 @@ def linear_divergence(
         bias, teacher_bias: (V,) and (V',), added before the transform; their head's dtype or float32.
         low_rank: terms of the student's head, as in `linear_logprobs`.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
-            makes the gradients in the forward, at the price of a chunk of V columns. Tokens at 0 are masked. Not with
-            low_rank, vocab_parallel, fixed_shape, chunk_vocab, grad_tolerance or float16.
+            makes the gradients in the forward, from a chunk of tokens that is kept over the whole vocabulary. Tokens at
+            0 are masked. docs/distillation.md lists the options that exclude it.
         vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on. A
-            DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows. Give the same
-            weight objects in each call, because ranks compare arguments at the first call with a weight.
+            DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
             student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
             both weights that count: padding after them gets no probability and a gradient of 0. None needs V' = V. A
