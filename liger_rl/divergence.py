@@ -56,22 +56,18 @@ def linear_divergence(
     liger-kernel 0.8.5 compute the same per token, also at the ends, where the formula itself is 0. docs/distillation.md
     names their functions, and says which memory, host syncs and rounding a call has.
 
-    Logits are float32 from the products' accumulators on, one tile of both heads at a time. In two passes a "jsd" keeps
-    whole rows of a few hundred tokens if the workspace holds them. The backward recomputes logits for tokens with a
-    nonzero gradient. Only hidden, weight, bias and low_rank are differentiable. Autocast sets the products' dtype.
+    Logits are float32, one tile of both heads at a time. In two passes a "jsd" keeps rows of a few hundred tokens, if
+    they fit the workspace. The backward recomputes logits for tokens with a nonzero gradient. Only hidden, weight, bias
+    and low_rank are differentiable. Autocast sets the products' dtype.
 
     Args:
-        hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16.
-        weight: (V, H), on hidden's device, in its dtype unless under autocast or with a compute_dtype.
-        teacher_hidden: (B, T, H') or (N, H'), for the same tokens, in any of the dtypes.
-        teacher_weight: (V, H'), which fits teacher_hidden as weight fits hidden. With `vocab`, (V', H').
+        hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
+        teacher_hidden: (B, T, H') or (N, H'), for the same tokens, float32, bfloat16 or float16.
+        teacher_weight, teacher_bias: (V', H') and (V',), that fit teacher_hidden as weight and bias fit hidden. V' = V,
+            unless `vocab` is given.
         kind: as above.
-        mask: (B, T) or (N,), bool or 0/1. Tokens at 0 get 0, whatever they hold. Other values raise; with fixed_shape
-            they count as 1.
         targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
             its token in every result. With fixed_shape so does an id outside the vocabulary.
-        bias, teacher_bias: (V,) and (V',), added before the transform; their head's dtype or float32.
-        low_rank: terms of the student's head, as in `linear_logprobs`.
         token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
             makes the gradients in the forward, from a chunk of tokens that is kept over the whole vocabulary. Tokens at
             0 are masked. docs/distillation.md lists the options that exclude it.
@@ -79,19 +75,17 @@ def linear_divergence(
             DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
         options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
             student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
-            both weights that count: padding after them gets no probability and a gradient of 0. None needs V' = V. A
-            grad_tolerance of "auto" is exact here. `gather` is called for each head. A named chunk bounds both tiles.
+            both weights that count: padding after them gets no probability and a gradient of 0. A grad_tolerance of
+            "auto" is exact here. `gather` is called for each head. A named chunk bounds both tiles.
 
     Returns:
         Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A
             KL divergence is infinite if its second distribution is 0 where its first is not.
 
-    Raises:
-        TypeError: a wrong type or dtype, an unknown option, or one that two heads do not have.
-        ValueError: shapes, devices, values or options that do not fit; a teacher's tensor that requires a gradient,
-            while gradients are enabled. With a sharded head, at the first call, on every rank.
-        NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in the backward of a gradient from `create_graph=True`: there is no second derivative.
+    Raises: as `linear_logprobs`, and
+        TypeError: an option that two heads do not have.
+        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled. With a sharded head, at
+            the first call, on every rank.
         torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
     measure = measure_of(kind, options.pop("beta", BETA))
