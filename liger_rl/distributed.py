@@ -1,7 +1,7 @@
 """Many ranks: a head whose vocabulary is sharded, and sums over the ranks that share a batch.
 
-The only module that speaks to torch.distributed. A function that is a collective says so. Every rank of the group
-enters it the same number of times, whatever the rank holds.
+A function that is a collective says so.
+Every rank of the group enters it the same number of times, whatever tensors the rank has.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# A row after the last of any shard. No kernel's last tile reaches so far.
+# A row index after the last row of any shard. No kernel's last tile reaches it.
 BEYOND = torch.iinfo(torch.int32).max
 
 Facts = Mapping[str, object]
@@ -26,11 +26,20 @@ class VocabParallel:
 
     The rank's weight, bias and low-rank `b` are the rows of the token ids from `vocab_start` on. Shards may differ in
     size. Everything else of a call (hidden, targets, mask, a low-rank term's `a`, options) must be the same on every
-    rank of the group. So must the loss, because each rank decides by itself, from dL/dlogp, which tokens enter the
-    backward. Results and the gradient of hidden are the same on every rank.
+    rank of the group. Targets are ids of the whole vocabulary. The loss must be the same too, because each rank decides
+    from dL/dlogp which tokens enter the backward. Results and the gradient of hidden are the same on every rank.
+
+    The forward has two collectives of (N,) statistics, a maximum and a sum. It has a third for the (N, K) logits of
+    several targets, and another for the (N, K) keys of topk. The backward has one for the gradient of hidden, and one
+    for that of the (n, r) inputs of low-rank terms. The divergence of two heads has one sum more for a "jsd".
+
+    The first call with a weight checks that the arguments of the ranks fit together. It waits for the device, even with
+    fixed_shape, so give the same weight object in each call. A grad_tolerance above 0 and batch_invariant are refused.
+    Under torch.compile the graph breaks around the call. The mesh of a DTensor weight says all this by itself, by the
+    rules of `liger_rl.call.dtensors`.
 
     Attributes:
-        group: the ranks that hold the shards. Ranks with other tokens are not part of it.
+        group: the ranks that hold the shards. Ranks with other tokens are not in it.
         vocab_start: token id of this rank's first row, >= 0.
         sum_hidden_grad: True sums the gradient of hidden (and of a low-rank term's `a`) over the group. False leaves
             this rank's part of the sum, for a caller whose own backward adds the parts, such as Megatron's gather from
@@ -50,20 +59,20 @@ class VocabParallel:
             raise TypeError(f"vocab_parallel.sum_hidden_grad must be a bool, got {type(self.sum_hidden_grad).__name__}")
 
     def shard_of(self, weight: Tensor, facts: Callable[[], Facts], *, known_by: Tensor) -> "VocabShard":
-        """The shard that `weight` is. The first call with a weight checks that the shards fit: a collective.
+        """`weight` as a checked shard. The first call with a weight is a collective, which compares the ranks.
 
         Args:
             weight: (rows, H).
-            known_by: the tensor that stays the same object from call to call: the weight, or what it was cut from.
-            facts: returns what must be the same on every rank, by name. Only the first call asks for it. An error that
-                it raises is raised on every rank.
+            known_by: a tensor that is the same object in each call: the weight, or the tensor that it was cut from.
+            facts: returns the values that must be the same on every rank, by name. Only the first call runs it. If it
+                raises, every rank raises the error.
 
         Raises:
-            ValueError, TypeError: on every rank of the group alike: shards overlap or leave token ids out, or facts
+            ValueError, TypeError: on every rank of the group alike: shards overlap, token ids are in no shard, or facts
                 differ.
         """
-        known = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
-        if self not in known:
+        shards = _SHARDS.setdefault(known_by, {}) if isinstance(known_by, Tensor) else {}
+        if self not in shards:
             described: Facts = {}
             rows, problem = 0, None
             try:
@@ -74,14 +83,14 @@ class VocabParallel:
             ranks: list = [None] * dist.get_world_size(self.group)
             with _current(weight):
                 dist.all_gather_object(ranks, (problem, described, self.vocab_start, rows), self.group)
-            known[self] = VocabShard(self, rows, _checked_vocab(ranks))
-        return known[self]
+            shards[self] = VocabShard(self, rows, _checked_vocab(ranks))
+        return shards[self]
 
     @contextmanager
     def shared_errors(self, weight: Tensor) -> Iterator[None]:
-        """An error raised within is raised on every rank: the others wait in `shard_of`, which passes it on.
+        """A context: every rank raises an error that one rank raises in it. Collective if there is an error.
 
-        `weight` is the `known_by` of their `shard_of`.
+        The other ranks wait in `shard_of`, which passes the error on. `weight` is the `known_by` of their `shard_of`.
         """
         try:
             yield
@@ -95,54 +104,56 @@ class VocabParallel:
             raise
 
 
-# Weight -> its checked shards, by their place.
+# Weight -> {its place: its checked shard}.
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _current(tensor: object):
-    """Objects are gathered through the current device, which need not be the tensors'."""
+    """The context in which the tensor's GPU is the current device: objects are gathered through the current device."""
     return torch.cuda.device(tensor.device) if isinstance(tensor, Tensor) and tensor.is_cuda else nullcontext()
 
 
 def _checked_vocab(ranks: list[tuple[Exception | None, Facts, int, int]]) -> int:
-    """Vocabulary entries of all shards together."""
+    """V of all shards together. Raises if a rank reports a problem, facts differ, or shards do not fit."""
     for rank, (problem, *_) in enumerate(ranks):
         if problem is not None:
             raise type(problem)(f"{problem} (rank {rank} of vocab_parallel.group)")
     for name in ranks[0][1]:
         values = [facts[name] for _, facts, *_ in ranks]
         if any(value != values[0] for value in values):
-            found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {found}")
+            description = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on every rank of vocab_parallel.group, got {description}")
     vocab = 0
     for start, rows in sorted((start, rows) for _, _, start, rows in ranks):
         if start != vocab:
-            found = ", ".join(f"[{start}, {start + rows}) on rank {r}" for r, (*_, start, rows) in enumerate(ranks))
-            raise ValueError(f"the shards of weight must cover the vocabulary and not overlap, got ids {found}")
+            description = ", ".join(
+                f"[{start}, {start + rows}) on rank {r}" for r, (*_, start, rows) in enumerate(ranks)
+            )
+            raise ValueError(f"the shards of weight must cover the vocabulary and not overlap, got ids {description}")
         vocab = start + rows
     return vocab
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """A rank's part of the vocabulary, known to fit the others."""
+    """A rank's part of the vocabulary, checked against the other ranks' parts."""
 
     place: VocabParallel
     rows: int
-    vocab: int  # of all shards together
+    vocab: int  # V, entries of all shards
 
     def local(self, targets: Tensor) -> Tensor:
-        """Token ids -> rows of this shard; < 0 for an id before the shard, BEYOND for one after it."""
+        """Token ids -> rows of this shard; < 0 for an id before the shard, BEYOND for an id after it."""
         rows = targets - self.place.vocab_start
         return torch.where(rows < self.rows, rows, BEYOND)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """A collective, in place."""
+        """A collective: the maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, self.place.group)
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """A collective, in place."""
+        """A collective: the sum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.SUM, self.place.group)
         return values
 
@@ -153,24 +164,24 @@ class VocabShard:
         return torch.cat(parts, dim=1)
 
     def pending_sum(self, *inputs: Tensor | None) -> "PendingSum":
-        """Of the gradients of inputs that every rank holds whole."""
-        wanted = inputs if self.place.sum_hidden_grad else ()
-        return PendingSum(self.place.group, [tensor for tensor in wanted if tensor is not None])
+        """Sums the gradients of inputs that every rank has whole. Without sum_hidden_grad it sums nothing."""
+        summed = inputs if self.place.sum_hidden_grad else ()
+        return PendingSum(self.place.group, [tensor for tensor in summed if tensor is not None])
 
 
 class PendingSum:
-    """Sums over ranks, in place, while something else is computed: one collective for each tensor."""
+    """Sums over ranks in place, one collective for each tensor, while the device computes something else."""
 
     def __init__(self, group: "dist.ProcessGroup", tensors: list[Tensor]) -> None:
         self.group, self.tensors = group, tensors
         self.works: list | None = None
 
     def start(self) -> None:
-        """From here to the end of `wait`, the tensors must not be touched."""
+        """Start the collectives. Until `wait` returns, nothing may read or write the tensors."""
         self.works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in self.tensors]
 
     def wait(self) -> None:
-        """Starts the sums where `start` was not called."""
+        """Wait for the collectives, and start them first if `start` was not called."""
         if self.works is None:
             self.start()
         for work in self.works or ():
@@ -188,20 +199,24 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        part = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
-        return part, None
+        grad_rows = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(grad_rows, grad.contiguous(), group=ctx.group)
+        return grad_rows, None
 
 
 def gathered_rows(values: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """(n, ...) of each rank -> (n x ranks, ...) in the ranks' order. A collective, and one in the backward, where the
-    ranks' gradients are added up and scattered."""
+    """A collective: (n, ...) of each rank -> (n x ranks, ...) in the ranks' order.
+
+    The backward is a collective too: it adds up the ranks' gradients and scatters the sum.
+    """
     return _GatheredRows.apply(values, group)
 
 
 def sum_over(group: "dist.ProcessGroup") -> Callable[[Tensor], Tensor]:
-    """-> a collective: values -> their sum over the ranks, a new tensor. For `Segments.all_reduce`, which also sums
-    gradients with it, and for counts of a whole step."""
+    """-> a collective: values -> their sum over the ranks, a new tensor.
+
+    `Segments.all_reduce` uses it for values and gradients. It also sums the counts of a whole step.
+    """
     return lambda values: _reduced(values, "sum", group)
 
 

@@ -42,75 +42,51 @@ def linear_divergence(
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[DivergenceKeywords]",
 ) -> Divergence:
-    """Divergence of softmax(transform(hidden @ weight.T + bias)) from a teacher's, without either's logits in memory.
+    """Per-token divergence of a student's distribution from a teacher's, without either's logits in memory.
 
-    With p the student's probabilities, q the teacher's, and KL(a || b) = sum_v a_v (log a_v - log b_v):
+    With the student's p = softmax(transform(hidden @ weight.T + bias)), the teacher's q, and
+    KL(a || b) = sum_v a_v (log a_v - log b_v):
 
         forward_kl   KL(q || p)
         reverse_kl   KL(p || q)
         jsd          beta KL(q || m) + (1 - beta) KL(p || m),  m = (1 - beta) p + beta q;  KL(q || p) at beta = 0,
                      KL(p || q) at beta = 1
 
-    "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649 with the teacher as its P, as computed by TRL
-    1.16 (`ChunkedDivergenceFunction`, `GKDTrainer.generalized_jsd_loss`) and per token by liger-kernel 0.8.5
-    (`LigerFusedLinearJSDLoss`, `LigerJSD`), both with the KL divergences at the ends, where the formula itself is 0.
-    docs/distillation.md says what Liger's loss adds to it.
+    "jsd" is the generalised Jensen-Shannon divergence of arXiv:2306.13649, with the teacher as its P. TRL 1.16 and
+    liger-kernel 0.8.5 compute the same per token, also at the ends, where the formula itself is 0. docs/distillation.md
+    names their functions, and says which memory, host syncs and rounding a call has.
 
-    In two passes, logits stay float32 from the products' accumulators on and exist one tile of both heads at a time;
-    for a "jsd", where the workspace holds them, as whole rows of a few hundred tokens. The backward recomputes them for
-    tokens with a non-zero gradient. Only the student's side is differentiable: hidden, weight, bias and low_rank.
-    Under autocast the products run in autocast's dtype. Host syncs on CUDA: one in the forward if there is a mask,
-    targets or token_weights, which counts the live tokens, and in two passes one in the backward for the tokens with a
-    gradient, with a tolerance two or more.
+    Logits are float32, one tile of both heads at a time. In two passes a "jsd" keeps rows of a few hundred tokens, if
+    they fit the workspace. The backward recomputes logits for tokens with a nonzero gradient. Only hidden, weight, bias
+    and low_rank are differentiable. Autocast sets the products' dtype.
 
     Args:
-        hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16.
-        weight: (V, H), the student's lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
-            compute_dtype).
-        teacher_hidden: (B, T, H') or (N, H') for the same tokens; H' need not be H, and its dtype may be another.
-        teacher_weight: (V, H'), as weight is to hidden. With `vocab`, its number of rows may be another.
-        kind: which divergence.
-        mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
-            raise, but count as 1 with fixed_shape.
-        targets: (B, T) or (N,) integer token ids in [0, V), whose log-probabilities are returned beside; a negative one
-            masks its token, its divergence included. With fixed_shape so does one outside the vocabulary.
-        bias, teacher_bias: (V,) and (V',), added to the head's output before the transform; of its dtype, or float32.
-        low_rank: terms of the student's head, as in `linear_logprobs`; adapters, say.
-        token_weights: (B, T) or (N,), float32, bfloat16 or float16, no gradient: each token's factor in a loss that is
-            sum(token_weights * divergence), `1 / mask.sum()` of a mean, say. Its gradients are then made in the
-            forward, in one pass, which saves recomputing both heads' logits. Tokens at 0 are masked. A chunk of tokens
-            is kept over the whole vocabulary: two float16 numbers for each entry, at most 1.25 GiB, where products have
-            an epilogue, else float32 logits, at most 1 GiB on CUDA. If one chunk does not hold all tokens, it takes
-            4 V H bytes more. Not with low_rank, fixed_shape, chunk_vocab, grad_tolerance or float16.
-        vocab_parallel: where both weights are this rank's rows of sharded heads, as in `linear_logprobs`: bias,
-            teacher_bias and a low-rank `b` are too, and both shards start at the same token id. A DTensor weight needs
-            none; then the teacher's weight is one over the same ranks, or this rank's rows. Ranks compare notes at the
-            first call with a weight, so both should be the same objects from call to call. Not with token_weights.
-        options: `beta` (0.5), in [0, 1], the teacher's share in the mixture of a "jsd", which the other kinds have not.
-            `teacher_transform`, temperature (one number), softcap and scale of the teacher's logits; `transform` is the
-            student's.
-            `vocab`, the entries of the vocabulary that count: both distributions are over the first so many rows of
-            their weights, and padding after them gets no probability and a gradient of 0. None needs weights of as many
-            rows. And fields of `HeadOptions`: transform, entropy, grad_tolerance, compute_dtype, gather, chunk_tokens,
-            chunk_vocab and fixed_shape. A `grad_tolerance` of "auto" is exact here. With a number, the
-            backward leaves out negligible entries of each token's dL/dlogits. The error of each is at most so much of
-            its norm. docs/distillation.md says where the gradient is exact all the same. `gather` is called for each
-            of the two heads. A named chunk bounds both tiles of a pair.
+        hidden, weight, mask, bias, low_rank: the student's, as in `linear_logprobs`.
+        teacher_hidden: (B, T, H') or (N, H'), for the same tokens, float32, bfloat16 or float16.
+        teacher_weight, teacher_bias: (V', H') and (V',), that fit teacher_hidden as weight and bias fit hidden. V' = V,
+            unless `vocab` is given.
+        kind: as above.
+        targets: (B, T) or (N,) integer ids in [0, V), whose log-probabilities are also returned. A negative id masks
+            its token in every result. With fixed_shape so does an id outside the vocabulary.
+        token_weights: (B, T) or (N,) floats, no gradient: factors in loss = sum(token_weights * divergence). One pass
+            makes the gradients in the forward, from a chunk of tokens that is kept over the whole vocabulary. Tokens at
+            0 are masked. docs/distillation.md lists the options that exclude it.
+        vocab_parallel: this rank's place in two heads whose weights and biases are sharded, from the same id on. A
+            DTensor weight needs none; the teacher's is then over the same ranks, or this rank's rows.
+        options: the keys of `DivergenceKeywords`. `beta` (0.5), in [0, 1], is for "jsd" alone. `transform` is the
+            student's, `teacher_transform` the teacher's; both have one temperature. `vocab` is the number of rows of
+            both weights that count: padding after them gets no probability and a gradient of 0. A grad_tolerance of
+            "auto" is exact here. `gather` is called for each head. A named chunk bounds both tiles.
 
     Returns:
-        Divergence(divergence, logps, entropy, teacher_logps, loss): (B, T) or (N,) and () of the loss, None where not
-            asked for. With token_weights the loss alone is differentiable. A probability of 0 where the other
-            distribution's is not gives an infinite KL divergence.
+        Divergence, with None for results that are not asked for. With token_weights only the loss is differentiable. A
+            KL divergence is infinite if its second distribution is 0 where its first is not.
 
-    Raises:
-        TypeError: an argument of a type or dtype that is not listed above, an unknown option, or one that
-            `linear_logprobs` has and two heads do not.
-        ValueError: shapes, devices or values that do not fit; a tensor of the teacher's that requires a gradient, which
-            would get none, while gradients are enabled. With a sharded head at the first call with its weights, on
-            every rank.
-        NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
-        torch._dynamo.exc.Unsupported: a call under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
+    Raises: as `linear_logprobs`, and
+        TypeError: an option that two heads do not have.
+        ValueError: a teacher's tensor that requires a gradient, while gradients are enabled. With a sharded head, at
+            the first call, on every rank.
+        torch._dynamo.exc.Unsupported: under torch.compile(fullgraph=True). Without fullgraph the graph breaks.
     """
     measure = measure_of(kind, options.pop("beta", BETA))
     teacher_transform, vocab = options.pop("teacher_transform", IDENTITY), options.pop("vocab", None)

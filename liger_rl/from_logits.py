@@ -1,4 +1,4 @@
-"""GRPO and its relatives from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
+"""GRPO and similar losses from logits that a caller already holds: per-token loss, KL and clip indicator, unreduced."""
 
 import math
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from liger_rl.losses.presets import build_per_token
 
 
 class PerTokenLoss(NamedTuple):
-    """(B, T) or (N,) each, 0 at masked tokens."""
+    """Unreduced results, (B, T) or (N,) each, 0 or False at masked tokens."""
 
     loss: Tensor
     """float32, differentiable."""
     kl: Tensor | None
     """float32 in nats, without gradient; None without a KL penalty."""
     is_clipped: Tensor | None
-    """bool, by the chosen indicator; None where the objective does not clip."""
+    """bool, by `clip_indicator`; None if the objective does not clip."""
 
 
 def _active(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
@@ -43,7 +43,7 @@ def _range(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
 
 
 def _helion(token_loss: TokenLoss, batch: AlignedBatch) -> Tensor | None:
-    # r A < clip(r) A: the ratio lies outside on the side that the sign of A does not cut.
+    # r A < clip(r) A: the ratio is out of bounds, on the side where the sign of A cuts no gradient.
     active = _active(token_loss, batch)
     if active is None or token_loss.outside is None:
         return None
@@ -70,31 +70,33 @@ def grpo_loss_from_logits(
     temperature: float = 1.0,
     **options: Any,
 ) -> PerTokenLoss:
-    """Per-token loss of a preset's objective, before its reduction: reduce it as you like and call backward.
+    """Per-token loss of a preset's objective, not reduced: reduce it as you like and call backward.
 
-    On CUDA one kernel makes the loss, its derivative and the rest, where it knows the objective: `PPOClip` with one
-    ratio per token, `CISPO` without a `ratio_min`, `SAPO`, `Reinforce` and `DPPO`. Other objectives, and other devices,
-    run the formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True` raises.
+    On CUDA one kernel computes the loss, its derivative, the KL and the clip indicator for these objectives: `PPOClip`
+    with one ratio per token, `CISPO` without a `ratio_min`, `SAPO`, `Reinforce` and `DPPO`. Other objectives and other
+    devices run the formulas step by step. Under torch.compile the graph breaks around the call, and `fullgraph=True`
+    raises.
 
     Args:
-        logits: (B, T + 1, V), whose last position is left out, or (B, T, V), or packed (N, V); float32, bfloat16 or
-            float16. The gradient has their dtype.
+        logits: (B, T, V), packed (N, V), or (B, T + 1, V), whose last position is left out; float32, bfloat16 or
+            float16. The gradient has the same dtype.
         selected_token_ids: (B, T) or (N,). A negative id masks its token.
-        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch` in place of the advantages, the mask and the columns. Its
-            sampling log-probabilities and divisors change nothing here.
+        advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns. Its sampling
+            log-probabilities and divisors change nothing here.
         mask: (B, T) or (N,), the tokens that count.
-        loss_type: a preset's name; "gspo" for one ratio per sequence.
+        loss_type: the name of a preset, such as "gspo" for one ratio per sequence.
         clip_indicator: which tokens `is_clipped` marks. "active": the gradient is cut (Liger, TRL). "range": the ratio
-            is outside the bounds (Fast-LLM). "helion": r A < clip(r) A, outside on the side that is not cut (Helion).
+            is out of bounds (Fast-LLM). "helion": r A < clip(r) A, out of bounds where no gradient is cut (Helion).
         fixed_shape: never wait for the device, as in `linear_logprobs`. A token whose id is outside the vocabulary is
             masked and does not raise.
         temperature: divides the logits, > 0.
-        options: old_per_token_logps, ref_per_token_logps, importance_ratio and segments, see `PolicyBatch`; and fields
-            of the preset's objective and of `KLPenalty`, such as `epsilon_high`, `beta`.
+        options: the columns old_per_token_logps, ref_per_token_logps, importance_ratio and segments of `PolicyBatch`,
+            and fields of the preset's objective and of `KLPenalty`, such as `epsilon_high` and `beta`.
 
     Raises:
-        TypeError, ValueError: as `logits_logprobs`; for an unknown loss_type, option or clip_indicator; for a
-            `reduction`, because the result is per token; for a column that is given with a `PolicyBatch`.
+        TypeError, ValueError: as `logits_logprobs`; also an unknown loss_type, option or clip_indicator, a `reduction`
+            (the result is per token), kl_estimator="exact" with beta > 0 (it needs a reference's logits), and a mask or
+            column together with a `PolicyBatch`.
     """
     one_of("clip_indicator", clip_indicator, CLIP_INDICATORS)
     check_flag("fixed_shape", fixed_shape)

@@ -1,4 +1,4 @@
-"""The lm_head and the policy loss in one module: hidden states in, loss and metrics out, no logits between."""
+"""The lm_head and the policy loss in one module: hidden states in, loss and metrics out, without logits in memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -44,28 +44,29 @@ if TYPE_CHECKING:
 
 
 class FusedLinearGRPOLoss(nn.Module):
-    """loss = ppo_loss_fn(linear_logprobs(hidden, weight, selected_token_ids), ...), one call.
+    """loss = ppo_loss_fn(linear_logprobs(hidden, weight, selected_token_ids), ...) in one call.
 
     Args:
-        loss_type: a preset's name (the keys of `PRESETS`: "grpo", "dapo", "gspo", "cispo", ...), or an objective of
-            your own: a callable (logps, batch) -> TokenLoss, which then needs `reduction`.
-        reduction: a callable (batch) -> weights in place of the preset's.
+        loss_type: the name of a preset (a key of `PRESETS`: "grpo", "dapo", "gspo", "cispo", ...). Or your own
+            objective, a callable (logps, batch) -> TokenLoss; it needs `reduction` too.
+        reduction: a callable (batch) -> weights, instead of the preset's.
         sampler_correction: makes importance ratios from `sampling_per_token_logps`.
         corrections: callables (logps, batch) -> factor on the policy term, such as `TopEntropyMask(...)`.
         metrics: "none", "loss", "basic" or "with_entropy".
         grad_tolerance, chunk_tokens, chunk_vocab, batch_invariant: as in `linear_logprobs`. In one pass, chunk_tokens
-            bounds the tokens whose gradients are made together, over the whole vocabulary.
+            bounds the tokens whose gradients are made together over the whole vocabulary.
         fixed_shape: as in `linear_logprobs`, for CUDA graphs. An id outside the vocabulary masks its token.
         passes: "two" recomputes the logits in the backward. "one" makes the gradients in the forward, with three
-            products instead of four and more memory, or raises ValueError that says what it needs. "auto" takes one
-            pass where it pays and a tolerance has no effect. `plan_linear_logprobs` states the rule and shows the plan.
+            products instead of four and with more memory. If that is not possible, it raises a ValueError that says
+            what is missing. "auto" takes one pass if it pays and a tolerance has no effect. `plan_linear_logprobs`
+            states the rule and shows the plan.
         options: fields of `LogitTransform` (`temperature`, `softcap`, `scale`), of the preset's objective
             (`epsilon_low`, `epsilon_high`, `delta`, ...), of its reduction (`max_completion_length`, `world_size`), of
             `KLPenalty` (`beta`, `kl_estimator`, `importance_weighted`) and of `EntropyBonus` (`entropy_coef`).
             kl_estimator="exact" with beta > 0 needs a `reference` in the call, and excludes batch_invariant.
 
     Raises:
-        ValueError: an unknown loss_type or option (the known ones are listed), a required one left out, a bad value.
+        ValueError: an unknown loss_type or option (the message lists the known ones), a missing option, a bad value.
         TypeError: loss_type is neither a name nor callable.
     """
 
@@ -86,7 +87,7 @@ class FusedLinearGRPOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        transform = LogitTransform(**_taken(options, LogitTransform))
+        transform = LogitTransform(**_take_fields(options, LogitTransform))
         check_passes(passes)
         self.passes = passes
         parts = _parts(loss_type, reduction, options)
@@ -132,22 +133,22 @@ class FusedLinearGRPOLoss(nn.Module):
         Args:
             hidden: (B, T, H) or packed (N, H) last hidden states; position t predicts selected_token_ids[t].
             weight: (V, H) of the lm_head.
-            selected_token_ids: (B, T) or (N,) the sampled tokens; a negative id masks its token.
-            advantages: (B,) or (B, T) / (N,); or a `PolicyBatch` in place of it, of mask and of the columns.
-            mask: (B, T) or (N,), the completion tokens that count; None counts all. Of these, tokens with advantage 0
-                are not projected where neither the loss nor a metric depends on them; with vocab_parallel their ids
-                are not looked at either.
+            selected_token_ids: (B, T) or (N,) sampled token ids; a negative id masks its token.
+            advantages: (B,) or (B, T) / (N,). Or a `PolicyBatch`, instead of advantages, mask and columns.
+            mask: (B, T) or (N,), the completion tokens that count; None counts all. A token with advantage 0 is not
+                projected if neither the loss nor a metric depends on it. Its id is validated, except with
+                vocab_parallel.
             bias: (V,) of the lm_head.
             low_rank: adapters on the lm_head, as in `linear_logprobs`.
-            support: the ids that each token's sampler could have drawn, as in `linear_logprobs`; takes two passes. The
-                share of the tokens that are projected whose own id was not among them is the metric `missing_target`.
+            support: ids that each token could have been drawn from, as in `linear_logprobs`; takes two passes. The
+                metric `missing_target` is the share of the projected tokens whose row lists ids, but not their own.
             weight_grad: (V, H) float32, to which the backward adds the weight's gradient, as in `linear_logprobs`.
-            vocab_parallel: where weight is this rank's rows of a sharded head, as in `linear_logprobs`; the batch is
-                the same on every rank of its group, and so is the loss.
-            reference: the reference policy's hidden states and head, for kl_estimator="exact" alone. Its
-                log-probabilities come out of the same products. Objectives and corrections see them as
-                `ref_per_token_logps`, which must not be given then. Not with support or weight_grad, nor under
-                torch.compile.
+            vocab_parallel: this rank's place in a sharded head, as in `linear_logprobs`. The batch must be the same on
+                every rank of its group, and so is the loss.
+            reference: the reference policy's hidden states and head, only for kl_estimator="exact". The same products
+                give its log-probabilities. Objectives and corrections read them as `ref_per_token_logps`, which must
+                then not be given. Not with support or weight_grad. Under torch.compile the graph breaks around the
+                call.
             columns: the other fields of `PolicyBatch`: old_per_token_logps, ref_per_token_logps,
                 sampling_per_token_logps, importance_ratio, segments, num_sequences and num_items_in_batch.
 
@@ -156,18 +157,19 @@ class FusedLinearGRPOLoss(nn.Module):
                 `clip_ratio`, `clip_low`, `clip_high`, and more at the higher levels).
 
         Raises:
-            TypeError, ValueError: before anything is computed, naming the argument, or what passes="one" would need;
-                with vocab_parallel or a DTensor weight, at the first call with it, on every rank that has a part of it.
+            TypeError, ValueError: before anything is computed. The message names the argument, or what passes="one"
+                needs. With vocab_parallel or a DTensor weight, the first call with the weight raises on every rank that
+                has a part of it.
         """
         batch = batch_of("FusedLinearGRPOLoss", advantages, mask, columns)
         mask = batch.completion_mask
         if self.terms.kl.exact:
-            own: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
-            own |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
-            beside = {"support": support, "weight_grad": weight_grad}
-            return loss_with_reference(reference, own, beside, batch, self.terms, self.options, self.passes)
-        others = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
-        with shared_errors(vocab_parallel, weight, *others):
+            policy: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "low_rank": low_rank}
+            policy |= {"targets": selected_token_ids, "mask": mask, "vocab_parallel": vocab_parallel}
+            refused = {"support": support, "weight_grad": weight_grad}
+            return loss_with_reference(reference, policy, refused, batch, self.terms, self.options, self.passes)
+        tensors = hidden, selected_token_ids, mask, *low_rank_tensors(low_rank)
+        with shared_errors(vocab_parallel, weight, *tensors):
             if self.options.fixed_shape and vocab_parallel is not None:
                 raise ValueError(
                     "fixed_shape must be False with vocab_parallel in a loss, which masks ids outside of the whole "
@@ -185,36 +187,36 @@ class FusedLinearGRPOLoss(nn.Module):
             )  # fmt: skip
             compute_dtype = call.check_tensors()
             call.check_weight_grad(weight)
-            # A narrow dtype would wrap the vocabulary's size in comparisons.
+            # int64, because in int8 the vocabulary's size would wrap around in comparisons.
             ids = selected_token_ids.long().contiguous()
-            given = self.terms.check(batch, ids.shape, ids.device)
-            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(given))
-            shape = self._in_forward(call, given, compute_dtype)
+            aligned = self.terms.check(batch, ids.shape, ids.device)
+            call = replace(call, targets=ids, needed_mask=self.terms.tokens_to_project(aligned))
+            shape = self._in_forward(call, aligned, compute_dtype)
 
         def prepare() -> PreparedLoss:
             counted = counted_tokens(ids, mask)
             if self.options.fixed_shape:
                 counted = counted & (ids < weight.shape[0])
-            return self.terms.prepared(replace(given, mask=counted), torch.float32)
+            return self.terms.prepared(replace(aligned, mask=counted), torch.float32)
 
         if shape is not None:
-            counted = count_tokens(call, self.terms, given)
+            counted = count_tokens(call, self.terms, aligned)
             chunks = chunks_of(replace(shape, tokens=counted.number, together=counted.together))
             return loss_in_one_pass(call, counted, prepare, shape.options, chunks)
         if vocab_parallel is not None and call.needed_mask is not None:
             call = replace(call, mask=counted_tokens(ids, mask, call.needed_mask), needed_mask=None)
-        found = log_probs(call, dtype=compute_dtype)
-        # Only now, so that the device has something to do while these small steps are launched.
-        result = evaluate(prepare(), found.logps, found.entropy)
-        if found.missing_target is not None and self.terms.metrics != "none":
-            # Of the others it is not known.
+        head_values = log_probs(call, dtype=compute_dtype)
+        # We prepare the loss only now. Its small kernels are launched while the device computes the log-probabilities.
+        result = evaluate(prepare(), head_values.logps, head_values.entropy)
+        if head_values.missing_target is not None and self.terms.metrics != "none":
+            # For tokens that are not projected it is unknown.
             count = counted_tokens(ids, call.mask, call.needed_mask).sum()
-            result.metrics["missing_target"] = Metric(found.missing_target.sum().float(), count=count)
+            result.metrics["missing_target"] = Metric(head_values.missing_target.sum().float(), count=count)
         return result
 
-    def _in_forward(self, call: HeadCall, given: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
-        """The shape of a call whose gradients one pass makes in the forward; None where another engine runs."""
-        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, given.segments)
+    def _in_forward(self, call: HeadCall, aligned: AlignedBatch, compute_dtype: torch.dtype) -> HeadShape | None:
+        """The shape of the call if one pass makes its gradients in the forward; None if another engine runs."""
+        loss_lacks = None if self.passes == "two" else loss_obstacle(call, self.terms, aligned.segments)
         if self.passes == "two" or (self.passes == "auto" and (loss_lacks is not None or not any(call.needs))):
             return None
         together = tokens_together(call, self.terms.locality)
@@ -235,9 +237,9 @@ class FusedLinearGRPOLoss(nn.Module):
         support: Support | None = None,
         vocab_parallel: VocabParallel | None = None,
     ) -> Tensor:
-        """Log-probabilities under a reference or old policy's head, (B, T) or (N,) float32, without gradient.
+        """Log-probabilities (B, T) or (N,), float32, under a reference or old policy's head, without gradient.
 
-        Arguments as in `forward`, from the other policy's model; the logit transform is this module's.
+        The arguments are as in `forward`, with the tensors of that policy. The logit transform is this module's.
         """
         call = HeadCall(
             hidden=hidden, weight=weight, targets=selected_token_ids, mask=mask, bias=bias, low_rank=low_rank,
@@ -260,12 +262,13 @@ def _parts(loss_type: str | Objective, reduction: Reduction | None, options: dic
     callable_instance("loss_type, which is a name or an objective,", loss_type)
     if reduction is None:
         raise ValueError("reduction must be given with an objective of your own, such as TokenMean()")
-    kl, entropy_bonus = KLPenalty(**_taken(options, KLPenalty)), EntropyBonus(**_taken(options, EntropyBonus))
+    kl = KLPenalty(**_take_fields(options, KLPenalty))
+    entropy_bonus = EntropyBonus(**_take_fields(options, EntropyBonus))
     if options:
         raise ValueError(f"{', '.join(sorted(options))}: options of an objective of your own are its own attributes")
     return LossParts(loss_type, reduction, kl, entropy_bonus)
 
 
-def _taken(options: dict[str, Any], part: type) -> dict[str, Any]:
-    """Those options that are fields of a dataclass, taken out."""
-    return {f.name: options.pop(f.name) for f in fields(part) if f.name in options}
+def _take_fields(options: dict[str, Any], dataclass_type: type) -> dict[str, Any]:
+    """Removes from `options` the fields of `dataclass_type`, and returns them."""
+    return {f.name: options.pop(f.name) for f in fields(dataclass_type) if f.name in options}

@@ -1,4 +1,4 @@
-"""Per-token log-probabilities from an lm_head, or from logits: the public functions."""
+"""Per-token log-probabilities from an lm_head or from logits: the public functions."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -37,65 +37,47 @@ def linear_logprobs(
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[HeadKeywords]",
 ) -> LogProbs:
-    """log_softmax(transform(hidden @ weight.T + bias)) at the targets, without the logits in memory.
+    """Log-probabilities of the targets from an lm_head, without the logits in memory.
 
     Equal to
 
         z = transform(hidden @ weight.T + bias)
         logps = torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
 
-    except that the logits stay float32 from the product's accumulators on, exist one tile at a time, and masked
-    tokens are dropped before the first product. The backward recomputes them, for tokens with a non-zero gradient
-    only. Under autocast the products run in autocast's dtype. Two host syncs on CUDA: one counts the live tokens
-    here, one the tokens with a gradient in the backward.
+    Logits stay float32 from the product's accumulators on, one tile at a time. Masked tokens are dropped before the
+    first product. The backward recomputes logits for tokens with a nonzero gradient. Autocast sets the products' dtype.
+    On CUDA the host waits for two counts: live tokens here, tokens with a gradient in the backward.
 
     Args:
         hidden: (B, T, H) or packed (N, H), float32, bfloat16 or float16; position t predicts targets[t].
-        weight: (V, H), the lm_head's; dtype and device of `hidden` (any float dtype under autocast or with a
-            compute_dtype).
-        targets: (B, T) or (N,) integer token ids in [0, V); a negative one (-100) masks its token. With K ids for each
-            token (B, T, K) or (N, K), K at most 1024, repeats allowed: logps then has that shape, a negative id has 0
-            there, and a token of negative ids alone is masked. Not with a support, grad_tolerance or
-            is_top1. See docs/targets.md.
-        mask: (B, T) or (N,), bool or 0/1; tokens at 0 get 0, and whatever they hold changes nothing. Other values
-            raise, but count as 1 with fixed_shape and under torch.compile, where nothing reads them.
-        bias: (V,), added to the head's output before the transform; of the dtype of `hidden`, or float32.
-        low_rank: terms scaling * (hidden @ a.T) @ b.T that are added like the bias: adapters on the head, several at
-            once if need be, tile by tile. Neither they nor their gradients ever take the shape (V, H).
-        support: the ids that each token's sampler could have drawn. Everything is then over these ids alone, at a cost
-            that follows their number: the product with the whole vocabulary is not made. Not with a grad_tolerance
-            or batch_invariant. See docs/support.md.
-        weight_grad: (V, H) float32, contiguous, on the weight's device, of memory that no input shares: `weight.grad`
-            of a float32 weight, or the `main_grad` of a mixed-precision optimiser; with vocab_parallel, of this rank's
-            rows. Each backward adds the weight's gradient to it, in float32 and without a (V, H) tensor of its own, and
-            the weight itself gets none from this call. Not with a grad_tolerance, nor with a DTensor weight. You reduce
-            it over data-parallel ranks; DistributedDataParallel reduces `weight.grad` by itself. In its forward any
-            other tensor is refused, unless in `no_sync()`.
-        vocab_parallel: where weight, bias and the `b` of low_rank are this rank's rows of a head that is sharded over
-            the vocabulary; targets stay ids of the whole of it, and everything else is the same on every rank of the
-            group. Two collectives of (N,) statistics in the forward, a third of (N, K) logits with several targets and
-            of (N, K) keys with topk, one of the gradient of hidden in the backward.
-            Whether the ranks fit together is checked at the first call with a weight, which waits for the device even
-            with fixed_shape. Not with grad_tolerance or batch_invariant, nor under torch.compile. The
-            mesh of a DTensor says all this by itself: `liger_rl.call.dtensors` has the rules.
-        options: the fields of `HeadOptions`: transform, entropy, lse, topk, extras, grad_tolerance, compute_dtype,
-            gather, chunk_tokens, chunk_vocab, fixed_shape and batch_invariant.
+        weight: (V, H) of the lm_head, on hidden's device, in its dtype unless under autocast or with a compute_dtype.
+        targets: (B, T) or (N,) integer ids in [0, V); a negative id masks its token. Or K <= 1024 ids a token,
+            (B, T, K) or (N, K), repeats allowed (docs/targets.md): logps has this shape, 0 at negative ids; a
+            token with only negative ids is masked.
+        mask: (B, T) or (N,), bool or 0/1. Tokens at 0 get 0, whatever they hold. Other values raise; with fixed_shape
+            and under torch.compile they count as 1.
+        bias: (V,), added before the transform; hidden's dtype or float32.
+        low_rank: terms that are added like the bias, such as adapters, never in shape (V, H).
+        support: ids that each token could have been drawn from (docs/support.md).
+        weight_grad: (V, H) float32, such as `weight.grad`. Each backward adds the weight's gradient to it, and the
+            weight gets none. See `HeadCall`.
+        vocab_parallel: this rank's place in a sharded head.
+        options: the fields of `HeadOptions`.
 
     Returns:
-        LogProbs(logps, entropy, log_sum_sq_probs, mean_logits, is_top1, missing_target, lse, topk_logps, topk_ids),
-        None where not asked for.
+        LogProbs, with None for results that are not asked for.
 
     Raises:
-        TypeError: an argument of a type or dtype that is not listed above, an unknown option.
-        ValueError: shapes, devices or values that do not fit, a live target outside [0, V) included.
+        TypeError: a wrong type or dtype, an unknown option.
+        ValueError: shapes, devices, values or options that do not fit, such as a live target outside [0, V).
         NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in the backward of a gradient that `create_graph=True` made: there is no second derivative.
+        RuntimeError: in the backward of a gradient from `create_graph=True`: there is no second derivative.
     """
     with shared_errors(vocab_parallel, weight, hidden, targets, mask, bias, *low_rank_tensors(low_rank)):
-        asked = options_of("linear_logprobs", options)
+        head_options = options_of("linear_logprobs", options)
     call = HeadCall(
         hidden=hidden, weight=weight, targets=targets, mask=mask, bias=bias, low_rank=low_rank, support=support,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, may_be_several=True,
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, may_be_several=True,
     )  # fmt: skip
     return log_probs(call)
 
@@ -119,7 +101,7 @@ def logits_logprobs(
         logits: (B, T, V) or (N, V), float32, bfloat16 or float16. Leading dimensions may have any strides: a slice
             such as `logits[:, :-1]` is not copied.
         targets: (B, T) or (N,) integer token ids in [0, V). A negative id masks its token.
-        mask: shaped like targets, bool or 0/1. Other values raise, but count as 1 with fixed_shape.
+        mask: shaped like targets, bool or 0/1. Other values raise; with fixed_shape they count as 1.
         transform, entropy: as in `linear_logprobs`.
         fixed_shape: as in `linear_logprobs`.
 

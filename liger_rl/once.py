@@ -1,4 +1,4 @@
-"""Gradients that have no gradients of their own, and say so."""
+"""Gradients without a second derivative, which raise if one is asked for."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """(number of gradients, gradients, tensors that they depend on) -> the gradients."""
+    """(number of gradients, gradients, tensors that they depend on) -> the gradients, whose backward raises."""
 
     @staticmethod
     def forward(ctx, count, *tensors):
@@ -24,23 +24,23 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """`backward(ctx, saved, *grads)` -> an autograd Function's backward, whose gradients raise when differentiated.
+    """`backward(ctx, saved, *grads)` -> the backward of an autograd Function, whose gradients raise if differentiated.
 
-    `saved` is `ctx.saved_tensors`. An input or an output of the Function must be among them: the gradients are
-    connected to it, so that whatever reaches the Function's inputs through them raises. They raise only then, because
-    `create_graph=True` may be meant for another part of the graph.
+    `saved` is `ctx.saved_tensors`, and must contain an input or an output of the Function. With `create_graph=True` the
+    gradients are connected to the saved tensors. A second backward that reaches the Function's inputs through the
+    gradients raises. Nothing raises before, because `create_graph=True` may be meant for another part of the graph.
 
-    `torch.autograd.function.once_differentiable` is not enough. It raises only where the gradient from above requires a
-    gradient itself, which that of a plain sum does not, and it does not connect the error to the inputs, so that
-    `torch.autograd.grad(..., inputs)` passes it by. Both leave a gradient penalty without effect.
+    `torch.autograd.function.once_differentiable` is not enough, for two reasons. It raises only if the gradient from
+    above requires a gradient, and the gradient of a plain sum does not. And it does not connect the error to the
+    inputs, so `torch.autograd.grad(..., inputs)` does not meet it. A gradient penalty would then silently do nothing.
     """
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint's tensors can be unpacked no second time
+        saved = ctx.saved_tensors  # read once: a checkpoint can unpack its tensors only once
         with torch.no_grad():
             gradients = backward(ctx, saved, *grads)
-        if not torch.is_grad_enabled():  # enabled by create_graph=True alone
+        if not torch.is_grad_enabled():  # only create_graph=True enables it here
             return gradients
         depends_on = [tensor for tensor in (*saved, *grads) if isinstance(tensor, Tensor) and tensor.requires_grad]
         return _NoSecondDerivative.apply(len(gradients), *gradients, *depends_on)

@@ -1,4 +1,4 @@
-"""A policy loss whose gradients are made in the forward: when that is possible, when it pays, and how it is done."""
+"""A policy loss whose gradients are made in the forward: when that is possible, and how it is done."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +19,7 @@ from liger_rl.losses.fused import evaluate, evaluate_with_slopes, slopes
 from liger_rl.losses.loss import Locality, PolicyLoss, PolicyTerms, PreparedLoss
 from liger_rl.losses.segments import Segments
 
-# Rows are picked, which waits for the device once a chunk, from this share of tokens on that cannot have a gradient.
+# If more than this share of the tokens cannot have a gradient, each chunk picks its rows with one. That is a host sync.
 SELECTED_SHARE = 0.05
 
 
@@ -31,7 +31,10 @@ def tokens_together(call: HeadCall, locality: Locality) -> int:
 
 
 def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None) -> str | None:
-    """What one pass needs and this loss does not have; None if nothing. `engines.one_pass.lacks` looks at shapes."""
+    """A need of one pass that the call or the loss does not meet; None if it meets all.
+
+    `liger_rl.engines.dense.one_pass.lacks` checks the shapes.
+    """
     if torch.compiler.is_compiling():
         return "a call outside torch.compile, which traces gradients in the backward"
     if call.support is not None:
@@ -47,7 +50,7 @@ def loss_obstacle(call: HeadCall, terms: PolicyTerms, segments: Segments | None)
 
 
 def parts_obstacle(terms: PolicyTerms) -> str | None:
-    """`loss_obstacle` of the objective and the corrections."""
+    """A need of one pass that the objective or a correction does not meet; None if all do."""
     for part in (terms.objective, *terms.corrections):
         if not (hasattr(part, "token_local") or hasattr(part, "sequence_local")):
             return f"a token_local or sequence_local attribute that says what the gradient of {_name(part)} depends on"
@@ -61,38 +64,39 @@ def _name(part: Any) -> str:
 
 
 class CountedTokens(NamedTuple):
-    """Which tokens count, and what of them decides how chunks are made."""
+    """The tokens that count, and the numbers that decide how chunks are made."""
 
     live: LiveTokens
-    rows: list[int]  # live tokens of each sequence, where these are rows that no chunk may part; else empty
-    together: int  # the most that no chunk may part
-    selected: bool  # whether rows without a gradient are worth being left out
+    rows: list[int]  # live tokens of each padded sequence, if no chunk may split one; else empty
+    together: int  # most live tokens that must be in one chunk
+    selected: bool  # whether it pays to leave out rows without a gradient
 
     @property
     def number(self) -> int:
         return self.live.positions.numel()
 
 
-def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> CountedTokens:
-    """The forward's one host sync; raises ValueError for an id that is outside the vocabulary.
+def count_tokens(call: HeadCall, terms: PolicyTerms, aligned: AlignedBatch) -> CountedTokens:
+    """Counts the tokens in the forward's one host sync. Raises ValueError for an id outside the vocabulary.
 
-    `given` is what `terms.check` returned.
+    Args:
+        aligned: the result of `terms.check`.
     """
     shape = call.targets.shape
     in_rows = terms.locality == "sequence" and len(shape) == 2
-    # Of some tokens that are wanted, all may have a gradient.
-    hopeful = terms.may_have_gradient(given) if call.needed_mask is None else None
+    # With a needed_mask every needed token may have a gradient.
+    may_have_gradient = terms.may_have_gradient(aligned) if call.needed_mask is None else None
     counts = []
     if in_rows:
         counts.append(counted_tokens(call.targets, call.mask).sum(1))
-    if hopeful is not None:
-        counts.append(counted_tokens(call.targets, call.mask, hopeful).sum()[None])
+    if may_have_gradient is not None:
+        counts.append(counted_tokens(call.targets, call.mask, may_have_gradient).sum()[None])
     live = live_tokens(
         call.targets, call.mask, call.weight.shape[0], "weight", wanted=call.needed_mask, counts=counts,
         targets_name=call.targets_name,
     )()  # fmt: skip
     n, rows = live.positions.numel(), live.counts[: shape[0]] if in_rows else []
-    selected = hopeful is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
+    selected = may_have_gradient is not None and live.counts[-1] < (1 - SELECTED_SHARE) * n
     together = max([1, *rows]) if in_rows else min(n, tokens_together(call, terms.locality))
     return CountedTokens(live, rows, together, selected)
 
@@ -100,13 +104,13 @@ def count_tokens(call: HeadCall, terms: PolicyTerms, given: AlignedBatch) -> Cou
 def loss_in_one_pass(
     call: HeadCall,
     counted: CountedTokens,
-    prepare: Callable[[], PreparedLoss],  # of the tokens that count; not called before the first product is launched
+    prepare: Callable[[], PreparedLoss],  # called only after the first product is launched
     options: EngineOptions,
-    plan: OnePassPlan,  # of as many tokens as were counted
+    plan: OnePassPlan,  # for the number of tokens that were counted
 ) -> PolicyLoss:
-    """As the loss of the log-probabilities of `linear_logprobs`, with the gradients already made.
+    """The loss of the tokens' log-probabilities, with its gradients already made.
 
-    Where many of the tokens can have no gradient, one host sync a chunk picks the others.
+    If many tokens cannot have a gradient, one host sync for each chunk picks the rest.
     """
     shape, n, live = call.targets.shape, counted.number, counted.live.selection
     if n <= plan.chunk_tokens:
@@ -116,20 +120,23 @@ def loss_in_one_pass(
     else:
         chunks = [slice(first, min(first + plan.chunk_tokens, n)) for first in range(0, n, plan.chunk_tokens)]
     prepare = cache(prepare)
-    whole = WholeLoss(prepare, live, shape)
-    parts = _Parts(prepare, live)
+    whole_loss = WholeLoss(prepare, live, shape)
+    chunk_losses = _ChunkLosses(prepare, live)
     hidden, ids = call.hidden.reshape(-1, call.hidden.shape[-1]), call.targets.reshape(-1)
     head = Head(hidden, call.weight, call.bias, None, None, ids, live, call.weight_grad)
-    gradients_of = whole if len(chunks) == 1 else parts
-    found = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
-    loss, metrics = whole.result or whole.evaluate(found.logps, found.entropy)
+    gradients_of = whole_loss if len(chunks) == 1 else chunk_losses
+    result = one_pass(head, options, plan, chunks, gradients_of, call.needs, select=counted.selected)
+    loss, metrics = whole_loss.result or whole_loss.evaluate(result.logps, result.entropy)
     inputs = call.hidden, call.weight, call.bias
-    loss, _ = WithGradients.apply(loss.detach(), *inputs, found.gradients, found.deferred, call.weight_grad)
+    loss, _ = WithGradients.apply(loss.detach(), *inputs, result.gradients, result.deferred, call.weight_grad)
     return PolicyLoss(loss, metrics)
 
 
 def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
-    """Spans of the live tokens of successive rows, no row in two of them, none longer than `chunk_tokens`."""
+    """Spans of live tokens, each of at most `chunk_tokens`, that do not split a row. counts[r] are the tokens of row r.
+
+    Each row must fit a chunk.
+    """
     chunks, first, last = [], 0, 0
     for count in counts:
         if last + count - first > chunk_tokens:
@@ -140,7 +147,7 @@ def _whole_rows(counts: Sequence[int], chunk_tokens: int) -> list[slice]:
 
 
 class WholeLoss:
-    """The loss of all tokens: its gradients where one chunk holds them all, and its value in any case."""
+    """The loss of all tokens: `evaluate` returns it. If one chunk holds all tokens, this is its `GradientsOf`."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection, shape: torch.Size) -> None:
         self.prepare, self.live, self.shape = prepare, live, shape
@@ -151,9 +158,9 @@ class WholeLoss:
         return evaluate(self.prepare(), self.live.spread(logps, self.shape), entropy)
 
     def __call__(self, _chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
-        if found is not None:
-            self.result, all_slopes = found
+        kernel_result = evaluate_with_slopes(self.prepare(), self.live.spread(logps, self.shape))
+        if kernel_result is not None:
+            self.result, all_slopes = kernel_result
             return self.live.gather(all_slopes.flatten()), None
 
         def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
@@ -163,29 +170,29 @@ class WholeLoss:
         return gradients_by_autograd(loss, logps, entropy)
 
 
-class _Parts:
-    """The gradients of a loss that is the sum of its chunks' parts."""
+class _ChunkLosses:
+    """A `GradientsOf` for several chunks: the loss is the sum of the losses of the chunks."""
 
     def __init__(self, prepare: Callable[[], PreparedLoss], live: TokenSelection) -> None:
         self.prepare, self.live = prepare, live
 
     def __call__(self, chunk: slice, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         positions = chunk if self.live.index is None else self.live.index[chunk]
-        found = slopes(self.prepare(), positions, logps)
-        if found is not None:
-            return found, None
-        part = self.prepare().take(positions)
-        return gradients_by_autograd(lambda *values: part.evaluate(*values).loss, logps, entropy)
+        grad_logps = slopes(self.prepare(), positions, logps)
+        if grad_logps is not None:
+            return grad_logps, None
+        chunk_loss = self.prepare().take(positions)
+        return gradients_by_autograd(lambda *values: chunk_loss.evaluate(*values).loss, logps, entropy)
 
 
 @torch.enable_grad()
 def gradients_by_autograd(
     loss: Callable[[Tensor, Tensor | None], Tensor], logps: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of loss(logps, entropy); None for an entropy that it does not depend on."""
+    """d loss / d logps and d loss / d entropy; None for the entropy if the loss does not depend on it."""
     leaves = [values.detach().requires_grad_() for values in (logps, entropy) if values is not None]
     value = loss(leaves[0], leaves[1] if len(leaves) > 1 else None)
     if not value.requires_grad:
         return torch.zeros_like(logps), None
-    grad_logps, *others = torch.autograd.grad(value, leaves, allow_unused=True)
-    return torch.zeros_like(logps) if grad_logps is None else grad_logps, others[0] if others else None
+    grad_logps, *grad_entropies = torch.autograd.grad(value, leaves, allow_unused=True)
+    return torch.zeros_like(logps) if grad_logps is None else grad_logps, grad_entropies[0] if grad_entropies else None

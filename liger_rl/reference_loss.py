@@ -1,4 +1,4 @@
-"""A policy loss with the exact KL to a reference policy, from one pass over both heads' tiles."""
+"""A policy loss with the exact KL to a reference policy, from tiles of both heads' logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,12 +38,12 @@ class ReferenceHead:
 
     Attributes:
         hidden: (B, T, H') or (N, H'), for the policy's tokens. H' and the dtype may differ from the policy's. No tensor
-            here may require a gradient, because it would get none.
+            of the reference may require a gradient, because it would get none.
         weight: (V', H'), in hidden's dtype, or in any dtype under autocast. If the reference is the policy without its
             adapters, this is the policy's detached weight.
         bias: (V',). With a sharded policy head, weight and bias are this rank's rows of the same token ids. The weight
             should be the same object in each call, because ranks compare their arguments at the first call with it.
-        transform: temperature, softcap and scale of its logits; None is the loss's transform.
+        transform: temperature, softcap and scale of the reference's logits; None takes the loss's transform.
         vocab: number of vocabulary entries of both heads, if their weights are padded. V' may then differ from V, and
             padding has no probability.
     """
@@ -55,7 +55,7 @@ class ReferenceHead:
     vocab: int | None = None
 
 
-# Arguments that an exact KL does not take, and why.
+# Argument that an exact KL does not take -> why.
 NOT_EXACT = {
     "support": "the KL is over the whole vocabulary",
     "weight_grad": "the weight's gradient is returned to autograd",
@@ -64,7 +64,7 @@ NOT_EXACT = {
 
 
 def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype) -> str | None:
-    """A need of one pass that the call does not meet; None if it meets all."""
+    """A need of one pass that the call does not meet; None if it meets all. `dtype`: of the policy's products."""
     options = call.options
     dtypes = [dtype, *(tensor.dtype for tensor in (call.hidden, call.weight) if tensor.requires_grad)]
     if terms.locality != "token":
@@ -83,7 +83,7 @@ def one_pass_lacks(call: DivergenceCall, terms: PolicyTerms, dtype: torch.dtype)
 
 def loss_with_reference(
     reference: ReferenceHead | None,
-    policy: dict[str, Any],  # fields of a `DivergenceCall`: the policy's head and its tokens
+    policy: dict[str, Any],  # the policy's head and its tokens, by fields of a `DivergenceCall`
     refused: dict[str, Any],  # arguments that must be None
     batch: PolicyBatch,
     terms: PolicyTerms,
@@ -98,7 +98,7 @@ def loss_with_reference(
                 raise ValueError(f'{name} must be None with kl_estimator="exact": {NOT_EXACT[name]}')
         if options.fixed_shape and policy["vocab_parallel"] is not None:
             raise ValueError("fixed_shape must be False with vocab_parallel in a loss; linear_divergence takes both")
-        # With a bonus the gradient is exact, so it needs no sums of tiles.
+        # With an entropy bonus the gradient is exact, so the forward need not keep sums of tiles.
         local_call = _call(reference, policy, options, auto_tolerance=terms.entropy_bonus.entropy_coef == 0.0)
         local_call.check_before_gather()
         lacking = one_pass_lacks(local_call, terms, local_call.check()[0])
@@ -107,7 +107,7 @@ def loss_with_reference(
         columns = terms.check(batch, policy["targets"].shape, policy["targets"].device)
 
     def prepare(ref_per_token_logps: Tensor) -> PreparedLoss:
-        ids = policy["targets"].long()  # a narrow dtype would wrap the vocabulary's size
+        ids = policy["targets"].long()  # int64, because in int8 the vocabulary's size would wrap around
         counted = counted_tokens(ids, local_call.mask)
         if options.fixed_shape:
             counted = counted & (ids < (local_call.vocab or local_call.weight.shape[0]))
@@ -123,7 +123,7 @@ def loss_with_reference(
             divergence = in_two_passes(call, pair, pair_options)
     assert divergence.logps is not None
     assert divergence.teacher_logps is not None
-    # `prepare` runs once in either case: it adds up sequences' lengths over ranks, which may take different passes.
+    # Every rank runs `prepare` once, whichever passes it takes, because `prepare` adds up sequence lengths over ranks.
     ref_logps = divergence.teacher_logps
     prepared = prepare(ref_logps) if chunks is None else chunks.with_reference(ref_logps)
     loss, metrics = evaluate(prepared, divergence.logps, divergence.entropy, divergence.divergence)
@@ -154,16 +154,16 @@ def _call(
 
 
 class _Chunks:
-    """d loss / d (KL, log-probability, entropy) of a chunk's tokens, for a loss that is a sum over tokens."""
+    """d loss / d KL, d logp and d entropy, (m,) each, of a chunk of m tokens. The loss must be a sum over tokens."""
 
     def __init__(self, prepare: Callable[[Tensor], PreparedLoss], pair: Pair, call: DivergenceCall) -> None:
         self.live = pair.student.live
         self.shape = call.hidden.shape[:-1]
-        # The zeros are a placeholder: each chunk has the reference's log-probabilities of its tokens.
+        # The zeros are a placeholder. Each chunk brings the reference's log-probabilities of its tokens.
         self.prepared = prepare(torch.zeros(self.shape, device=call.hidden.device))
 
     def with_reference(self, ref_per_token_logps: Tensor) -> PreparedLoss:
-        """The loss of all tokens, with the reference's log-probabilities, 0 at tokens that do not count."""
+        """The loss of all tokens. `ref_per_token_logps` (B, T) or (N,) is 0 at tokens that do not count."""
         return self.prepared._replace(batch=replace(self.prepared.batch, ref_per_token_logps=ref_per_token_logps))
 
     def __call__(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Tail = Literal["bucket", "none", "renormalized"]
 TAILS: tuple[str, ...] = get_args(Tail)
-LARGEST_LOG_MASS = -1e-7  # of the listed ids, TRL's: the log-probability of what is left is then finite
+LARGEST_LOG_MASS = -1e-7  # TRL's bound of the listed ids' log mass: the log-probability of all other ids is then finite
 
 
 class TopKDivergence(NamedTuple):
@@ -29,7 +29,7 @@ class TopKDivergence(NamedTuple):
     divergence: Tensor
     """(B, T) or (N,) float32 in nats, differentiable, 0 at masked tokens."""
     student: LogProbs
-    """The student's log-probabilities (..., K) of the teacher's ids, and what `options` ask for beside them."""
+    """The student's log-probabilities (..., K) of the teacher's ids, and the results that `options` ask for."""
 
 
 def topk_divergence(
@@ -46,48 +46,47 @@ def topk_divergence(
     vocab_parallel: VocabParallel | None = None,
     **options: "Unpack[HeadKeywords]",
 ) -> TopKDivergence:
-    """Forward KL divergence of a student from a teacher whose log-probabilities are known at K ids of each token.
+    """Forward KL divergence of a student from a teacher with known log-probabilities at K ids of each token.
 
-    With q_k the teacher's probabilities at its ids and p_k the student's there, both of the whole vocabulary:
+    With q_k the teacher's probabilities of its ids and p_k the student's, both over the whole vocabulary:
 
         bucket         sum_k q_k (log q_k - log p_k) + q' (log q' - log p'),  q' = 1 - sum_k q_k,  p' = 1 - sum_k p_k
         none           sum_k q_k (log q_k - log p_k)
         renormalized   sum_k u_k (log u_k - log v_k),  u_k = q_k / sum_j q_j,  v_k = p_k / sum_j p_j
 
-    "bucket" is the divergence of two distributions over K + 1 outcomes, a lower bound of the divergence over the whole
-    vocabulary: TRL 1.16's server distillation at beta = 0 with `loss_add_tail=True`, whose bound on the listed mass,
-    exp(-1e-7), is kept. "renormalized" is the same with `loss_add_tail=False`. "none" is verl 0.9.1's
-    `compute_forward_kl_topk` with `log_prob_min_clamp=None`. It may be negative, and lets the student put the mass of
-    the tail where it wants.
+    "bucket" is the divergence over K + 1 outcomes: the ids, and all other ids together. It is a lower bound of the
+    divergence over the whole vocabulary. TRL 1.16's server distillation computes it at beta = 0 with
+    `loss_add_tail=True`, and "renormalized" with `loss_add_tail=False`. We keep TRL's bound of the listed mass,
+    exp(-1e-7). "none" is verl 0.9.1's `compute_forward_kl_topk` with `log_prob_min_clamp=None`. It may be negative, and
+    does not see where the student puts the mass of all other ids.
 
     Args:
         hidden, weight, mask, bias, low_rank, weight_grad, vocab_parallel: as in `linear_logprobs`.
-        teacher_ids: (B, T, K) or (N, K) integer token ids in [0, V), those of a token distinct. Negative ids are left
-            out, so lists may differ in length. A token with only negative ids is masked.
-        teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16: log-probabilities in nats over the whole
-            vocabulary. No gradient. -inf is a probability of 0. What stands beside a negative id or at a masked token
-            changes nothing.
-        tail: what the probability of all other ids becomes, as above.
+        teacher_ids: (B, T, K) or (N, K) integer ids in [0, V), distinct within a token. Negative ids are left out, so
+            lists may differ in length. A token with only negative ids is masked.
+        teacher_logps: shaped like teacher_ids, float32, bfloat16 or float16, no gradient: log-probabilities in nats,
+            over the whole vocabulary. -inf is a probability of 0. Values at negative ids and masked tokens are ignored.
+        tail: how all other ids count, as above.
         options: as in `linear_logprobs`.
 
     Returns:
-        TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id
-        that the teacher may say.
+        TopKDivergence(divergence, student). The divergence is infinite if the student gives probability 0 to an id with
+            q_k > 0.
 
     Raises:
-        TypeError, ValueError: as `linear_logprobs` with several targets; teacher_logps that require a gradient; a
-            DTensor among teacher_ids, teacher_logps and mask.
+        TypeError, ValueError: as `linear_logprobs` with several targets; also teacher_logps that require a gradient,
+            and a DTensor among teacher_ids, teacher_logps and mask.
     """
-    given = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
-    with shared_errors(vocab_parallel, weight, *given):
-        asked = options_of("topk_divergence", options)
+    tensors = hidden, teacher_ids, mask, bias, *low_rank_tensors(low_rank)
+    with shared_errors(vocab_parallel, weight, *tensors):
+        head_options = options_of("topk_divergence", options)
         for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logps", teacher_logps), ("mask", mask)):
             if is_dtensor(tensor):
                 raise ValueError(f"{name} must be no DTensor; call full_tensor()")
         _check_teacher(teacher_ids, teacher_logps, tail)
     call = HeadCall(
         hidden=hidden, weight=weight, targets=teacher_ids, mask=mask, bias=bias, low_rank=low_rank,
-        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=asked, targets_name="teacher_ids",
+        vocab_parallel=vocab_parallel, weight_grad=weight_grad, options=head_options, targets_name="teacher_ids",
         may_be_several=True,
     )  # fmt: skip
     student = log_probs(call)
@@ -100,8 +99,8 @@ def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> Non
         raise ValueError(f"tail must be one of {list(TAILS)}, got {tail!r}")
     check_floating("teacher_logps", teacher_logps)
     if not isinstance(teacher_ids, Tensor) or teacher_ids.dim() < 2:
-        found = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
-        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {found}")
+        description = tuple(teacher_ids.shape) if isinstance(teacher_ids, Tensor) else type(teacher_ids).__name__
+        raise ValueError(f"teacher_ids must be a tensor (N, K) or (B, T, K), got {description}")
     if teacher_logps.shape != teacher_ids.shape:
         raise ValueError(
             f"teacher_logps must be {tuple(teacher_ids.shape)} from teacher_ids, got {tuple(teacher_logps.shape)}"
@@ -114,17 +113,17 @@ def _check_teacher(teacher_ids: Tensor, teacher_logps: Tensor, tail: str) -> Non
 
 
 def _forward_kl(logps: Tensor, teacher_logps: Tensor, listed: Tensor, tail: str) -> Tensor:
-    """(..., K) each -> (...). Where nothing is listed, 0."""
-    both = [torch.where(listed, part, -torch.inf) for part in (logps, teacher_logps)]
+    """(..., K) each -> (...) in nats, 0 if a token lists no id. `listed` is bool."""
+    log_probs = [torch.where(listed, values, -torch.inf) for values in (logps, teacher_logps)]
     if tail == "bucket":
-        both = [torch.cat([part, _log_rest(part)], dim=-1) for part in both]
+        log_probs = [torch.cat([values, _log_rest(values)], dim=-1) for values in log_probs]
     elif tail == "renormalized":
-        both = [part - part.logsumexp(-1, keepdim=True) for part in both]
-    log_p, log_q = both
+        log_probs = [values - values.logsumexp(-1, keepdim=True) for values in log_probs]
+    log_p, log_q = log_probs
     q = log_q.exp()
     return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """(..., K) -> log of 1 minus their sum, (..., 1)."""
+    """Log-probabilities (..., K) -> (..., 1): log(1 - sum_k p_k), with the sum at most exp(LARGEST_LOG_MASS)."""
     return torch.log(-torch.expm1(log_p.logsumexp(-1, keepdim=True).clamp(max=LARGEST_LOG_MASS)))

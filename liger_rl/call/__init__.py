@@ -1,1 +1,1 @@
-"""What a call is: its tensors and options, checked once."""
+"""A call: its tensors and options, checked once."""

@@ -1,4 +1,7 @@
-"""Checks of arguments that several public functions share. Errors name the argument, the expected and the given."""
+"""Checks of arguments that several public functions share.
+
+An error names the argument, the expected value and the value it got.
+"""
 
 import math
 from collections.abc import Collection
@@ -78,15 +81,15 @@ def check_transform(transform: LogitTransform) -> None:
 
 
 def check_temperature(transform: LogitTransform, targets: Tensor, targets_name: str) -> None:
-    """Raise for temperatures of tokens that do not fit, without reading values."""
-    given = transform.temperature
-    if not isinstance(given, Tensor):
+    """Raise if per-token temperatures have another shape or device than the targets. No value is read."""
+    tensor = transform.temperature
+    if not isinstance(tensor, Tensor):
         return
-    if given.shape != targets.shape:
+    if tensor.shape != targets.shape:
         raise ValueError(
-            f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(given.shape)}"
+            f"temperature must be a number or {tuple(targets.shape)} from {targets_name}, got {tuple(tensor.shape)}"
         )
-    check_device("temperature", given, targets, targets_name)
+    check_device("temperature", tensor, targets, targets_name)
 
 
 def check_tolerance(_name: str, grad_tolerance: float | str) -> None:
@@ -98,15 +101,17 @@ def check_tolerance(_name: str, grad_tolerance: float | str) -> None:
         raise ValueError(f'grad_tolerance must be in [0, 1) or "auto", got {grad_tolerance}')
 
 
-def auto_tolerance(given: str | None) -> float:
-    """What "auto" is: 3e-4, at which gradients are no further from the truth, 2.4e-3, than rounding to bfloat16 makes
-    them; or `given`, the variable LIGER_RL_GRAD_TOLERANCE."""
+def auto_tolerance(setting: str | None) -> float:
+    """The tolerance that "auto" stands for: `setting`, the variable LIGER_RL_GRAD_TOLERANCE, or 3e-4 without it.
+
+    At 3e-4 the error of a gradient is at most the 2.4e-3 of rounding it to bfloat16.
+    """
     try:
-        tolerance = 3e-4 if given is None else float(given)
+        tolerance = 3e-4 if setting is None else float(setting)
     except ValueError:
         tolerance = -1.0
     if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f"LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1), got {given!r}")
+        raise ValueError(f"LIGER_RL_GRAD_TOLERANCE must be a number in [0, 1), got {setting!r}")
     return tolerance
 
 
@@ -114,7 +119,8 @@ def check_floating(name: str, tensor: Tensor) -> None:
     check_dense(name, tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    # The level is asked first because it costs nothing. Tensors that torch.compile traces show no tangents.
+    # The level comes first because reading it costs nothing. Under torch.compile a tensor does not show its tangent, so
+    # any level raises.
     if forward_ad._current_level >= 0 and (
         torch.compiler.is_compiling() or forward_ad.unpack_dual(tensor).tangent is not None
     ):
@@ -122,12 +128,12 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: torch.dtype | None, prefix: str = ""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None, prefix: str = ""
 ) -> torch.dtype:
-    """Raise for what does not fit together of one head, whose names have the prefix.
+    """Check the types, shapes, devices and dtypes of one head. Its names in messages start with the prefix.
 
     Returns:
-        The dtype of its products: `asked`, unless that is None.
+        The dtype of its products: `compute_dtype`, or if that is None, autocast's dtype, or else the dtype of hidden.
     """
     names = [f"{prefix}{name}" for name in ("hidden", "weight", "bias")]
     check_floating(names[0], hidden)
@@ -145,14 +151,14 @@ def check_head(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{names[2]} must be (V,) = ({weight.shape[0]},) from {names[1]}, got {tuple(bias.shape)}")
         check_device(names[2], bias, hidden, names[0])
-    if asked is not None:
-        return asked
+    if compute_dtype is not None:
+        return compute_dtype
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     for name, tensor, added in ((names[1], weight, False), (names[2], bias, True)):
         if tensor is None or (added and tensor.dtype == torch.float32):
-            continue  # a bias is added in float32 anyway
+            continue  # a float32 bias is added in float32, whatever the other dtypes are
         if tensor.dtype != hidden.dtype:
             raise TypeError(
                 f"{name} must be {hidden.dtype} from {names[0]} (or run under autocast), got {tensor.dtype}"
@@ -174,13 +180,13 @@ def check_tokens(
     targets_name: str = "targets",
 ) -> None:
     expected = "(B, T)" if len(shape) == 2 else "(N,)"
-    for name, given, dtypes in (
+    for name, value, dtypes in (
         (targets_name, targets, INTEGER_DTYPES),
         ("mask", mask, (torch.bool, *INTEGER_DTYPES, *FLOAT_DTYPES)),
     ):
-        if name == "mask" and given is None:
+        if name == "mask" and value is None:
             continue
-        tensor = check_dense(name, given)
+        tensor = check_dense(name, value)
         if tensor.dtype not in dtypes:
             kinds = "integers" if dtypes is INTEGER_DTYPES else "bool, integer or float 0/1"
             raise TypeError(f"{name} must be {kinds}, got {tensor.dtype}")
@@ -190,36 +196,36 @@ def check_tokens(
 
 
 def check_apart(name: str, written: Tensor, **others: Tensor | None) -> None:
-    """ValueError where a tensor that is written to shares memory with another."""
+    """Raise ValueError if `written`, a tensor that the call writes to, shares memory with one of `others`."""
     if torch.compiler.is_compiling():
-        return  # tensors have no address there, and what is written to is refused
-    for other_name, other in others.items():
-        if other is not None and share_memory(written, other):
-            raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {other_name}")
+        return  # traced tensors have no address; a call that writes to one runs outside of the graph
+    for tensor_name, tensor in others.items():
+        if tensor is not None and share_memory(written, tensor):
+            raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {tensor_name}")
 
 
 def share_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether some bytes belong to elements of both, each being rows of its own; True where that is hard to tell."""
+    """Whether two tensors may share bytes: True if in doubt, False for column slices of one tensor that do not meet."""
     if not (first.numel() and second.numel()) or first.device != second.device:
         return False
-    away = second.data_ptr() - first.data_ptr()
-    if not (first.data_ptr() and second.data_ptr()) or not -_extent(second) < away < _extent(first):
+    offset = second.data_ptr() - first.data_ptr()
+    if not (first.data_ptr() and second.data_ptr()) or not -_extent(second) < offset < _extent(first):
         return False
-    # Columns of one larger tensor lie side by side in each of its rows.
+    # Column slices of one larger tensor take turns in each of its rows.
     steps = [step * t.element_size() for t in (first, second) for step in t.stride()[:-1]]
     period = math.gcd(*steps)
     rows = [_extent(tensor[(0,) * (tensor.dim() - 1)]) for tensor in (first, second)]
-    return not (period and rows[0] <= away % period <= period - rows[1])
+    return not (period and rows[0] <= offset % period <= period - rows[1])
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Bytes from the start of the first element to the end of the last element."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements may share memory with each other."""
+    """Whether two elements of the tensor may share memory."""
     if tensor.numel() == 0:
         return False
     reach = 1

@@ -1,12 +1,15 @@
-"""DTensors in, this rank's tensors out: what a head's arguments are on their meshes, told from their placements.
+"""DTensors in, this rank's tensors out. The placements on the mesh say what each argument of a head is.
 
-    weight Shard(0) over a mesh dimension      its rows are this rank's part of the vocabulary
-      over one whose name is data's            gathered, as FSDP does; its gradient is the mean over that dimension
-    weight Replicate                           taken as it is
-    hidden Shard(...) over the vocabulary's    gathered; its gradient is summed and scattered
-    hidden Shard(...) over another             taken as it is, this rank's tokens
+    weight Shard(0) over a dimension for data       gathered, as FSDP does; its gradient is the mean over that dimension
+    weight Shard(0) over another dimension          its rows are this rank's part of the vocabulary
+    weight Replicate over a dimension for data      taken as it is; its gradient is the mean over that dimension
+    weight Replicate over another dimension         taken as it is
+    hidden Shard(...) over the vocabulary's ranks   gathered; its gradient is summed and scattered
+    hidden Shard(...) over other ranks              taken as it is: this rank's tokens
+    hidden Partial                                  summed over that dimension
 
-A mesh dimension without a name, and any name that is not data's, is no data dimension: its ranks have the same tokens.
+A mesh dimension is for data if its name contains dp, data, batch or replicate. Any other dimension,
+also without a name, has ranks with the same tokens.
 """
 
 import re
@@ -23,42 +26,43 @@ DATA_NAME = re.compile(r"dp|data|batch|replicate")
 
 
 def is_dtensor(value: object) -> bool:
-    # Where nobody has imported them, there are none; importing them takes half a second.
+    # No module, no DTensor. We do not import it, because that takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def low_rank_tensors(low_rank: object) -> list[object]:
-    """What should be tensors, of what should be low-rank terms."""
+    """`a`, `b` and `hidden` of each low-rank term, before anything is checked; None for a missing attribute."""
     terms = low_rank if isinstance(low_rank, (list, tuple)) else ()
     return [getattr(term, name, None) for term in terms for name in ("a", "b", "hidden")]
 
 
 def localized(inputs: Any) -> Any:
-    """A `HeadCall` without DTensors. A collective for each that is gathered, and one for its gradient.
+    """A `HeadCall` without DTensors. Each gathered tensor takes one collective, and its gradient another.
 
     Raises:
-        ValueError: placements that no rule above covers, or a vocab_parallel beside a DTensor weight.
+        ValueError: placements that no rule above covers, or a vocab_parallel together with a DTensor weight.
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
-    own, place = _own(inputs)
-    return replace(inputs, **own, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
+    fields, place = _head_fields(inputs)
+    return replace(inputs, **fields, needed_mask=_tokens(inputs.needed_mask, None if place is None else place.group))
 
 
 def localized_pair(inputs: Any) -> Any:
-    """A `DivergenceCall` without DTensors, in the same way; the teacher's weight is sharded as the student's is.
+    """A `DivergenceCall` without DTensors. The teacher's weight must be sharded as the student's weight is.
 
     Raises:
-        ValueError: as `localized`, or a teacher's weight that is a DTensor with other rows on this rank.
+        ValueError: as `localized`, or the teacher's weight is a DTensor and starts at another id on this rank, or is
+            over other ranks.
     """
     if not any(map(is_dtensor, inputs.tensors)):
         return inputs
-    own, place = _own(inputs)
+    fields, place = _head_fields(inputs)
     group, name = None if place is None else place.group, inputs.teacher_name
     if is_dtensor(inputs.teacher_weight):
-        other = _place(inputs.teacher_weight)
-        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, other)]
+        teacher_place = _place(inputs.teacher_weight)
+        starts = [None if p is None else (p.group.group_name, p.vocab_start) for p in (place, teacher_place)]
         if starts[0] != starts[1]:
             raise ValueError(
                 f"{name}weight must be sharded over the ranks of weight, its rows starting at the same id, got "
@@ -66,7 +70,7 @@ def localized_pair(inputs: Any) -> Any:
             )
     return replace(
         inputs,
-        **own,
+        **fields,
         teacher_hidden=_tokens(inputs.teacher_hidden, group),
         teacher_weight=_rows(f"{name}weight", inputs.teacher_weight),
         teacher_bias=_rows(f"{name}bias", inputs.teacher_bias),
@@ -74,8 +78,8 @@ def localized_pair(inputs: Any) -> Any:
     )
 
 
-def _own(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
-    """-> a head's own fields without DTensors, and its place."""
+def _head_fields(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
+    """-> the fields of a call that belong to its own head, without DTensors, and the head's place."""
     low_rank = inputs.low_rank if isinstance(inputs.low_rank, (list, tuple)) else ()
     place = inputs.vocab_parallel
     if is_dtensor(inputs.weight):
@@ -104,9 +108,10 @@ def _own(inputs: Any) -> tuple[dict[str, Any], VocabParallel | None]:
 
 
 def place_of(weight: object, *others: object) -> VocabParallel | None:
-    """The place of a DTensor weight whose ranks can compare notes before anything else.
+    """The place of a DTensor weight, if its ranks can compare arguments before any collective of the call.
 
-    None for another weight, and if the weight or one of the call's other tensors must be gathered first.
+    None for a plain weight, for a mesh of several dimensions, and if one of `others`, the call's other tensors, is a
+    DTensor: those need a collective first.
     """
     if not is_dtensor(weight) or any(map(is_dtensor, others)) or weight.device_mesh.ndim > 1:  # type: ignore[attr-defined]
         return None
@@ -119,7 +124,7 @@ def _is_data(mesh: Any, dimension: int) -> bool:
 
 
 def _cuts_rows(placement: Any) -> bool:
-    return getattr(placement, "dim", None) == 0  # Shard(0), and what fully_shard makes of it beside another
+    return getattr(placement, "dim", None) == 0  # Shard(0) or fully_shard's _StridedShard(0)
 
 
 def _place(weight: Any) -> VocabParallel | None:
@@ -138,7 +143,7 @@ def _place(weight: Any) -> VocabParallel | None:
 
 
 def _rows(name: str, value: Any) -> Any:
-    """A parameter: whole over data's dimensions, its own part over others."""
+    """A parameter as this rank needs it: whole over the data dimensions, this rank's part over other dimensions."""
     if not is_dtensor(value):
         return value
     from torch.distributed.tensor import Partial, Replicate
@@ -157,15 +162,15 @@ def _rows(name: str, value: Any) -> Any:
     else:
         local = _local(value, placements, grad_placements)
     if ranks > 1 and local.requires_grad:
-        local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism; not every backend has one
+        local.register_hook(lambda grad: grad / ranks)  # the mean of data parallelism: not every backend can average
     return local
 
 
 def _unstrided(value: Any, strided: int) -> Tensor:
-    """[_StridedShard(0) over data, Shard(0)] -> this rank's part, whole over data; the gradient is summed.
+    """[_StridedShard(0) over data, Shard(0)] -> this rank's part, whole over data. The gradient is summed over data.
 
-    That is how fully_shard leaves a tensor-parallel parameter: cut by the second dimension first. One dimension of the
-    mesh at a time, because torch 2.8 reduces a gradient to other rows than a _StridedShard's.
+    fully_shard leaves a tensor-parallel parameter like this: the second mesh dimension cuts it first. We redistribute
+    one mesh dimension at a time, because torch 2.8 reduces the gradient to other rows than the _StridedShard has.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -179,8 +184,8 @@ def _unstrided(value: Any, strided: int) -> Tensor:
     for dimension in filter(lambda d: _is_data(mesh, d), range(mesh.ndim)):
         ranks = DeviceMesh.from_group(mesh.get_group(dimension), mesh.device_type)
         placement = Shard(0) if dimension == strided else Replicate()
-        part = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
-        local = _local(part, [Replicate()], [Partial()])
+        dtensor = DTensor.from_local(local, ranks, [placement], run_check=False, shape=shape, stride=local.stride())
+        local = _local(dtensor, [Replicate()], [Partial()])
     return local
 
 
@@ -195,7 +200,10 @@ def _is_over(value: Any, dimension: int, group: Any) -> bool:
 
 
 def _tokens(value: Any, group: Any, *, summed: bool = False) -> Any:
-    """Whole over the vocabulary's dimension, this rank's part over others."""
+    """A tensor of tokens: whole over the ranks of `group`, this rank's part over other ranks.
+
+    `summed` sums and scatters its gradient over the group.
+    """
     if not is_dtensor(value):
         return value
     from torch.distributed.tensor import Partial, Replicate
@@ -213,5 +221,5 @@ def _local(value: Any, placements: list, grad_placements: list) -> Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     local = value.redistribute(placements=placements).to_local(grad_placements=grad_placements)
-    # A tensor whose collective may still run; a copy waits for it, and kernels take the copy's address.
+    # The collective of an AsyncCollectiveTensor may still run. A copy waits for it, and has an address for kernels.
     return local.clone() if isinstance(local, AsyncCollectiveTensor) else local

@@ -1,4 +1,4 @@
-"""A call of the head: its tensors and options, and every check of them. `rules` says which options exclude which."""
+"""A call of the head: its tensors and options, and their checks. `rules` says which options exclude each other."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,56 +25,67 @@ from liger_rl.call.support import Support, check_usable
 from liger_rl.call.tokens import counted_tokens
 from liger_rl.distributed import VocabParallel
 
-MOST_IDS = 1024  # of a token: a program of the kernels holds them all, and pairs of them are compared
+MOST_IDS = 1024  # for each token: a kernel program holds all of a token's ids and compares each pair
 
 
 class LogProbs(NamedTuple):
     """Per-token results, float32, shaped like the tokens (B, T) or (N,), 0 at masked tokens."""
 
     logps: Tensor
-    """log-probability of the target in nats, <= 0, differentiable. Of K targets (..., K), 0 at negative ones."""
+    """Log-probability of the target in nats, <= 0, differentiable. With K targets (..., K), 0 at negative ids."""
     entropy: Tensor | None
     """Entropy of the token's distribution in nats, >= 0, differentiable; None unless asked for."""
     log_sum_sq_probs: Tensor | None = None
-    """log sum_v p_v^2, <= 0, no gradient; None unless among `extras`, as the next two."""
+    """log sum_v p_v^2, <= 0, no gradient; None unless named in `extras`, as are mean_logits and is_top1."""
     mean_logits: Tensor | None = None
     """Mean over the vocabulary of the transformed logits, no gradient."""
     is_top1: Tensor | None = None
-    """bool: no entry has a larger logit than the target, and none of a smaller id the same. False at masked tokens."""
+    """bool: the target is the smallest of the ids with the largest logit. False at masked tokens."""
     missing_target: Tensor | None = None
-    """bool: the target was not among the ids that its token lists, and was added to them; None without a support."""
+    """bool: the token's row of the support lists ids, but not the target, which was added; None without a support."""
     lse: Tensor | None = None
     """log sum_v exp z_v of the transformed logits, differentiable; None unless asked for."""
     topk_logps: Tensor | None = None
     """(..., K) the K largest log-probabilities in descending order, no gradient; None unless asked for."""
     topk_ids: Tensor | None = None
-    """(..., K) int64: their token ids, the smaller of equally likely ones first, -1 at masked tokens."""
+    """(..., K) int64: the ids of topk_logps, the smaller first if two are equally likely, -1 at masked tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCall:
-    """The tensors of a call and its options."""
+    """The tensors and options of a call.
+
+    Attributes:
+        weight_grad: the `weight.grad` of a float32 weight, or the `main_grad` of a mixed-precision optimiser: (V, H)
+            float32, contiguous, on the weight's device, in memory that no input shares. With vocab_parallel it has this
+            rank's rows. Each backward adds the weight's gradient to it in float32 and makes no other (V, H) tensor. The
+            weight itself gets no gradient from this call. Not with a grad_tolerance, nor with a DTensor weight. You
+            reduce it over data-parallel ranks. DistributedDataParallel reduces only `weight.grad`, so in its forward
+            any other tensor is refused, except in `no_sync()`.
+        support: the call computes logits only at the listed ids, and no product with the whole vocabulary, except for
+            tokens with an empty row.
+    """
 
     hidden: Tensor  # (B, T, H) or (N, H)
     weight: Tensor  # (V, H), or this rank's rows of it
-    targets: Tensor  # (B, T) or (N,); with K ids for each token (B, T, K) or (N, K), where `may_be_several`
+    targets: Tensor  # (B, T) or (N,); if `may_be_several`, also K ids for each token, (B, T, K) or (N, K)
     mask: Tensor | None = None  # (B, T) or (N,)
     bias: Tensor | None = None  # (V,)
     low_rank: Sequence[LowRank] = ()
     vocab_parallel: VocabParallel | None = None
-    weight_grad: Tensor | None = None  # (V, H) float32: where the weight's gradient is added, instead of returned
-    # Like mask or (B, 1): 0 where a token that counts need not be projected. Its id is looked at all the same.
+    weight_grad: Tensor | None = None  # (V, H) float32: the backward adds the weight's gradient to it and returns none
+    # Shaped like mask or (B, 1): 0 where no log-probability is needed. The token's id is validated even there.
     needed_mask: Tensor | None = None
     support: Support | None = None
     options: HeadOptions
-    targets_name: str = "targets"  # the caller's name for them, for messages
+    targets_name: str = "targets"  # the caller's name for the targets, for messages
     may_be_several: bool = False
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """Everything that may be a tensor."""
-        given = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
-        return (*given, *low_rank_tensors(self.low_rank))
+        """Every argument that may be a tensor."""
+        tensors = (self.hidden, self.weight, self.targets, self.mask, self.bias, self.needed_mask)
+        return (*tensors, *low_rank_tensors(self.low_rank))
 
     @property
     def several(self) -> bool:
@@ -84,31 +95,31 @@ class HeadCall:
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
-        """Whether gradients are wanted for hidden, weight and bias."""
+        """Whether hidden, weight and bias want a gradient."""
         enabled, bias = torch.is_grad_enabled(), self.bias is not None and self.bias.requires_grad
         return enabled and self.hidden.requires_grad, enabled and self.weight.requires_grad, enabled and bias
 
     @property
     def head_needs(self) -> bool:
-        """Whether a gradient is wanted for anything that the head is made of."""
+        """Whether the weight, the bias or a low-rank factor wants a gradient."""
         factors = [factor for term in self.low_rank for factor in (term.a, term.b)]
         return torch.is_grad_enabled() and any(
-            part is not None and part.requires_grad for part in (self.weight, self.bias, *factors)
+            tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, *factors)
         )
 
     @property
     def rank(self) -> int:
-        """Columns of the low-rank terms together."""
+        """Sum of the low-rank terms' ranks r."""
         return sum(term.a.shape[0] for term in self.low_rank)
 
     @property
     def exact(self) -> bool:
-        """Whether a tolerance of "auto" gives way to what the call is given."""
-        beside = self.support, self.vocab_parallel, self.weight_grad
-        return self.several or any(part is not None for part in beside)
+        """Whether a tolerance of "auto" becomes 0, because an argument of the call excludes a tolerance."""
+        arguments = self.support, self.vocab_parallel, self.weight_grad
+        return self.several or any(argument is not None for argument in arguments)
 
     def check_together(self) -> None:
-        """Raise for what does not go together with a sharded head or low-rank terms."""
+        """Raise for options and arguments that exclude low_rank, vocab_parallel, a support, or several targets."""
         options = self.options
         if self.low_rank:
             check_left_alone(options, "with low_rank")
@@ -147,7 +158,7 @@ class HeadCall:
         check_left_alone(self.options, "with a support")
 
     def check_tensors(self) -> torch.dtype:
-        """Raise for what can be seen of the tensors without reading values; -> dtype of the products."""
+        """Check types, dtypes, shapes and devices of the tensors. No value is read. -> dtype of the products."""
         hidden, weight = self.hidden, self.weight
         dtype = check_head(hidden, weight, self.bias, self.options.compute_dtype)
         check_low_rank(self.low_rank, hidden, weight)
@@ -159,7 +170,7 @@ class HeadCall:
         return dtype
 
     def _first_targets(self) -> Tensor:
-        """The first target of each token. Raises if several targets are no list of K ids for each token."""
+        """The first target of each token. Raises if a list of targets is not (..., K) with 1 <= K <= MOST_IDS."""
         targets, lead = self.targets, self.hidden.shape[:-1]
         if not self.several:
             return targets
@@ -176,36 +187,39 @@ class HeadCall:
         return targets[..., 0]
 
     def check_weight_grad(self, weight: Tensor) -> None:
-        """`weight` is the caller's, which may be a DTensor."""
-        given = self.weight_grad
-        if given is None:
+        """Raise if weight_grad does not fit `weight`, the caller's tensor, which may be a DTensor."""
+        weight_grad = self.weight_grad
+        if weight_grad is None:
             return
-        check_dense("weight_grad", given)
-        if is_dtensor(weight) or is_dtensor(given):
+        check_dense("weight_grad", weight_grad)
+        if is_dtensor(weight) or is_dtensor(weight_grad):
             raise ValueError(
                 "weight_grad must be None with a DTensor weight, whose gradient autograd brings to its mesh, and be no "
                 "DTensor itself; with a VocabParallel both are plain tensors, of this rank's rows"
             )
-        if given.dtype != torch.float32:
-            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {given.dtype}")
-        if given.shape != weight.shape:
+        if weight_grad.dtype != torch.float32:
+            raise TypeError(f"weight_grad must be float32, in which gradients are summed, got {weight_grad.dtype}")
+        if weight_grad.shape != weight.shape:
             raise ValueError(
-                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(given.shape)}"
+                f"weight_grad must be (V, H) = {tuple(weight.shape)} from weight, got {tuple(weight_grad.shape)}"
             )
-        check_device("weight_grad", given, weight, "weight")
-        if not given.is_contiguous():
-            raise ValueError(f"weight_grad must be contiguous, got strides {given.stride()}")
-        if given.requires_grad:
+        check_device("weight_grad", weight_grad, weight, "weight")
+        if not weight_grad.is_contiguous():
+            raise ValueError(f"weight_grad must be contiguous, got strides {weight_grad.stride()}")
+        if weight_grad.requires_grad:
             raise ValueError("weight_grad must require no gradient, because it is added to in place")
         if not weight.requires_grad:
             raise ValueError("weight must require a gradient for weight_grad, got a frozen one")
         check_left_alone(self.options, "with weight_grad")
-        others = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
-        check_apart("weight_grad", given, **{name: t for name, t in others.items() if not is_dtensor(t)})
-        _check_reduced(given, weight)
+        inputs = {"weight": weight, "hidden": self.hidden, "bias": self.bias}
+        check_apart("weight_grad", weight_grad, **{name: t for name, t in inputs.items() if not is_dtensor(t)})
+        _check_reduced(weight_grad, weight)
 
     def facts(self) -> dict[str, object]:
-        """What ranks that share a vocabulary must agree on, by name; waits for the device. Raises as the checks do."""
+        """The values that ranks with a shared vocabulary must agree on, by name.
+
+        Waits for the device. Raises as the checks do.
+        """
         dtype = self.check_tensors()
         targets = self.targets.amax(-1) if self.several else self.targets
         live = counted_tokens(targets, self.mask, self.needed_mask)
@@ -232,7 +246,7 @@ def check_topk(topk: int | None, vocab: int) -> None:
 
 
 def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
-    """ValueError where a DistributedDataParallel in its forward would reduce `weight.grad` and not weight_grad."""
+    """Raise ValueError in the forward of a DistributedDataParallel that reduces `weight.grad` but not weight_grad."""
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or not wrapper.require_backward_grad_sync or weight_grad is weight.grad:
         return
@@ -244,12 +258,13 @@ def _check_reduced(weight_grad: Tensor, weight: Tensor) -> None:
 
 
 def shared_errors(vocab_parallel: VocabParallel | None, weight: Tensor, *others: object) -> AbstractContextManager:
-    """The context in which an error of one rank is raised on every rank that has a part of the weight.
+    """A context: an error that one rank raises in it is raised on every rank that has a part of the weight.
 
-    `others` are the call's other tensors.
+    Args:
+        others: the call's other tensors.
 
     Raises:
-        TypeError: what is not a sharded head.
+        TypeError: vocab_parallel is neither a VocabParallel nor None.
     """
     if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a VocabParallel or None, got {type(vocab_parallel).__name__}")

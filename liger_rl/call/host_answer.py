@@ -1,11 +1,11 @@
-"""Integers that the host needs from the device, asked for before it waits for them."""
+"""Integers that the host reads from the device: copied early, waited for late."""
 
 import torch
 from torch import Tensor
 
 
 class HostAnswer:
-    """Integers (k,) on their way to the host. Work that is launched before `wait` hides the wait."""
+    """Integers (k,) on their way to the host. Work that the host launches before `wait` hides the copy."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers

@@ -1,4 +1,4 @@
-"""A low-rank term of the head's logits, LoRA's, without the sum of the two weights."""
+"""Low-rank terms of the head's logits, such as LoRA's. The sum of the two weights is never made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from liger_rl.kernels import gemm
 from liger_rl.kernels.transform import fits_float32
 from liger_rl.once import differentiable_once
 
-JOINED_COLUMNS = 8  # rows of two 16-bit factors side by side start at multiples of the 16 bytes that TMA asks for
-ROWS_AT_ONCE = 4096  # of the hidden states, in another dtype or gathered
+JOINED_COLUMNS = 8  # a multiple of 8 16-bit columns: rows then start at multiples of 16 bytes, which TMA needs
+ROWS_AT_ONCE = 4096  # hidden states that are gathered or converted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,13 @@ class LowRank:
     """A low-rank term of the head, LoRA's (arXiv:2106.09685): logits += scaling * (hidden @ a.T) @ b.T.
 
     Attributes:
-        a, b: (r, H) and (V, r), both with gradient if they want one; float32, bfloat16 or float16, whatever the head's
-            dtype is. Like the head's logits, the term stays float32 from its products' accumulators on. The product
-            with `a` runs in the wider of the two dtypes, or in autocast's; the factors are rounded to the head's for
-            the products of their gradients.
+        a, b: (r, H) and (V, r), float32, bfloat16 or float16, whatever the head's dtype is. Both get a gradient if they
+            require one. Like the head's logits, the term stays float32 from its products' accumulators on. The product
+            with `a` runs in the wider dtype of hidden and `a`, or in autocast's dtype. In the products with
+            dL/dlogits, hidden @ a.T and `b` are rounded to the head's compute dtype. With a sharded head, `b` is this
+            rank's rows.
         scaling: factor on the term (LoRA: alpha / r).
-        hidden: shaped like the call's hidden, what `a` is applied to in its place (after a dropout, say).
+        hidden: input of `a`, shaped like the call's hidden; None takes the call's. Example: hidden after a dropout.
     """
 
     a: Tensor
@@ -36,7 +37,7 @@ class LowRank:
     hidden: Tensor | None = None
 
     def inputs(self, hidden: Tensor, live: TokenSelection) -> Tensor:
-        """(..., H) -> (N, r) float32, scaling * (hidden @ a.T), 0 for the tokens that do not count."""
+        """(..., H) -> (N, r) float32: scaling * (hidden @ a.T), 0 at tokens that do not count."""
         given = hidden if self.hidden is None else self.hidden
         kind = given.device.type
         if torch.is_autocast_enabled(kind):
@@ -58,12 +59,12 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
             raise TypeError(f"{name}.scaling must be a number, got {type(term.scaling).__name__}")
         if not fits_float32(term.scaling):
             raise ValueError(f"{name}.scaling must be finite in float32, got {term.scaling}")
-        for part in ("a", "b", "hidden"):
-            tensor = getattr(term, part)
-            if part == "hidden" and tensor is None:
+        for field in ("a", "b", "hidden"):
+            tensor = getattr(term, field)
+            if field == "hidden" and tensor is None:
                 continue
-            check_floating(f"{name}.{part}", tensor)
-            check_device(f"{name}.{part}", tensor, hidden, "hidden")
+            check_floating(f"{name}.{field}", tensor)
+            check_device(f"{name}.{field}", tensor, hidden, "hidden")
         size, vocab = hidden.shape[-1], weight.shape[0]
         if term.a.dim() != 2 or term.a.shape[1] != size or term.a.shape[0] == 0:
             raise ValueError(f"{name}.a must be (r, H) with H = {size} from hidden, got {tuple(term.a.shape)}")
@@ -77,9 +78,9 @@ def check_low_rank(low_rank: Sequence[LowRank], hidden: Tensor, weight: Tensor) 
 
 
 class _Inputs(torch.autograd.Function):
-    """(hidden (N, H), a (r, H)) -> hidden @ a.T (N, r) float32, 0 for the tokens that do not count.
+    """(hidden (N, H), a (r, H)) -> hidden @ a.T (N, r) float32, 0 at tokens that do not count.
 
-    Rows are gathered and converted a few at a time, and again in the backward: no copy of the hidden states is kept.
+    Forward and backward gather and convert ROWS_AT_ONCE rows at a time, so no copy of the hidden states is kept.
     """
 
     @staticmethod
@@ -89,8 +90,8 @@ class _Inputs(torch.autograd.Function):
         out = torch.zeros(hidden.shape[0], a.shape[0], dtype=torch.float32, device=hidden.device)
         with gemm.without_autocast(hidden.device):
             factor = a.to(dtype)
-            for rows in _parts(live):
-                out[rows] = gemm.matmul(_taken(hidden, rows, live).to(dtype), factor.T)
+            for rows in _row_groups(live):
+                out[rows] = gemm.matmul(_rows_at(hidden, rows, live).to(dtype), factor.T)
         return out
 
     @staticmethod
@@ -101,19 +102,19 @@ class _Inputs(torch.autograd.Function):
         total = torch.zeros_like(a, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with gemm.without_autocast(hidden.device):
             factor = a.to(dtype)
-            for rows in _parts(live):
-                part = _taken(grad, rows, live).to(dtype)
+            for rows in _row_groups(live):
+                grad_rows = _rows_at(grad, rows, live).to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = gemm.matmul(part, factor).to(hidden.dtype)
+                    grad_hidden[rows] = gemm.matmul(grad_rows, factor).to(hidden.dtype)
                 if total is not None:
-                    gemm.accumulate(total, part.T, _taken(hidden, rows, live).to(dtype))
+                    gemm.accumulate(total, grad_rows.T, _rows_at(hidden, rows, live).to(dtype))
         return grad_hidden, None if total is None else total.to(a.dtype), None, None
 
 
 def _product_in_graph(hidden: Tensor, a: Tensor, live: TokenSelection, dtype: torch.dtype) -> Tensor:
-    """The product of `_Inputs` in plain PyTorch, which a graph holds and differentiates; `live` has a mask.
+    """`_Inputs` in plain PyTorch, for a graph that differentiates it. `live` has a mask.
 
-    Its factors become float32, because the product of 16-bit factors would be rounded: a copy of the hidden states.
+    Both factors become float32, because PyTorch would round a product of 16-bit factors. That copies the hidden states.
     """
     assert live.mask is not None
     rows = torch.where(live.mask[:, None], hidden, 0).to(dtype)
@@ -126,33 +127,33 @@ def low_rank_factors(
     hidden: Tensor,  # (..., H) of the call
     live: TokenSelection,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """-> (N, r) and (V, r), whose product is what all terms add up to; None without any."""
+    """-> inputs (N, r) and weight (V, r): inputs @ weight.T is the sum of all terms. (None, None) without a term."""
     if not low_rank:
         return None, None
     inputs, weights = [term.inputs(hidden, live) for term in low_rank], [t.b for t in low_rank]
     if len(low_rank) == 1:
         return inputs[0], weights[0]
-    # Autocast would refuse to join factors of two 16-bit dtypes, which become float32 here.
+    # Factors of two 16-bit dtypes become float32 here. Under autocast `cat` would refuse them.
     with gemm.without_autocast(hidden.device):
         return torch.cat(inputs, dim=1), torch.cat(weights, dim=1)
 
 
-def _parts(live: TokenSelection) -> list:
-    """The rows that count, a few at a time: pieces of an index, or slices of all rows."""
+def _row_groups(live: TokenSelection) -> list:
+    """Indices or slices of the rows that count, at most ROWS_AT_ONCE rows each. With a mask, slices of all rows."""
     pieces = [slice(start, min(start + ROWS_AT_ONCE, live.count)) for start in range(0, live.count, ROWS_AT_ONCE)]
     return pieces if live.index is None else [live.index[piece] for piece in pieces]
 
 
-def _taken(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
-    """Some of the rows. A row that a mask leaves out is 0, whatever it holds."""
+def _rows_at(values: Tensor, rows: slice | Tensor, live: TokenSelection) -> Tensor:
+    """The rows of `values` at `rows`. A row that the mask leaves out becomes 0, even if it is NaN."""
     return values[rows] if live.mask is None else torch.where(live.mask[rows, None], values[rows], 0)
 
 
 class LowRankRows(NamedTuple):
-    """A low-rank term of the logits, inputs @ weight.T, that is computed in one product with hidden @ weight.T.
+    """The low-rank term inputs @ weight.T, computed in the same product as the head's logits.
 
-    Both stand side by side: [hidden | inputs] @ [weight | low-rank weight].T. A factor wider than the compute dtype
-    becomes two, its rounded part and the rest, at the price of a few more columns: the term is as exact as the head's.
+    The product is [hidden | inputs] @ [head's weight | weight].T. A factor wider than the compute dtype becomes two:
+    its rounded values, and the rest. This takes a few more columns, and makes the term as exact as the head's logits.
     """
 
     inputs: Tensor  # (n, r) any float dtype
@@ -163,16 +164,16 @@ class LowRankRows(NamedTuple):
         return None if inputs is None or weight is None else cls(inputs, weight)
 
     def beside_rows(self, hidden: Tensor) -> Tensor:
-        """(n, H) in the compute dtype -> (n, H + ...)"""
-        rounded, rest = _split(self.inputs, hidden.dtype)
-        again = [] if _fits(self.weight, hidden.dtype) else [rounded]
-        return _joined(hidden, rounded, *rest, *again)
+        """(n, H) in the compute dtype -> (n, H + columns of the term), [hidden | inputs]."""
+        rounded, remainder = _split(self.inputs, hidden.dtype)
+        repeated = [] if _fits(self.weight, hidden.dtype) else [rounded]
+        return _side_by_side(hidden, rounded, *remainder, *repeated)
 
     def beside_tile(self, weight_tile: Tensor, first: int) -> Tensor:
-        """(v, H) in the compute dtype, the weight from row `first` on -> (v, H + ...)"""
-        rounded, rest = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
-        again = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
-        return _joined(weight_tile, rounded, *again, *rest)
+        """(v, H) in the compute dtype, rows `first` and on of the head's weight -> (v, H + columns of the term)."""
+        rounded, remainder = _split(self.weight[first : first + weight_tile.shape[0]], weight_tile.dtype)
+        repeated = [] if _fits(self.inputs, weight_tile.dtype) else [rounded]
+        return _side_by_side(weight_tile, rounded, *repeated, *remainder)
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
@@ -180,12 +181,12 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """-> values rounded to `dtype`, and the rest if they do not fit."""
+    """-> values rounded to `dtype`, and [values - rounded] if `dtype` is narrower, else []."""
     rounded = values.to(dtype)
     return rounded, [] if _fits(values, dtype) else [(values - rounded).to(dtype)]
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    """Side by side, with zeros up to a width that TMA can address."""
-    width = sum(part.shape[1] for part in parts)
-    return torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], -width % JOINED_COLUMNS)], dim=1)
+def _side_by_side(*blocks: Tensor) -> Tensor:
+    """The blocks side by side, with zero columns up to a multiple of JOINED_COLUMNS, which TMA can address."""
+    width = sum(block.shape[1] for block in blocks)
+    return torch.cat([*blocks, blocks[0].new_zeros(blocks[0].shape[0], -width % JOINED_COLUMNS)], dim=1)

@@ -1,4 +1,4 @@
-"""Everything of a call of the head that is no tensor: its options, and the forms that engines and operators take."""
+"""The options of a call of the head: as users give them, as engines take them, and as operators take them."""
 
 import os
 from collections.abc import Callable, Collection
@@ -23,7 +23,7 @@ from liger_rl.kernels.statistics import EXTRAS
 from liger_rl.kernels.transform import LogitTransform
 
 IDENTITY = LogitTransform()
-AGREED = ("entropy", "lse", "topk", "fixed_shape")  # between ranks that share a vocabulary
+AGREED = ("entropy", "lse", "topk", "fixed_shape")  # options that ranks with a shared vocabulary must give alike
 Gather = Callable[..., AbstractContextManager]
 Tolerance = float | Literal["auto"]
 AUTO_TOLERANCE = auto_tolerance(os.environ.get("LIGER_RL_GRAD_TOLERANCE"))
@@ -48,31 +48,32 @@ CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How a head's log-probabilities are computed, and what comes with them.
+    """How a head's log-probabilities are computed, and which results come with them.
 
     Attributes:
         transform: temperature, softcap and scale of the logits.
         entropy: also return each token's entropy, from the same pass.
         lse: also return log sum_v exp z_v of each token, differentiable.
-        topk: K of at most 1024: also return the K largest log-probabilities of each token and their ids, in descending
-            order, without a gradient. Tiles of logits are then in memory.
+        topk: K, at most 1024: also return each token's K largest log-probabilities and their ids, in descending order,
+            without a gradient. Tiles of logits are then in memory.
         extras: further statistics, among "log_sum_sq_probs", "mean_logits" and "is_top1".
-        grad_tolerance: largest error of each token's dL/dlogits, relative to the token's own Euclidean norm, in [0, 1).
-            The backward then sums over a list of ids for each token, or runs exactly where lists would be long. 0 is
-            exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
-            docs/choosing.md says where a tolerance has an effect.
-        compute_dtype: dtype of the products' factors, whatever autocast says. None: autocast's, or the inputs' own.
-        gather: `gather(weight)` or `gather(weight, bias)` returns a context in which these are whole (DeepSpeed
-            ZeRO-3). Entered once in the forward and once in the backward.
+        grad_tolerance: in [0, 1), largest error of each token's dL/dlogits divided by the Euclidean norm of the token's
+            own dL/dlogits. The backward sums over a list of ids for each token. It runs exactly where lists would be
+            long. 0 is exact. "auto" is 3e-4 for 16-bit products, and 0 with every option that excludes a tolerance.
+            LIGER_RL_GRAD_TOLERANCE, read at import, replaces the 3e-4. docs/choosing.md says where a tolerance has an
+            effect.
+        compute_dtype: dtype of the products' factors, even under autocast. None: autocast's dtype, or the inputs' own.
+        gather: for DeepSpeed ZeRO-3. `gather(weight)` or `gather(weight, bias)` returns a context in which both are
+            whole. It is entered once in the forward and once in the backward.
         chunk_tokens, chunk_vocab: upper bounds of a tile's sides; None chooses them.
-        fixed_shape: never wait for the device, for CUDA graphs: every token goes through every product. A target
-            outside [0, V) masks its token instead of raising.
-        batch_invariant: a token's log-probability, entropy and extras depend on its own row, its target and the head
-            alone, bit for bit, on one device with one version of torch (`liger_rl.engines.dense.two_pass.invariant`).
+        fixed_shape: for CUDA graphs: never wait for the device. Every token goes through every product. A target
+            outside [0, V) masks its token and does not raise.
+        batch_invariant: a token's log-probability, entropy and extras depend only on its own row, its target and the
+            head, bit for bit, on one device with one version of torch (`liger_rl.engines.dense.two_pass.invariant`).
             Gradients may differ.
 
     Raises:
-        TypeError, ValueError: an option by itself, or two that do not go together.
+        TypeError, ValueError: a bad value of an option, or two options that exclude each other.
     """
 
     transform: LogitTransform = IDENTITY
@@ -96,14 +97,14 @@ class HeadOptions:
                 check_left_alone(self, f"with {name}")
 
     def facts(self) -> dict[str, object]:
-        """What ranks that share a vocabulary must agree on, by name."""
+        """The options that ranks with a shared vocabulary must agree on, by name."""
         agreed: dict[str, object] = {name: getattr(self, name) for name in AGREED}
         transform = "a temperature for each token" if self.transform.per_token else self.transform
         return {"transform": transform, "extras": sorted(self.extras), **agreed}
 
     @property
     def named_tolerance(self) -> float:
-        """What must not stand beside some options: 0.0 for "auto", which gives way to them."""
+        """The tolerance as a number: 0.0 for "auto"."""
         return 0.0 if self.grad_tolerance == "auto" else self.grad_tolerance
 
     @property
@@ -130,34 +131,35 @@ class HeadKeywords(TypedDict, total=False):
 
 KNOWN = tuple(HeadKeywords.__annotations__)
 EXCLUDING = tuple(name for name in KNOWN if f"with {name}" in NOT_TOGETHER)
-# Options that change how it is computed, and not what. Frameworks pass them on.
+# Options that change how a result is computed, not which result. Frameworks pass them on.
 HOW = ("grad_tolerance", "chunk_tokens", "chunk_vocab", "fixed_shape", "batch_invariant")
 
 
 def options_of(function: str, keywords: HeadKeywords) -> HeadOptions:
-    """HeadOptions(**keywords); a TypeError that names `function` and lists what it knows for an unknown one."""
+    """HeadOptions(**keywords). An unknown keyword raises a TypeError that names `function` and lists the options."""
     for name in keywords:
         if name not in KNOWN:
             raise TypeError(f"{function} got an unexpected argument {name!r}; its options are {', '.join(KNOWN)}")
-    # torch.compile cannot trace a default that is an object of a class.
+    # torch.compile cannot trace a default value that is an object, so the default transform is passed.
     return HeadOptions(**{"transform": IDENTITY, **keywords})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(HeadOptions):
-    """The same, resolved: what every engine is given."""
+    """`HeadOptions` as engines take them: the tolerance is a number, the compute dtype is known."""
 
     grad_tolerance: float
     compute_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """What was asked for has been checked; what became of it need not be."""
+        """Checks nothing: the `HeadOptions` that this is made from have been checked."""
 
 
 def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance: float | None = None) -> EngineOptions:
-    """`options` for an engine: in this dtype, and with this tolerance.
+    """`options` for an engine: with this compute dtype, and this tolerance.
 
-    A tolerance of "auto" becomes 3e-4 where the options allow it. Whether it has an effect, the list of engines says.
+    Without `grad_tolerance`, "auto" becomes AUTO_TOLERANCE if the options allow a tolerance, and 0 otherwise. The first
+    engine of `ENGINES` that takes the call decides whether the tolerance has an effect.
     """
     if grad_tolerance is None:
         grad_tolerance = options.named_tolerance
@@ -169,7 +171,7 @@ def resolved(options: HeadOptions, compute_dtype: torch.dtype, *, grad_tolerance
 
 
 class OpOptions(NamedTuple):
-    """The same in types that an operator's schema has."""
+    """`EngineOptions` in types that the schema of an operator has."""
 
     temperature: float
     softcap: float | None
@@ -183,7 +185,7 @@ class OpOptions(NamedTuple):
     grad_tolerance: float
     fixed_shape: bool
     batch_invariant: bool
-    targets_name: str  # the caller's
+    targets_name: str  # the caller's name for the targets, for messages
 
     def resolved(self) -> EngineOptions:
         return EngineOptions(
@@ -193,9 +195,9 @@ class OpOptions(NamedTuple):
         )
 
 
-# Fields that are the same in both.
+# Fields that are the same in EngineOptions and OpOptions.
 SAME = ("entropy", "lse", *OpOptions._fields[OpOptions._fields.index("compute_dtype") : -1])
-# As a schema, in the order of OpOptions.
+# The fields of OpOptions as a schema, in the same order.
 OP_OPTIONS = (
     "float temperature, float? softcap, float scale, bool entropy, bool lse, str extras, "
     "ScalarType compute_dtype, SymInt? chunk_tokens, SymInt? chunk_vocab, float grad_tolerance, "
@@ -204,9 +206,9 @@ OP_OPTIONS = (
 
 
 def flat_options(options: EngineOptions, targets_name: str) -> tuple[Any, ...]:
-    """In the order of OpOptions, which torch 2.8 cannot trace the making of."""
+    """A plain tuple in the order of OpOptions, because torch 2.8 cannot trace the making of a NamedTuple."""
     transform = options.transform
-    assert not transform.per_token  # refused where the call is checked
+    assert not transform.per_token  # a call with temperatures of tokens breaks the graph before it gets here
     return (
         transform.temperature,
         transform.softcap,

@@ -1,4 +1,4 @@
-"""Which options of a head exclude each other, and why: one table, and the errors that are made of it."""
+"""Which options of a head exclude each other, and why: one table, and the errors from it."""
 
 FIXED = "it fixes the tiles itself"
 WHOLE = "what may be left out is a share of the whole vocabulary's gradient, which no rank has"
@@ -7,7 +7,7 @@ CHUNK = "a chunk of one pass holds the whole vocabulary"
 TWO_HEADS = {
     "batch_invariant": "no product of two heads is made up to a fixed shape",
 }
-# Feature -> the options that must keep their defaults with it -> why. A tolerance must be 0.
+# Feature -> option that must keep its default with the feature -> why. A grad_tolerance must be 0 or "auto".
 NOT_TOGETHER: dict[str, dict[str, str]] = {
     "with batch_invariant": {"chunk_tokens": FIXED, "chunk_vocab": FIXED, "grad_tolerance": ""},
     "with lse": {"grad_tolerance": ""},
@@ -27,14 +27,14 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
         "batch_invariant": "its sums depend on how many ids there are",
     },
     "with several targets for each token": {"grad_tolerance": ""},
-    # Of one head, made in the forward.
+    # One head, whose gradients are made in the forward.
     "in one pass": {
         "topk": "a loss reads no list",
         "grad_tolerance": "ids are left out of a second pass",
         "fixed_shape": "the host has to know which rows make a chunk",
         "batch_invariant": "the tiles of a chunk depend on how many tokens it holds",
     },
-    # Of two heads, made in the forward.
+    # Two heads, whose gradients are made in the forward.
     "with token_weights": {
         "fixed_shape": "the host has to know which rows make a chunk",
         "grad_tolerance": IN_FORWARD,
@@ -50,25 +50,25 @@ NOT_TOGETHER: dict[str, dict[str, str]] = {
 }
 
 
-def first_broken(options: object, beside: str) -> tuple[str, object, object, str] | None:
-    """The first option that is not left alone: its name, its default, its value, and why; None for none."""
-    for name, why in NOT_TOGETHER[beside].items():
+def first_broken(options: object, feature: str) -> tuple[str, object, object, str] | None:
+    """The first option that excludes `feature`: name, default, value and reason; None if none does."""
+    for name, why in NOT_TOGETHER[feature].items():
         default = 0.0 if name == "grad_tolerance" else getattr(type(options), name)
         value = getattr(options, name)
-        if value not in (default, "auto"):  # "auto" gives way
+        if value not in (default, "auto"):  # "auto" becomes 0 with the feature
             return name, default, value, why
     return None
 
 
-def lacks(options: object, beside: str) -> str | None:
-    """The same as a requirement."""
-    broken = first_broken(options, beside)
+def lacks(options: object, feature: str) -> str | None:
+    """`first_broken` as a sentence of what is needed: "topk = None, got 5: a loss reads no list"."""
+    broken = first_broken(options, feature)
     return None if broken is None else f"{broken[0]} = {broken[1]}, got {broken[2]}: {broken[3]}"
 
 
-def check_left_alone(options: object, beside: str) -> None:
-    """Raise ValueError for an option that does not go together with `beside`."""
-    broken = first_broken(options, beside)
+def check_left_alone(options: object, feature: str) -> None:
+    """Raise ValueError if an option excludes `feature`, such as "with low_rank"."""
+    broken = first_broken(options, feature)
     if broken is not None:
         name, default, value, why = broken
-        raise ValueError(f"{name} must be {default} {beside}{': ' * bool(why)}{why}{';' if why else ','} got {value}")
+        raise ValueError(f"{name} must be {default} {feature}{': ' * bool(why)}{why}{';' if why else ','} got {value}")

@@ -11,40 +11,38 @@ from liger_rl.call.checks import check_count, check_dense, check_device, check_f
 from liger_rl.call.support_slots import ListedIds
 from liger_rl.kernels.segments import BAD_ENDS, BAD_IDS, BAD_ORDERS, BAD_STARTS, FULL_ROWS, MISSING_TARGETS
 
-MOST_KEPT = 1 << 20  # slots that a Support keeps
+MOST_KEPT = 1 << 20  # slots that a Support keeps, at most
 MissingTarget = Literal["add", "error"]
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """The ids of each of a call's N tokens in compressed rows: token t has token_ids[offsets[t] : offsets[t + 1]].
+    """Token ids in compressed rows: token t could have been drawn from token_ids[offsets[t] : offsets[t + 1]].
 
-    Log-probabilities and entropies are those of the softmax over a token's ids alone. A (B, T) call has N = B T rows,
-    in the order of its flattened tokens. An empty row stands for the whole vocabulary. Ids may be in any order. A
-    repeated id counts once, but see `distinct`. The rows of tokens that do not count are not used, but their ids are
-    checked.
+    Log-probabilities and entropies are over a token's ids alone. A (B, T) call has N = B T rows, in flattened order. An
+    empty row means the whole vocabulary. Ids may be in any order. A repeated id counts once, unless `distinct`. A token
+    that does not count does not use its row, but the ids are validated.
 
-    What a call finds out from these tensors, the targets and the mask is kept here for the next call with the same
-    ones, unless it has over a million ids or fixed_shape. Writes that PyTorch counts are noticed: those of operators,
-    through views too. After any other write to the memory of these tensors, make a new Support: by a collective such as
-    `torch.distributed.broadcast`, through `tensor.data` or an array of NumPy, by a kernel of your own, or when a CUDA
-    graph is replayed.
+    A call keeps here what it computes from these tensors, the targets and the mask. The next call with the same tensors
+    reuses it, unless P + N is above 2^20, or with fixed_shape. PyTorch counts the writes of operators, through views
+    too, and after such a write nothing is reused. After any other write make a new Support. Other writes are those of a
+    collective such as `torch.distributed.broadcast`, of `tensor.data`, of a NumPy array, of your own kernel, and of a
+    CUDA graph's replay.
 
     Attributes:
         token_ids: (P,) int32 or int64, ids of the whole vocabulary.
         offsets: (N + 1,) int32 or int64, from 0 to P, never decreasing.
-        missing_target: what becomes of a token whose row lists ids but not its target: "add" adds it to them, and
-            `LogProbs.missing_target` says so; "error" raises a ValueError.
-        may_be_empty: False promises that no token that counts has an empty row, which `fixed_shape` needs to know. An
-            empty row then raises, or masks its token with fixed_shape.
-        distinct: True promises that no row lists an id twice. Then the first call does not sort the ids to find
-            repeated ones. If the promise is broken, the repeated id counts twice.
+        missing_target: for a token whose row lists ids, but not its target. "add" adds the target, and
+            `LogProbs.missing_target` marks the token. "error" raises a ValueError.
+        may_be_empty: False promises that no token that counts has an empty row. `fixed_shape` needs the promise. An
+            empty row then raises; with fixed_shape it masks its token.
+        distinct: True promises that no row repeats an id, so that the first call need not sort the ids. If the promise
+            is broken, a repeated id counts twice.
 
     Raises:
-        TypeError, ValueError: what is not such a tensor. On CPU, offsets and negative ids raise here, too. On other
-            devices, whose values the host would have to wait for, the call raises that uses the support. With
-            fixed_shape no value raises: ids outside of the vocabulary are left out, and a missing target is added
-            whatever missing_target says.
+        TypeError, ValueError: wrong dtypes, shapes or devices. On CPU also bad offsets and negative ids. On other
+            devices bad values raise in the call, because here the host would wait for them. With fixed_shape no value
+            raises: an id outside the vocabulary is left out, and a missing target is added, even with "error".
     """
 
     token_ids: Tensor
@@ -71,14 +69,14 @@ class Support:
             self._raise_for_values(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields alone: what a call kept goes by addresses, which mean nothing to a copy."""
+        """The fields only. A kept `ListedIds` is found by addresses, which differ in a copy."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_padded(cls, ids: Tensor, **rules: Any) -> "Support":
-        """From (N, K) or (B, T, K) integers, where -1 stands for no id. Waits for the device, which counts the ids.
+        """A support from (N, K) or (B, T, K) int32 or int64 ids, where -1 is no id. Waits for the device to count ids.
 
-        `rules` are missing_target, may_be_empty and distinct, here and below.
+        `rules` are the other fields of the support: missing_target, may_be_empty and distinct.
         """
         if check_dense("ids", ids).dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
@@ -91,14 +89,16 @@ class Support:
     def from_vllm(
         cls, mask: Any, *, length: int | None = None, device: torch.device | str | int | None = None, **rules: Any
     ) -> "Support":
-        """From what an engine returns: a mask, one row of ids per token, or one mask per sequence.
+        """A support from the masks of an inference engine.
 
         Args:
-            mask: an object with `token_ids` and `offsets`, such as vLLM's `SamplingMask`, as lists, arrays or tensors;
-                or a list of rows, one per token, of ids or None for a row without ids; or a list of such objects.
-            length: T of a (B, T) call, for a list of such objects alone: each is filled up with empty rows.
-            device: where the support is needed.
-            rules: other fields of the support. A mask of a sampler is `distinct` as a rule, rows of ids are not.
+            mask: one of three. An object with `token_ids` and `offsets` (lists, arrays or tensors), such as vLLM's
+                `SamplingMask`. A list of such objects, one per sequence. A list of rows, one per token, each a list of
+                ids or None for no ids.
+            length: T of a (B, T) call, only for a list of objects. Each sequence is padded with empty rows.
+            device: device of the support.
+            rules: missing_target, may_be_empty and distinct. `distinct` defaults to True for an object, unless the
+                object says otherwise, and to False for rows of ids.
         """
         if _is_mask(mask):
             if length is not None:
@@ -112,14 +112,14 @@ class Support:
                 "mask must have token_ids and offsets, or be a list of such objects or of rows of ids, "
                 f"got {type(mask).__name__}"
             )
-        if mask and all(_is_mask(part) for part in mask):
-            return replace(_joined([cls.from_vllm(part) for part in mask], length, device), **rules)
+        if mask and all(_is_mask(sequence) for sequence in mask):
+            return replace(_joined([cls.from_vllm(sequence) for sequence in mask], length, device), **rules)
         if length is not None:
             raise ValueError(f"length must be None for rows of ids, got {length}")
         rows = [[] if row is None else list(row) for row in mask]
-        listed = _integers("mask", [number for row in rows for number in row], device)
+        token_ids = _integers("mask", [number for row in rows for number in row], device)
         offsets = _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device))
-        return cls(listed, offsets, **rules)
+        return cls(token_ids, offsets, **rules)
 
     @classmethod
     @torch.no_grad()
@@ -133,20 +133,26 @@ class Support:
         temperature: float = 1.0,
         **rules: Any,
     ) -> "Support":
-        """From (N, V) or (B, T, V) logits, by the rules of Hugging Face's sampling: waits for the device, sorts V ids.
+        """A support from (N, V) or (B, T, V) logits, by the rules of Hugging Face's sampling. Waits for the device.
 
-        In its order: the temperature, then the `top_k` largest logits (an equal logit stays), then the smallest set of
-        these with a mass of at least `top_p` of theirs, then those with at least `min_p` times the largest
-        probability. The most likely id always stays. vLLM applies min_p before top_k and top_p, so a top_p then is a
-        share of what min_p leaves; without both the sets are the same.
+        The steps, in Hugging Face's order:
+
+            1. divide by the temperature
+            2. keep the `top_k` largest logits, and logits equal to the smallest of them
+            3. keep the smallest set of most likely ids whose mass is at least `top_p` of the kept mass
+            4. keep ids whose probability is at least `min_p` times the largest one
+
+        The most likely id always stays. Entries that are not finite are left out. vLLM applies min_p first,
+        so its top_p is a share of the mass that min_p leaves. Without min_p or without top_p both orders give the same
+        sets. All V ids of each token are sorted.
 
         Args:
-            logits: float, of the last dimension V.
+            logits: float32, bfloat16 or float16.
             top_p: in (0, 1].
             top_k: at least 1.
             min_p: in [0, 1].
             temperature: above 0.
-            rules: other fields of the support; `distinct` is True as a rule.
+            rules: missing_target, may_be_empty and distinct, which defaults to True here.
         """
         check_floating("logits", logits)
         if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -165,7 +171,7 @@ class Support:
             kept &= ordered >= ordered[:, min(top_k, z.shape[1]) - 1 :][:, :1]
         if top_p is not None:
             p = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-            kept &= p.cumsum(-1) - p < top_p  # what is more likely does not suffice
+            kept &= p.cumsum(-1) - p < top_p  # the more likely ids together have less than top_p
         if min_p is not None:
             kept &= (ordered - ordered[:, :1]).exp() >= min_p
         kept[:, 0] = True
@@ -174,25 +180,25 @@ class Support:
 
     @property
     def tokens(self) -> int:
-        """N, rows."""
+        """N, the number of rows."""
         return self.offsets.numel() - 1
 
     def to(self, device: torch.device | str | int) -> "Support":
-        """The same on another device; itself where it is there."""
+        """A support on `device`; the support itself if its tensors are there already."""
         token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
         if token_ids is self.token_ids and offsets is self.offsets:
             return self
         return replace(self, token_ids=token_ids, offsets=offsets)
 
     def take(self, sequences: slice | Tensor, *, batch: int) -> "Support":
-        """The rows of some of `batch` sequences of equal length, such as those of a micro-batch.
+        """The rows of some sequences of a (B, T) call, such as the sequences of a micro-batch.
 
         On CPU nothing waits. On another device the host waits once, for the number of ids. So keep the support of many
-        micro-batches on CPU: the fused call of a swapped model, and with it `policy_step`, brings a part to its device.
+        micro-batches on CPU: the fused call of a swapped model, and so `policy_step`, moves each part to its device.
 
         Args:
-            sequences: a slice of the (B, T) call's sequences, an index (b,) of them in any order, or a mask (B,) bool.
-            batch: B.
+            sequences: a slice of the B sequences, an index (b,) in any order, or a mask (B,) bool.
+            batch: B. All sequences have T rows.
         """
         check_count("batch", batch, least=1)
         if self.tokens % batch != 0:
@@ -204,18 +210,18 @@ class Support:
             raise TypeError(f"sequences must be a slice or a tensor, got {type(sequences).__name__}")
         rows = torch.arange(self.tokens, device=device).view(batch, -1)[sequences].reshape(-1)
         offsets = _offsets(self.offsets.diff()[rows])
-        moved = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
-        places = torch.arange(moved.numel(), device=device) + moved
+        shifts = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], offsets.diff())
+        places = torch.arange(shifts.numel(), device=device) + shifts
         return replace(self, token_ids=self.token_ids[places], offsets=offsets)
 
     def placed(self, mask: Tensor) -> "Support":
-        """Its rows at the True positions of `mask`, in order, and empty rows elsewhere; waits for nothing.
+        """A support with these rows at the True positions of `mask`, in order, and empty rows elsewhere.
 
-        For what covers sampled tokens alone, where the call also has prompts and padding.
+        Use it if the rows cover sampled tokens only, and the call also has prompts and padding. On a GPU nothing waits.
 
         Args:
-            mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. A number that is too small or too
-                large raises on CPU, and mostly where the support is used on other devices.
+            mask: (B, T) or (N,) bool, True at as many tokens as the support has rows. Another number raises here on
+                CPU. On other devices the call that uses the support mostly raises.
         """
         if check_dense("mask", mask).dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {mask.dtype}")
@@ -231,7 +237,7 @@ class Support:
         return replace(self, offsets=_offsets(torch.where(flat, counts[place], 0)))
 
     def check_together(self, targets: Tensor, targets_name: str = "targets") -> None:
-        """Raise for what can be seen without reading a value: another number of tokens, another device."""
+        """Raise if the targets have another number of tokens or another device. No value is read."""
         if self.tokens != targets.numel():
             raise ValueError(
                 f"support must have a row for each of the {targets.numel()} tokens of {targets_name}, "
@@ -240,10 +246,11 @@ class Support:
         check_device("support", self.token_ids, targets, targets_name)
 
     def check_values(self, numbers: Sequence[int], *, vocab: int, targets_name: str = "targets") -> int:
-        """Raise ValueError for what the device found in the values; -> tokens that count and whose row is empty.
+        """Raise ValueError for bad values; -> the number of tokens that count and have an empty row.
 
         Args:
-            numbers: `Slots.numbers`, read by the caller. If they are fine, nothing here waits for the device.
+            numbers: `Slots.numbers`, which the caller has read. If none of them says that a value is bad, nothing here
+                waits for the device.
         """
         if any(numbers[problem] for problem in (BAD_STARTS, BAD_ORDERS, BAD_ENDS, BAD_IDS)):
             self._raise_for_values(vocab)
@@ -276,7 +283,7 @@ class Support:
 
 
 def check_usable(support: Any, *, fixed_shape: bool) -> None:
-    """Raise for what is no support, and for what none goes together with."""
+    """Raise if `support` is no Support, or if fixed_shape needs a promise that it does not make."""
     if not isinstance(support, Support):
         raise TypeError(f"support must be a Support or None, got {type(support).__name__}")
     if fixed_shape and support.may_be_empty:
@@ -291,8 +298,8 @@ def check_missing_target(missing_target: str) -> None:
         raise ValueError(f"missing_target must be one of {list(get_args(MissingTarget))}, got {missing_target!r}")
 
 
-def _is_mask(given: Any) -> bool:
-    return hasattr(given, "token_ids") and hasattr(given, "offsets")
+def _is_mask(value: Any) -> bool:
+    return hasattr(value, "token_ids") and hasattr(value, "offsets")
 
 
 def _integers(name: str, values: Any, device: torch.device | str | int | None) -> Tensor:
@@ -300,12 +307,12 @@ def _integers(name: str, values: Any, device: torch.device | str | int | None) -
         tensor = torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be integers: {error}") from error
-    # An empty list becomes floating-point numbers.
+    # PyTorch makes an empty list a tensor of floats.
     return tensor.long() if tensor.numel() == 0 else tensor
 
 
 def _offsets(counts: Tensor) -> Tensor:
-    """(N,) -> (N + 1,) int64."""
+    """(N,) lengths of rows -> (N + 1,) int64 offsets, from 0."""
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
@@ -332,32 +339,33 @@ def _check_number(name: str, value: float, *, above: float, most: float) -> None
 
 
 def kept(support: Support, values: Sequence[Tensor | None], rest: Any, make: Callable[[], ListedIds]) -> ListedIds:
-    """`make()`, or what it made at the last call with this support, if nothing has been written to any of the tensors.
+    """The `ListedIds` of the last call with this support, if its tensors are unchanged; else `make()`.
 
     Args:
-        values: the tensors whose values it depends on, beside the support's.
-        rest: all else that it depends on.
+        values: the tensors, besides the support's own, whose values the result depends on.
+        rest: everything else that the result depends on.
     """
     tensors = (support.token_ids, support.offsets, *values)
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # nothing says what is written to them
+    # PyTorch does not count writes to inference tensors.
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return make()
     device, key = support.token_ids.device, (rest, *map(_state, tensors))
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # a replay has other values
+        if torch.cuda.is_current_stream_capturing():  # a replay may have other values in the same memory
             return make()
         key = (torch.cuda.current_stream(device.index).cuda_stream, *key)
     last = support.__dict__.get("_last")
     if last is not None and last[0] == key:
         return last[1]
-    found = make()
-    if found.slots.ids.numel() <= MOST_KEPT:
-        # With the tensors, so that no other one gets their address.
-        found.when_checked = lambda: object.__setattr__(support, "_last", (key, found, tensors))
-    return found
+    listed_ids = make()
+    if listed_ids.slots.ids.numel() <= MOST_KEPT:
+        # We keep the tensors too, so that no new tensor gets their addresses.
+        listed_ids.when_checked = lambda: object.__setattr__(support, "_last", (key, listed_ids, tensors))
+    return listed_ids
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What changes with a tensor's values, as far as PyTorch is told."""
+    """A key that changes with the tensor's values, if PyTorch counts the write."""
     if tensor is None:
         return None
     return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()

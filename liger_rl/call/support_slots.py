@@ -1,7 +1,7 @@
-"""Where a call over a support wants logits, and what the host and the backward need to know of it, each found once.
+"""The slots of a call over a support: where it needs logits, whether its values are good, and the slots' order by id.
 
-A `ListedIds` follows from a support, the targets and the mask alone. So a Support keeps the one of its last call, and
-old, reference and policy log-probabilities over the same tokens share it: its slots, its checks and its order by id.
+A `ListedIds` depends on the support, the targets and the mask, and on no log-probability. So a Support keeps the one of
+its last call. Old, reference and policy log-probabilities of the same tokens share it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,19 @@ from liger_rl.kernels.segments import LONG_ROWS, Ordered, Slots
 
 
 class ListedIds:
-    """The slots of a call, with what is known of them on the host, and their order by id."""
+    """The slots of a call, the results of their checks on the host, and their order by id. Each is computed once."""
 
     def __init__(self, slots: Slots, check: Callable[[], tuple[Sequence[int], int]] | None = None) -> None:
-        """`check` waits for the device, raises for what is wrong with the call's values, and returns
-        `Slots.numbers` and how many tokens take the whole vocabulary. None asks nothing: then there is no such token.
+        """
+        Args:
+            check: waits for the device, raises for bad values of the call, and returns `Slots.numbers` and the number
+                of tokens that take the whole vocabulary. None checks nothing, and means 0 such tokens (fixed_shape).
         """
         self.slots = slots
         self._check = check
         self._full: Tensor | None = None
         self._by_id: Ordered | None = None
-        self.all_short = False  # known to be: no row is longer than LONG_ROW
+        self.all_short = False  # True once the host knows that no token has more than LONG_ROW slots
         self.when_checked: Callable[[], None] | None = None
 
     def checked(self) -> None:
@@ -38,7 +40,7 @@ class ListedIds:
 
     @property
     def full(self) -> Tensor | None:
-        """Index of the tokens that count and whose row is empty; None for none."""
+        """Index of the tokens that count and have an empty row; None if there is none."""
         self.checked()
         return self._full
 
@@ -49,6 +51,6 @@ class ListedIds:
 
 
 def empty_rows(slots: Slots, count: int) -> Tensor | None:
-    """Index of the `count` tokens that count and whose row is empty; None if there is no such token."""
-    # A sort, because `nonzero` would wait for a number that is known.
+    """Index of the `count` tokens that count and have an empty row; None if there is none."""
+    # We sort, because `nonzero` would wait for the count, which is known.
     return torch.argsort(slots.full.logical_not(), stable=True)[:count] if count else None

@@ -1,4 +1,4 @@
-"""Which tokens count: neither masked nor negative, and inside the vocabulary."""
+"""Which tokens count: those with a mask of 1 and a target in [0, V)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import Tensor
 from liger_rl.call.host_answer import HostAnswer
 from liger_rl.kernels import for_device
 
-# Options of a custom operator that waits for the device. No CUDA graph can capture it, and by this tag torch.compile
-# leaves it out of those it makes. Torch 2.8 has no such tag.
+# Options of a custom operator that waits for the device. No CUDA graph can capture it. The tag tells torch.compile to
+# leave the operator out of its CUDA graphs. Torch 2.8 has no such tag.
 WAITING_OPERATOR: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
@@ -19,67 +19,70 @@ WAITING_OPERATOR: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Which of `total` tokens count: all of them, those of an index, or those of a mask.
+    """Which of `total` tokens count: all, those of an index, or those of a mask.
 
-    An index makes products smaller. A mask leaves every token in its place, as a row of zeros where it does not count:
-    that costs products, but no host has to know how many tokens it keeps.
+    An index makes products smaller. A mask leaves every token in its place, and a token that does not count becomes a
+    row of zeros. This costs products, but the host need not know how many tokens count.
     """
 
     total: int  # N
     index: Tensor | None = None  # (n,) int64
-    mask: Tensor | None = None  # (N,) bool; never beside an index
+    mask: Tensor | None = None  # (N,) bool; never together with an index
 
     @property
     def count(self) -> int:
-        """Rows that `gather` gives."""
+        """Number of rows that `gather` returns."""
         return self.total if self.index is None else self.index.numel()
 
     def gather(self, values: Tensor) -> Tensor:
         """(N, ...) -> (count, ...)."""
         if self.mask is not None:
-            # Not a product with the mask: 0 * NaN is NaN, and would stay it in a product with a gradient of 0.
+            # We do not multiply by the mask: 0 * NaN is NaN, and NaN times a gradient of 0 is NaN again.
             return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
         return values if self.index is None else values[self.index]
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """(count, ...) -> `shape` of N tokens, 0 at tokens that do not count."""
-        beyond = values.shape[1:]
+        """(count, ...) -> (*shape, ...) with `shape` that of all N tokens; 0 at tokens that do not count."""
+        trailing = values.shape[1:]
         if self.mask is not None:
-            values = values.masked_fill(~self.mask.view(-1, *[1] * len(beyond)), 0)
+            values = values.masked_fill(~self.mask.view(-1, *[1] * len(trailing)), 0)
         elif self.index is not None:
-            values = values.new_zeros(self.total, *beyond).index_copy(0, self.index, values)
-        return values.view(*shape, *beyond)
+            values = values.new_zeros(self.total, *trailing).index_copy(0, self.index, values)
+        return values.view(*shape, *trailing)
 
     def restricted(self, wanted: Tensor) -> "TokenSelection":
-        """Those of a mask that are among `wanted` (N,) too."""
+        """The tokens that are in the mask and in `wanted` (N,) bool."""
         assert self.mask is not None
         return TokenSelection(self.total, mask=self.mask & wanted)
 
     def among(self, picked: Tensor) -> "TokenSelection":
-        """Some of the tokens, by their places (n,) in what `gather` gives."""
+        """The tokens at the rows `picked` (n,) of the tensors that `gather` returns."""
         return TokenSelection(self.total, index=picked if self.index is None else self.index[picked])
 
     def first(self, count: int) -> "TokenSelection":
-        """The first so many of an index."""
+        """The first `count` tokens of the index."""
         assert self.index is not None
         return TokenSelection(self.total, index=self.index[:count])
 
 
 class LiveTokens(NamedTuple):
-    """The tokens that count."""
+    """The tokens that count, and other integers from the same host sync."""
 
     positions: Tensor  # (n,) flat, ascending
     total: int  # N
-    counts: list[int]  # what else was asked for
+    counts: list[int]  # the values of `counts` of `live_tokens`
 
     @property
     def selection(self) -> TokenSelection:
-        every = self.positions.numel() == self.total
-        return TokenSelection(self.total, index=None if every else self.positions)
+        all_count = self.positions.numel() == self.total
+        return TokenSelection(self.total, index=None if all_count else self.positions)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None, wanted: Tensor | None = None) -> Tensor:
-    """bool, shaped like targets: tokens that are neither masked nor negative, and wanted, if only some of them are."""
+    """bool, shaped like targets: the mask is nonzero, the target >= 0, and `wanted` nonzero, if it is given.
+
+    Ids >= V are not looked for here.
+    """
     live = targets >= 0
     for column in (mask, wanted):
         live = live if column is None else torch.logical_and(live, column)
@@ -93,29 +96,31 @@ def live_tokens(
     source: str,
     *,
     wanted: Tensor | None = None,  # shaped like targets or (B, 1)
-    counts: Sequence[Tensor] = (),  # integers (k,) each, which are read in the same sync
-    targets_name: str = "targets",  # the caller's
+    counts: Sequence[Tensor] = (),  # integers (k,) each, read in the same host sync
+    targets_name: str = "targets",  # the caller's name for the targets, for messages
 ) -> Callable[[], LiveTokens]:
-    """Tokens that are neither masked nor negative, and wanted, if only some of them are.
+    """Tokens whose mask is nonzero, whose target is >= 0, and that are `wanted`, if that is given.
 
-    The device is asked at once. Calling the result is the forward's one host sync. It raises ValueError if a token that
-    is neither masked nor negative, wanted or not, is outside the vocabulary, and if the mask has values other than 0
-    and 1. What the host does in between costs nothing.
+    The device starts counting here. Calling the result is the forward's one host sync. The host's work in between is
+    free.
+
+    The result raises ValueError if an unmasked target is >= vocab, even at a token that is not wanted, or if the mask
+    has a value other than 0 and 1.
     """
     positions, numbers = for_device(targets.device).select(targets, mask, vocab, wanted)
-    asked = torch.cat([numbers, *counts]) if counts else numbers
+    pending = torch.cat([numbers, *counts]) if counts else numbers
 
     def wait() -> LiveTokens:
-        # No HostAnswer, which takes the host longer: little if anything is launched in between that this waits for.
-        n, outside, largest, improper, *others = asked.tolist()
+        # A HostAnswer would take the host longer, and hide little: few kernels are launched before this waits.
+        n, outside, largest, improper, *values = pending.tolist()
         _check_answer(outside, largest, improper, vocab, source, targets_name)
-        return LiveTokens(positions[:n], targets.numel(), others)
+        return LiveTokens(positions[:n], targets.numel(), values)
 
     return wait
 
 
 def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """[(1,) tokens that count whose temperature is not positive and finite]; empty if the temperature is a number."""
+    """[(1,) number of tokens that count with a temperature that is not positive and finite]; [] for one number."""
     if not isinstance(temperature, Tensor):
         return []
     improper = counted_tokens(targets, mask) & ~((temperature > 0) & temperature.isfinite())
@@ -123,7 +128,7 @@ def improper_temperatures(temperature: float | Tensor, targets: Tensor, mask: Te
 
 
 def check_temperatures(improper: int) -> None:
-    """Raise ValueError for what `improper_temperatures` counted."""
+    """Raise ValueError if `improper_temperatures` counted a token."""
     if improper > 0:
         raise ValueError(f"temperature must be positive and finite at each token; {improper} are not")
 
@@ -138,10 +143,10 @@ def ask_vocabulary(
     targets_name: str = "targets",
     temperature: float | Tensor = 1.0,
 ) -> Callable[[], None]:
-    """Ask the device whether targets that count are in the vocabulary, the mask is 0 or 1, and temperatures positive.
+    """Start a check on the device: unmasked targets are < vocab, the mask is 0 or 1, temperatures positive and finite.
 
-    Calling the result waits for the answer, and raises ValueError if it is no. Work that is launched in between hides
-    the wait. With `fixed_shape` nothing is asked, and the call does nothing.
+    Calling the result waits for the check, and raises ValueError if it failed. Work that is launched in between hides
+    the wait. With `fixed_shape` nothing is checked, and the result does nothing.
     """
     if fixed_shape:
         return lambda: None
@@ -150,10 +155,10 @@ def ask_vocabulary(
     answer = HostAnswer(torch.cat([numbers, *counts]) if counts else numbers)
 
     def wait() -> None:
-        _, outside, largest, improper, *others = answer.wait().tolist()
+        _, outside, largest, improper, *temperature_counts = answer.wait().tolist()
         _check_answer(outside, largest, improper, vocab, source, targets_name)
-        for count in others:
-            check_temperatures(count)
+        for improper_count in temperature_counts:
+            check_temperatures(improper_count)
 
     return wait
 
