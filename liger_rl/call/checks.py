@@ -222,16 +222,3 @@ def _extent(tensor: Tensor) -> int:
     """Bytes from the start of the first element to the end of the last element."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
-
-
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of the tensor may share memory."""
-    if tensor.numel() == 0:
-        return False
-    reach = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if step < reach:
-                return True
-            reach += (size - 1) * step
-    return False

@@ -1,13 +1,11 @@
 """OpenRLHF's Actor on this package's head.
 
-from contextlib import AbstractContextManager
-from contextlib import AbstractContextManager
-
 from liger_rl.integrations.openrlhf import patch_openrlhf
 
 patch_openrlhf()  # before the actors are built or later, in every worker process
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor

@@ -1,14 +1,12 @@
 """torchtitan's chunked loss on this package's head.
 
-from contextlib import AbstractContextManager
-from contextlib import AbstractContextManager
-
 from liger_rl.integrations.torchtitan import patch_torchtitan
 
 patch_torchtitan()  # before the trainer is built
 """
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
