@@ -12,7 +12,7 @@ from liger_rl.call.head_call import shared_errors
 from liger_rl.call.options import HeadOptions
 from liger_rl.call.rules import lacks
 from liger_rl.call.tokens import counted_tokens
-from liger_rl.engines.graphs import break_graph
+from liger_rl.engines.graphs import break_graph, outside_of_graphs
 from liger_rl.engines.pair.reference import PairStatistics
 from liger_rl.engines.pair.run import (
     BETA,
@@ -90,7 +90,20 @@ def loss_with_reference(
     options: HeadOptions,
     passes: str,
 ) -> PolicyLoss:
+    """The loss of a batch; a graph of torch.compile breaks around it."""
     break_graph('A loss with kl_estimator="exact"')
+    return outside_of_graphs(_loss_with_reference)(reference, policy, refused, batch, terms, options, passes)
+
+
+def _loss_with_reference(
+    reference: ReferenceHead | None,
+    policy: dict[str, Any],
+    refused: dict[str, Any],
+    batch: PolicyBatch,
+    terms: PolicyTerms,
+    options: HeadOptions,
+    passes: str,
+) -> PolicyLoss:
     tensors = policy["hidden"], policy["targets"], policy["mask"], *low_rank_tensors(policy["low_rank"])
     with shared_errors(policy["vocab_parallel"], policy["weight"], *tensors):
         for name, value in (refused | {"ref_per_token_logps": batch.ref_per_token_logps}).items():

@@ -26,6 +26,7 @@ from liger_rl import KLPenalty, LogitTransform, PolicyBatch, PPOClip, TokenSum
 from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
 from liger_rl.engines.pair import epilogue as pair_epilogue
 from liger_rl.engines.pair import kept_triton as kept_pair_triton
+from liger_rl.engines.pair import tiles_triton
 from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
@@ -42,7 +43,7 @@ from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
 from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
 from liger_rl.kernels.reference import Kept
-from liger_rl.kernels.segments import Base, Segments
+from liger_rl.kernels.segments import Base, Factors, Rows, Segments
 from liger_rl.kernels.statistics import (
     BLOCK_VOCAB,
     EXTRAS,
@@ -199,11 +200,11 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     targets, mask = torch.zeros(N, dtype=torch.long), ones(N) if entropy else torch.ones(N, dtype=torch.bool)
     wanted = torch.ones(N // 2, dtype=torch.bool) if entropy else None
     token_ids, offsets = torch.zeros(2 * N, dtype=ids), torch.arange(0, 2 * N + 1, 2, dtype=ids)
-    given = {"part": segments_triton.Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
+    given = {"part": Rows(V, 0, V), "keep_single": entropy, "distinct": entropy}
     slots = slots_triton.make_slots(token_ids, offsets, targets, mask, wanted, **given)
     hidden, weight = (ones(rows, H, dtype=torch.bfloat16) for rows in (N, V))
     factors = (ones(V), ones(N, 8), ones(V, 8, dtype=torch.bfloat16)) if entropy else ()
-    factors = segments_triton.Factors(hidden, weight, *factors)
+    factors = Factors(hidden, weight, *factors)
     temperatures = ones(N) if entropy else None
     logits = segments_triton.dots(factors, slots, transform, temperatures)
     slots_triton.statistics(logits, slots, targets, entropy=entropy, extras=extras)
@@ -213,7 +214,7 @@ def listed_ids(transform: LogitTransform, entropy: bool) -> None:
     coefficients, _ = slots_triton.slot_gradients(
         logits, slots, statistics(entropy), grads, transform, temperatures, by_id
     )
-    by_id = segments_triton.Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
+    by_id = Segments(torch.zeros(9 * N, dtype=torch.int64), slots.ids, by_id=True)
     for segments, add in ((slots.by_token, False), (by_id, entropy)):
         out = torch.empty(segments.number, H, dtype=torch.float32 if add else torch.bfloat16)
         segments_triton.segment_sums(segments, coefficients, slots.tokens, hidden, out, add=add)
@@ -225,10 +226,10 @@ def pairs_of_tiles(transform: LogitTransform, entropy: bool) -> None:
     for measure in (Measure(FORWARD), Measure(REVERSE), Measure(MIXTURE, 0.5)):
         state = PairFold.start(N, CPU, measure, entropy=entropy, targets=entropy)
         sums = TileSums.unwritten(N, V, CPU, measure) if entropy else None
-        compiled.fold_pair(student, teacher, targets, 0, measure, state, sums)
+        tiles_triton.fold_pair(student, teacher, targets, 0, measure, state, sums)
         tokens = PairGradients(*(ones(N) for _ in range(4)), *((ones(N) if entropy else None) for _ in range(4)))
-        compiled.grad_pair(student, teacher, targets, 0, measure, tokens, ones(N, V, dtype=torch.bfloat16))
-    compiled.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
+        tiles_triton.grad_pair(student, teacher, targets, 0, measure, tokens, ones(N, V, dtype=torch.bfloat16))
+    tiles_triton.mix_pair(student, teacher, measure, ones(N), ones(N), MixtureSums(ones(N), ones(N)), sums)
 
 
 def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:

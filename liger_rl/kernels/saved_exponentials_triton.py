@@ -1,4 +1,4 @@
-"""Triton kernels of `saved_exponentials`.
+"""Triton kernels of the exponentials that one pass keeps; the formulas are those of `reference`.
 
 Rows are on grid axis 0, the only one that is not limited to 65535. Row offsets are int64.
 """
@@ -114,7 +114,7 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 
 
 def keep(logits: Tensor, first: int, bias: Tensor | None, transform: LogitTransform, kept: Kept) -> None:
-    """As `saved_exponentials.keep`; the last dimension of `logits` must be contiguous."""
+    """As `reference.keep`; the last dimension of `logits` must be contiguous."""
     assert logits.stride(-1) == 1
     n, columns = logits.shape
     if n == 0:
@@ -148,7 +148,7 @@ def grad_kept(
     at_target: Tensor,
     out: Tensor,
 ) -> None:
-    """As `saved_exponentials.grad_kept`; the last dimension of `out` must be contiguous."""
+    """As `reference.grad_kept`; the last dimension of `out` must be contiguous."""
     assert out.stride(-1) == 1
     n, columns = out.shape
     if n == 0:
@@ -177,7 +177,7 @@ def grad_kept(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """As `saved_exponentials.scale_`; the values must be contiguous."""
+    """As `reference.scale_`; the values must be contiguous."""
     assert values.is_contiguous()
     with on(values.device):
         _scale_kernel[(min(triton.cdiv(values.numel(), SCALE_BLOCK), SCALE_PROGRAMS),)](

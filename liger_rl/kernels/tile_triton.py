@@ -241,7 +241,7 @@ def fold(
 def fold_rows(
     logits: Tensor, targets: Tensor, mask: Tensor | None, transform: LogitTransform, *, entropy: bool
 ) -> TokenStatistics:
-    """As `given_logits.fold_rows`; the last dimension of `logits` must be contiguous."""
+    """As `reference.fold_rows`; the last dimension of `logits` must be contiguous."""
     logps, lses, *entropies = torch.empty(2 + entropy, targets.numel(), dtype=torch.float32, device=logits.device)
     out = TokenStatistics(logps, lses, entropies[0] if entropies else None)
     fold(logits, targets, 0, None, transform, None, mask, out)
@@ -306,7 +306,7 @@ def grad_rows(
     grads: tuple[Tensor, Tensor | None],
     out: Tensor,
 ) -> None:
-    """As `given_logits.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
+    """As `reference.grad_rows`; the last dimensions of `logits` and `out` must be contiguous."""
     if targets.numel() == 0:
         out.zero_()
         return

@@ -357,7 +357,9 @@ def workspace(shape: HeadShape) -> int:
         if epilogue:  # if fewer than MIN_TOKENS tokens count, they make float32 tiles
             logits = max(tile.tokens * gradient, MIN_TOKENS * (shape.logit_bytes + gradient))
         bias = 4 * (4 + tile.tokens // gemm.SUMMED_ROWS) * shape.bias
-        return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias)
+        # Where a product is not added to a float32 sum at once, the gradient of hidden states has a temporary.
+        separate = 4 * tile.tokens * columns * (shape.cuda and not gemm.ADDS_TO_FLOAT32)
+        return tile.vocab * (logits + columns * (shape.column_bytes + summed) + bias) + separate
 
     tile = max(map(tile_bytes, tiles))
     if epilogue:
