@@ -27,7 +27,7 @@ from liger_rl.distributed import VocabParallel, VocabShard
 from liger_rl.engines.dense.one_pass import WithGradients
 from liger_rl.engines.graphs import outside_of_graphs
 from liger_rl.engines.interface import Gradients, Head, whole_head
-from liger_rl.engines.pair import certified as sparse_pair
+from liger_rl.engines.pair import certified
 from liger_rl.engines.pair import two_heads as engine
 from liger_rl.engines.pair.products import PairProducts
 from liger_rl.engines.pair.reference import FORWARD, MIXTURE, REVERSE, Measure, PairGradients, PairStatistics, TileSums
@@ -444,7 +444,7 @@ class LinearDivergence(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, low_inputs, low_weight, pair, options):
         ctx.set_materialize_grads(False)
         with gemm.without_autocast(hidden.device):
-            bounded = options.student.grad_tolerance > 0 and sparse_pair.applies(pair, options)
+            bounded = options.student.grad_tolerance > 0 and certified.applies(pair, options)
             divergence, statistics, value, tile_sums = engine.forward(pair, options, bounded=bounded)
         teacher, known = pair.teacher, (statistics.lse, statistics.teacher_lse, value)
         ctx.save_for_backward(
@@ -471,7 +471,7 @@ class LinearDivergence(torch.autograd.Function):
             with gemm.without_autocast(student.hidden.device), _whole(ctx.options.student.gather, weights):
                 pair = Pair(student, teacher, ctx.vocab)
                 tokens, sums = _token_gradients(saved[9:14], grads), TileSums._make(saved[14:]) if saved[14:] else None
-                gradients = sparse_pair.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
+                gradients = certified.backward(pair, ctx.options, sums, tokens, ctx.needs_input_grad[:5])
         return *gradients, None, None
 
 
