@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmark import certificate, entropies, list_lengths, pretrained, real_policy
 from benchmark.cases import preset
 from benchmark.inputs import make_inputs
+from devices import skip_without_interpreter
 from head_calls import run_triton
 from liger_rl import linear_logprobs
 from liger_rl.engines.sparse import lists
@@ -136,6 +137,7 @@ def test_added_ids_continue_the_power_law():
 def test_lists_are_those_of_the_engine(monkeypatch, tolerance):
     """The engine in Triton's interpreter, in float16, keeps these parts and lists these ids."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    skip_without_interpreter()
     from liger_rl.engines.sparse import listing_triton
     from liger_rl.kernels import segments, segments_triton
 

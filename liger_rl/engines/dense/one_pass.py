@@ -193,10 +193,10 @@ class WithGradients(torch.autograd.Function):
         def scaled(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
                 return None
-            if keeps_graph:
-                return gradient * factor
-            for_device(gradient.device).scale_(gradient, factor)
-            return gradient
+            # `gradient * factor` would round the factor to the gradient's dtype first.
+            result = gradient.clone() if keeps_graph else gradient
+            for_device(gradient.device).scale_(result, factor)
+            return result
 
         hidden, weight, bias = map(scaled, gradients)
         return None, None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None
