@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,9 +105,8 @@ def cases(device: str) -> Iterator[tuple[str, int]]:
             "RL batch, exact",
         ):
             yield case, size
+        yield from ((case, size) for case in ("forward KL", "reverse KL"))
     yield "support", HIDDEN[device][0]
-    yield "forward KL", HIDDEN[device][-1]
-    yield "reverse KL", HIDDEN[device][-1]
 
 
 def serve(device: str, folder: Path) -> None:
@@ -162,7 +162,7 @@ def apart(files: list[str]) -> float:
     )
 
 
-def measure(old: Path, device: str, folder: Path) -> list[dict[str, Any]]:
+def measure(old: Path, device: str, folder: Path, globs: list[str]) -> list[dict[str, Any]]:
     (folder / "helpers").mkdir(parents=True, exist_ok=True)
     link = folder / "helpers" / "benchmark"
     if not link.exists():
@@ -170,6 +170,8 @@ def measure(old: Path, device: str, folder: Path) -> list[dict[str, Any]]:
     versions = [Version(tree.resolve(), device, folder) for tree in (old, ROOT)]
     rows = []
     for case, size in cases(device):
+        if not any(fnmatch(case, glob) for glob in globs):
+            continue
         prepared = [version.ask(case, size, "prepare") for version in versions]
         times: list[list[float]] = [[], []]
         for _ in range(TURNS[device]):
@@ -212,10 +214,11 @@ def main() -> None:
         return
     parser = parser_of("trees", __doc__ or "")
     parser.add_argument("old", type=Path, help="the folder that holds the other version of liger_rl")
+    parser.add_argument("--cases", nargs="+", default=["*"], metavar="GLOB")
     arguments = parser.parse_args()
     environment = describe("auto")
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(arguments.old, environment["device"], Path(folder))
+        rows = measure(arguments.old, environment["device"], Path(folder), arguments.cases)
     write(PREFIX, {"environment": environment, "rows": rows}, arguments, markdown)
 
 
