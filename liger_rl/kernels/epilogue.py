@@ -1,8 +1,9 @@
 """Fold and gradient in the epilogue of a persistent Triton product, so that no logit reaches memory.
 
-Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. The fold
-writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12 bytes for
-256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
+Each program takes (token, vocabulary) tiles in turn and multiplies them in the steps of its GPU's `Family`. An epilogue
+is a function of one tile of logits. `tile_epilogues` has the epilogues of one head, `engines/pair` has those of two.
+The fold writes the maximum, the sum of exponentials and, for the entropy, one more sum of each token and tile: 8 or 12
+bytes for 256 logits. The gradient writes dL/dlogits in the dtype of the hidden states.
 """
 
 from collections.abc import Callable, Collection
@@ -12,20 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
-from liger_rl.kernels.matrix_triton import matrix, product, store
+from liger_rl.kernels.matrix_triton import matrix, product
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileStatistics, TokenGradients, TokenStatistics
-from liger_rl.kernels.tile_epilogues import (
-    column_of,
-    fold_tile,
-    part_of,
-    tile_gradient,
-    tile_place,
-    tokens_together,
-)
+from liger_rl.kernels.tile_epilogues import column_of, fold_tile, grad_tile, tile_place, tokens_together
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
@@ -39,70 +34,23 @@ TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
 MOST_LEVELLED = 1024.0
 
 
-@triton.jit
-def tile_logits(
-    hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-    TILE_TOKENS: tl.constexpr, TILE_VOCAB: tl.constexpr, TILE_HIDDEN: tl.constexpr,
-):  # fmt: skip
-    """-> one tile of hidden @ weight.T + bias in float32."""
-    first = vocab_tile * TILE_VOCAB
-    logits = product(hidden, weight, token_tile * TILE_TOKENS, first, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
-    if bias is not None:
-        column = first + tl.arange(0, TILE_VOCAB)
-        logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
-    return logits
-
-
-@triton.jit
-def _gemm_fold_kernel(
-    hidden,  # a `matrix` (tokens, H)
-    weight,  # a `matrix` (V, H)
-    kept,  # a `matrix` (tokens, V), or None
-    bias,
-    targets,
-    tiles,  # `Fold` of each vocabulary tile, (V / TILE_VOCAB, tokens), but the target's logits (tokens,)
-    tokens,
-    vocab,
-    hidden_size,
-    steps,
-    LEVELLED: tl.constexpr,  # capped, by not too much, see MOST_LEVELLED
-    WHOLE: tl.constexpr,  # tiles of the vocabulary, the last one too
-    PARTS: tl.constexpr,  # of a tile, one after the other
-    TILE_TOKENS: tl.constexpr,
-    TILE_VOCAB: tl.constexpr,
-    TILE_HIDDEN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
-    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
-        token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
-        logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
-        )  # fmt: skip
-        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        live = token < tokens
-        target = column_of(targets, token, live, vocab_tile * TILE_VOCAB)
-        fold_tile(
-            logits, token, target, token_tile * TILE_TOKENS, vocab_tile, tokens, vocab, tiles, kept, steps,
-            LEVELLED, WHOLE, PARTS,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["first"])
-def _gemm_grad_kernel(
+def _product_kernel(
     hidden,  # a `matrix` (tokens, H)
-    weight,  # a `matrix` (vocab, H), the tile's rows
-    out,  # a `matrix` (tokens, vocab)
+    weight,  # a `matrix` (vocab, H)
+    out,  # a `matrix` (tokens, vocab) that the epilogue writes, or None
+    second_out,  # another one
     bias,
     targets,
-    gradients,  # `TokenGradients`, (tokens,) each
+    arguments,  # of the epilogue
     tokens,
     vocab,
-    first,  # id of the tile's first row
+    first,  # id of the weight's first row
     hidden_size,
     steps,
+    EPILOGUE: tl.constexpr,  # a function of one tile of logits
+    VARIANT: tl.constexpr,  # of the epilogue
+    WHOLE: tl.constexpr,  # the last vocabulary tile is a whole one; False if the epilogue does not ask
     PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -113,18 +61,65 @@ def _gemm_grad_kernel(
     together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
     for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
-        token = token_tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        live = token < tokens
-        logits = tile_logits(
-            hidden, weight, bias, token_tile, vocab_tile, vocab, hidden_size,
-            TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+        first_token, start = token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB
+        logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+        if bias is not None:
+            column = start + tl.arange(0, TILE_VOCAB)
+            logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+        token = first_token + tl.arange(0, TILE_TOKENS)
+        target = column_of(targets, token, token < tokens, first + start)
+        EPILOGUE(
+            logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, (out, second_out), steps,
+            VARIANT, WHOLE, PARTS,
         )  # fmt: skip
-        tile_first = first + vocab_tile * TILE_VOCAB
-        for part in tl.static_range(PARTS):
-            own = part_of(logits, part, PARTS)
-            column = part * own.shape[1] + tl.arange(0, own.shape[1])
-            grad = tile_gradient(own, token, live, column, targets, tile_first, gradients, steps)
-            store(out, token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB + part * own.shape[1], grad)
+
+
+def run_product(
+    epilogue: JITFunction,  # called as `tile_epilogues.fold_tile`
+    hidden: Tensor,  # (n, H)
+    weight: Tensor,  # (v, H), rows of the vocabulary from id `first` on
+    bias: Tensor | None,  # (v,)
+    targets: Tensor,  # (n,) ids of the whole vocabulary
+    transform: LogitTransform,
+    arguments: tuple,  # of the epilogue, for its kernel
+    *,
+    outs: tuple[Tensor | None, ...] = (None, None),  # (n, v), two at most, whose tiles the epilogue stores
+    first: int = 0,
+    variant: int = 0,
+    whole: bool = False,
+    parts: int,
+    warps: int = WARPS,
+) -> None:
+    """Call `epilogue` for every tile of hidden @ weight.T + bias, where `devices.applies` says so."""
+    family, programs = family_of(hidden.device), device_programs(hidden.device)
+    storing = any(out is not None for out in outs)
+    with on(hidden.device):
+        _product_kernel[(programs,)](
+            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
+            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+            *(
+                None if out is None else matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts)
+                for out in outs
+            ),
+            None if bias is None else bias.contiguous(),
+            targets.contiguous(),
+            arguments,
+            hidden.shape[0],
+            weight.shape[0],
+            first,
+            hidden.shape[1],
+            LogitSteps.of(transform),
+            EPILOGUE=epilogue,
+            VARIANT=variant,
+            WHOLE=whole,
+            PARTS=parts,
+            TILE_TOKENS=TILE_TOKENS,
+            TILE_VOCAB=TILE_VOCAB,
+            TILE_HIDDEN=family.step,
+            PROGRAMS=programs,
+            num_stages=family.storing_stages if storing else family.stages,
+            num_warps=warps,
+        )
 
 
 def gemm_fold(
@@ -185,31 +180,11 @@ def _fold_tiles(
     n, vocab = hidden.shape[0], weight.shape[0]
     family = family_of(hidden.device)
     tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
-    values = None if kept is None else kept.values
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
-    programs = device_programs(hidden.device)
-    with on(hidden.device):
-        _gemm_fold_kernel[(programs,)](
-            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            None if values is None else matrix(values, TILE_TOKENS, TILE_VOCAB, tma=family.tma),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            tiles,
-            n,
-            vocab,
-            hidden.shape[1],
-            LogitSteps.of(transform),
-            LEVELLED=levelled,
-            WHOLE=vocab % TILE_VOCAB == 0,
-            PARTS=family.parts,
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=family.step,
-            PROGRAMS=programs,
-            num_stages=family.stages if kept is None else family.storing_stages,
-            num_warps=family.fold_warps,
-        )
+    run_product(
+        fold_tile, hidden, weight, bias, targets, transform, tiles, outs=(None if kept is None else kept.values, None),
+        variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
+    )  # fmt: skip
     if kept is not None:
         assert kept.tile_vocab == TILE_VOCAB
         kept.peaks.copy_(tiles.peak)
@@ -226,33 +201,13 @@ def gemm_grad(
     tokens: TokenGradients,  # (n,) each
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, where `devices.applies` says so."""
-    n, vocab = hidden.shape[0], weight.shape[0]
-    out = empty_rows(n, vocab, hidden.dtype, hidden.device)
-    programs, family = device_programs(hidden.device), family_of(hidden.device)
+    out = empty_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device)
     # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
-    parts = max(family.parts, 2 if halved else 1)
-    with on(hidden.device):
-        _gemm_grad_kernel[(programs,)](
-            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
-            matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts),
-            None if bias is None else bias.contiguous(),
-            targets.contiguous(),
-            tokens.contiguous(),
-            n,
-            vocab,
-            first,
-            hidden.shape[1],
-            LogitSteps.of(transform),
-            PARTS=parts,
-            TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
-            TILE_HIDDEN=family.step,
-            PROGRAMS=programs,
-            num_stages=family.storing_stages,
-            num_warps=WARPS,
-        )
+    run_product(
+        grad_tile, hidden, weight, bias, targets, transform, tokens.contiguous(), outs=(out, None), first=first,
+        parts=max(family_of(hidden.device).parts, 2 if halved else 1),
+    )  # fmt: skip
     return out
 
 
