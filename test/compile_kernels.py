@@ -32,6 +32,7 @@ from liger_rl.engines.pair.reference import (
     MIXTURE,
     REVERSE,
     TILE_VOCAB,
+    KeptPair,
     Measure,
     MixtureSums,
     PairFold,
@@ -245,7 +246,7 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
     student, targets = PairFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     teacher = Tile(ones(N, vocab), bias, transform)
-    kept = kept_pair_triton.KeptPair.empty(N, vocab, CPU)
+    kept = KeptPair.empty(N, vocab, CPU)
     for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
         given = {"entropy": entropy, "targets": entropy, "squares": squares}

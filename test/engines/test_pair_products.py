@@ -24,6 +24,7 @@ from liger_rl.engines.pair.reference import (
     REVERSE,
     TILE_VOCAB,
     Factors,
+    KeptPair,
     Measure,
     MixtureSums,
     PairFold,
@@ -112,7 +113,7 @@ class Case:
         parts = pair_epilogue.unwritten_tiles(
             self.n, self.vocab, DEVICE, self.measure, entropy=self.more, targets=True, squares=squares
         )
-        found = kept_pair_triton.KeptPair.empty(self.n, self.vocab, DEVICE) if kept else None
+        found = KeptPair.empty(self.n, self.vocab, DEVICE) if kept else None
         cut = 2 * BLOCK_VOCAB
         for first, last in ((0, cut), (cut, self.vocab)):
             pair_epilogue.fold_pair(*self.tile(first, last), self.measure, parts, found)

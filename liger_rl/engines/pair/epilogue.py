@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair.kept_triton import PART_ENTRIES, KeptPair
 from liger_rl.engines.pair.reference import (
     FORWARD,
+    PART_ENTRIES,
     TILE_VOCAB,
     Factors,
+    KeptPair,
     Measure,
     PairFold,
     PairGradients,

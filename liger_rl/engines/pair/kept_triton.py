@@ -15,17 +15,15 @@ A reverse KL divergence and a mixture subtract a mean of log ratios. The mean ne
 with almost all of the probability, so the mean is computed from the kept numbers, too (`sum_kept`).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_rl.engines.pair import reference
-from liger_rl.engines.pair.reference import Measure, MixtureSums, PairGradients
+from liger_rl.engines.pair.reference import PART_ENTRIES, KeptPair, Measure, MixtureSums, PairGradients
 from liger_rl.engines.pair.tile_epilogues import REVERSE, over_mixture, pair_gradient
-from liger_rl.kernels.devices import empty_rows, on
+from liger_rl.kernels.devices import on
 from liger_rl.kernels.softmax import (
     LOWEST,
     LOWEST_LOG_PROBABILITY,
@@ -33,34 +31,10 @@ from liger_rl.kernels.softmax import (
     rough_log,
     times_slope,
 )
-from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitSteps, LogitTransform
 
 ENTRIES, WARPS = 1024, 2  # entries and warps of a program
-PART_ENTRIES = 32
 LARGEST_GAP = tl.constexpr(65504.0)  # the largest finite float16
-
-
-class KeptPair(NamedTuple):
-    """The kept numbers of n tokens over the whole vocabulary."""
-
-    larger: Tensor  # (n, V) float16
-    gaps: Tensor  # (n, V) float16
-    # (n, parts) float32. A part has PART_ENTRIES entries. Its peak may be over more columns of the same tile, too.
-    peaks: Tensor
-    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
-
-    @classmethod
-    def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
-        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
-        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
-        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
-        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
-        return self.larger.stride(0), self.peaks.stride(0)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ student's logits is written to memory.
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from liger_rl.engines.interface import Head
 from liger_rl.engines.pair.reference import (
     FORWARD,
     Factors,
+    KeptPair,
     Measure,
     PairFold,
     PairGradients,
@@ -35,9 +35,6 @@ from liger_rl.engines.tiles import (
 )
 from liger_rl.kernels import devices, gemm
 from liger_rl.kernels.statistics import BLOCK_VOCAB
-
-if TYPE_CHECKING:
-    from liger_rl.engines.pair.kept_triton import KeptPair
 
 # Bytes of the teacher's logits and of copies of weights that a fold has in memory at a time. Tokens whose folds of
 # tiles, 24 bytes for each tile, are merged at a time.
@@ -164,7 +161,7 @@ class PairProducts:
         return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
 
     def _fold(
-        self, part: slice, *, targets: bool, sums: TileSums | None = None, kept: "KeptPair | None" = None
+        self, part: slice, *, targets: bool, sums: TileSums | None = None, kept: KeptPair | None = None
     ) -> PairFold:
         """The fold of the tokens `part` over the vocabulary; `sums` and `kept` are written."""
         n, device, options = part.stop - part.start, self.student.factor.device, self.student.options
@@ -190,7 +187,7 @@ class PairProducts:
         """Values of the tokens `part`, and their gradient, which takes the memory of `KeptPair.larger`."""
         from liger_rl.engines.pair import kept_triton
 
-        kept = kept_triton.KeptPair.empty(part.stop - part.start, self.vocab, self.student.factor.device)
+        kept = KeptPair.empty(part.stop - part.start, self.vocab, self.student.factor.device)
         measure = self.measure
         known = PairStatistics.of(self._fold(part, targets=targets, kept=kept), measure)
         if measure.kind != FORWARD:

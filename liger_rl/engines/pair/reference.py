@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from liger_rl.kernels.devices import empty_rows
 from liger_rl.kernels.reference import entropy_term, put_at_targets, times_derivative, transformed
+from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
+PART_ENTRIES = 32  # entries of a part of a `KeptPair`
 TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
 
@@ -209,6 +212,28 @@ class TileSums(NamedTuple):
         for out, peak in zip(self[5:], peaks or (), strict=False):
             assert out is not None
             out[:, : x.shape[1]] = peak[:, None]
+
+
+class KeptPair(NamedTuple):
+    """The numbers that one pass keeps of n tokens over the whole vocabulary, see `kept_triton`."""
+
+    larger: Tensor  # (n, V) float16
+    gaps: Tensor  # (n, V) float16
+    # (n, parts) float32. A part has PART_ENTRIES entries. Its peak may be over more columns of the same tile, too.
+    peaks: Tensor
+    teacher_peaks: Tensor  # (n, parts) float32, over the same columns
+
+    @classmethod
+    def empty(cls, n: int, vocab: int, device: torch.device) -> "KeptPair":
+        # Two tensors, because the gradient takes the memory of `larger` and outlives `gaps`.
+        larger, gaps = (empty_rows(n, vocab, torch.float16, device) for _ in range(2))
+        parts = -(-vocab // BLOCK_VOCAB) * (BLOCK_VOCAB // PART_ENTRIES)
+        return cls(larger, gaps, *torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind())
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """The strides of the rows of the kept numbers, and of the rows of the peaks."""
+        return self.larger.stride(0), self.peaks.stride(0)
 
 
 class PairGradients(NamedTuple):

@@ -155,6 +155,13 @@ class DivergenceCall:
         student = (self.hidden, self.weight, self.bias, self.targets, self.mask, self.token_weights)
         return (*student, *teacher, *low_rank_tensors(self.low_rank))
 
+    @property
+    def ids(self) -> Tensor:
+        """The targets, or zeros without targets."""
+        if self.targets is not None:
+            return self.targets
+        return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+
     def check_before_gather(self) -> None:
         """Raise for errors that show before sharded tensors are gathered."""
         check_transform(self.teacher_transform)
@@ -164,15 +171,13 @@ class DivergenceCall:
                 raise ValueError(f"temperature of {name} must be a number: two heads have one for all tokens each")
         if self.vocab is not None:
             check_count("vocab", self.vocab, least=1)
-        parts = {"hidden": self.teacher_hidden, "weight": self.teacher_weight, "bias": self.teacher_bias}
-        teacher = {f"{self.teacher_name}{name}": part for name, part in parts.items()}
-        if torch.is_grad_enabled() and not self.teacher_may_require_grad:
-            for name, tensor in teacher.items():
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    raise ValueError(
-                        f"{name} must require no gradient, because only the student's side gets one; detach it, or run "
-                        "the teacher under torch.no_grad() with its parameters frozen"
-                    )
+        for name in ("hidden", "weight", "bias") if not self.teacher_may_require_grad else ():
+            tensor = getattr(self, f"teacher_{name}")
+            if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise ValueError(
+                    f"{self.teacher_name}{name} must require no gradient, because only the student's side gets one; "
+                    "detach it, or run the teacher under torch.no_grad() with its parameters frozen"
+                )
 
     def check(self) -> tuple[torch.dtype, torch.dtype]:
         """Raise if tensors or options do not fit together; -> dtypes of the student's and the teacher's products."""
@@ -189,10 +194,7 @@ class DivergenceCall:
         check_low_rank(self.low_rank, self.hidden, self.weight)
         if self.vocab_parallel is None:
             self.entries(self.weight.shape[0], self.teacher_weight.shape[0])
-        shape = self.hidden.shape[:-1]
-        targets = torch.zeros(shape, dtype=torch.int64, device=self.hidden.device)
-        targets = targets if self.targets is None else self.targets
-        check_tokens(targets, self.mask, shape, self.hidden, "hidden", self.targets_name)
+        check_tokens(self.ids, self.mask, self.hidden.shape[:-1], self.hidden, "hidden", self.targets_name)
         if self.token_weights is not None:
             self._check_token_weights(self.token_weights)
             check_range(dtype, self.hidden, self.weight, self.bias)
@@ -219,8 +221,7 @@ class DivergenceCall:
         """Values, by name, on which ranks that share a vocabulary must agree. Waits for the device. Raises as `check`
         does."""
         dtype, teacher_dtype = self.check()
-        targets = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64) if self.targets is None else self.targets
-        live = counted_tokens(targets, self.mask)
+        live = counted_tokens(self.ids, self.mask)
         return {
             "kind and beta": self.measure,
             **self.options.facts(),
@@ -232,7 +233,7 @@ class DivergenceCall:
             "bias": None if self.bias is None else self.bias.dtype,
             "low_rank": [term.a.shape[0] for term in self.low_rank],
             "the number of tokens that count": int(live.sum()),
-            "the sum of targets": int(torch.where(live, targets, 0).sum()),
+            "the sum of targets": int(torch.where(live, self.ids, 0).sum()),
             "requires_grad of hidden": self.hidden.requires_grad,
         }
 
@@ -393,10 +394,8 @@ def _whole(
 
 def _heads(call: DivergenceCall, vocab: int, shard: VocabShard | None) -> tuple[Head, Head, int]:
     """The student and the teacher with flat tokens, and the entries of this rank's part of the vocabulary."""
-    hidden, device = call.hidden.reshape(-1, call.hidden.shape[-1]), call.hidden.device
-    ids = torch.zeros(call.hidden.shape[:-1], dtype=torch.int64, device=device)
-    if call.targets is not None:
-        ids = call.targets.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
+    hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
+    ids = call.ids.long().contiguous()  # a narrow dtype would wrap the vocabulary's size in comparisons
     n = ids.numel()
     if call.options.fixed_shape:
         live = TokenSelection(n, mask=(counted_tokens(ids, call.mask) & (ids < vocab)).reshape(-1))

@@ -294,12 +294,11 @@ def even_spans(n: int, most: int) -> list[tuple[int, int]]:
 
 
 def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live: TokenSelection, vocab: int) -> None:
-    hidden, grad_rows = student.factor[part], None
+    hidden = student.factor[part]
+    grad_rows = None if totals.hidden is None else torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for first, last in spans(vocab, student.width(vocab)):
         columns = tile[:, first:last]
-        if totals.hidden is not None:
-            if grad_rows is None:
-                grad_rows = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        if grad_rows is not None:
             gemm.accumulate(grad_rows, columns, student.weight_tile(first, last))
         totals.add_weight(first, last, columns, hidden)
         totals.add_bias(first, last, columns)
