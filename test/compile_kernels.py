@@ -41,7 +41,6 @@ from liger_rl.engines.pair.reference import (
     Tile,
     TileSums,
 )
-from liger_rl.engines.pair.reference import Factors as PairFactors
 from liger_rl.engines.sparse import bounds_triton as sparse_triton
 from liger_rl.engines.sparse import listing_triton, slots_triton
 from liger_rl.kernels import compiled, devices, epilogue, segments_triton, softmax
@@ -56,6 +55,7 @@ from liger_rl.kernels.statistics import (
     TokenGradients,
     TokenStatistics,
 )
+from liger_rl.kernels.transform import HeadFactors
 from liger_rl.losses import fused_triton as policy_terms_triton
 from liger_rl.losses.loss import PolicyTerms
 
@@ -244,8 +244,9 @@ def pairs_in_the_epilogue(transform: LogitTransform, entropy: bool) -> None:
     vocab = V if everything else TILES * BLOCK_VOCAB
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(vocab, H, dtype=torch.bfloat16)
     bias = ones(vocab, dtype=torch.bfloat16) if entropy else None
-    student, targets = PairFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
-    teacher = Tile(ones(N, vocab), bias, transform)
+    student, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
+    wider = (ones(rows, 2 * H, dtype=torch.bfloat16) for rows in (N, vocab))
+    teacher = HeadFactors(*wider, bias, transform)
     kept = KeptPair.empty(N, vocab, CPU)
     for measure in (Measure(REVERSE), Measure(FORWARD), Measure(MIXTURE, 0.5))[: None if everything else 1]:
         squares = entropy and measure.kind != MIXTURE
@@ -269,7 +270,7 @@ def parts_of_pairs(transform: LogitTransform, entropy: bool) -> None:
     """With biases and gradients of log-probabilities where there are entropies elsewhere."""
     hidden, weight = ones(N, H, dtype=torch.bfloat16), ones(V, H, dtype=torch.bfloat16)
     bias = ones(V, dtype=torch.bfloat16) if entropy else None
-    head, targets = PairFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
+    head, targets = HeadFactors(hidden, weight, bias, transform), torch.zeros(N, dtype=torch.long)
     tail = sparse_pair_triton.tail_of(ones(SAMPLES, V), ones(SAMPLES))
     sparse_triton.tail_rows(tail, weight, torch.bfloat16)
     span, parts = listing_triton.Span(0, N, 0, N), ones(N, TILE_VOCAB, dtype=torch.float16)

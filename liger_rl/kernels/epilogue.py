@@ -16,12 +16,12 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from liger_rl.kernels.devices import STATISTICS_BYTES, WARPS, empty_rows, family_of, on
-from liger_rl.kernels.matrix_triton import matrix, product
+from liger_rl.kernels.matrix_triton import matrix, product, two_products
 from liger_rl.kernels.merge_triton import merge
 from liger_rl.kernels.reference import Kept
 from liger_rl.kernels.statistics import BLOCK_TOKENS, BLOCK_VOCAB, Fold, TileStatistics, TokenGradients, TokenStatistics
 from liger_rl.kernels.tile_epilogues import column_of, fold_tile, grad_tile, tile_place, tokens_together
-from liger_rl.kernels.transform import LogitSteps, LogitTransform
+from liger_rl.kernels.transform import HeadFactors, LogitSteps, LogitTransform
 
 # One H200, bf16, N = 8192, medians against the product alone: 0.99 x at H = 4096, V = 128256; 1.14 x at H = 2048,
 # V = 151936; 1.09 x at H = 2304, V = 256000 with a softcap. Flattening the loops is what pays: the next tile's loads
@@ -29,28 +29,45 @@ from liger_rl.kernels.transform import LogitSteps, LogitTransform
 # 1.15 x at H = 2048, where float32 tiles and a kernel over them take 1.18 x and 1.32 x; with a softcap 1.28 x in
 # halves, 1.49 x in one, where they take 1.39 x; with an entropy's gradient 1.11 x in halves, 1.21 x in one.
 TILE_TOKENS, TILE_VOCAB = BLOCK_TOKENS, BLOCK_VOCAB
+# Both heads' tiles are in registers at once. One H200, N = 8192, V = 128256, fold alone, against the student's tiles of
+# 256 entries with the teacher's logits in memory: 7.0 and 10.2 ms at H = 1024 twice, 14.4 and 17.0 at 2048 twice, 22.3
+# and 25.9 at 2048 and 4096, 30.3 and 29.4 at 4096 twice.
+TWO_HEADS_VOCAB = BLOCK_VOCAB // 2
 # Under a softcap of at most so many nats the fold works with cap - z, which is good to 2.4e-7 of the cap. Under a
 # higher cap its digits would differ from those of the gradient's tiles, which have a tanh; 2^29 nats would overflow.
 MOST_LEVELLED = 1024.0
+
+
+@triton.jit
+def _with_bias(logits, bias, start, vocab):
+    if bias is not None:
+        column = start + tl.arange(0, logits.shape[1])
+        logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
+    return logits
 
 
 @triton.jit(do_not_specialize=["first"])
 def _product_kernel(
     hidden,  # a `matrix` (tokens, H)
     weight,  # a `matrix` (vocab, H)
+    teacher_hidden,  # those of another head, or None
+    teacher_weight,
     out,  # a `matrix` (tokens, vocab) that the epilogue writes, or None
     second_out,  # another one
     bias,
+    teacher_bias,
     targets,
     arguments,  # of the epilogue
     tokens,
     vocab,
     first,  # id of the weight's first row
     hidden_size,
+    teacher_size,
     steps,
-    EPILOGUE: tl.constexpr,  # a function of one tile of logits
+    EPILOGUE: tl.constexpr,  # a function of one tile of logits, or of two heads' tiles
     VARIANT: tl.constexpr,  # of the epilogue
     WHOLE: tl.constexpr,  # the last vocabulary tile is a whole one; False if the epilogue does not ask
+    EQUAL: tl.constexpr,  # both heads have one hidden size
     PARTS: tl.constexpr,  # of a tile, one after the other
     TILE_TOKENS: tl.constexpr,
     TILE_VOCAB: tl.constexpr,
@@ -58,15 +75,22 @@ def _product_kernel(
     PROGRAMS: tl.constexpr,
 ):
     token_tiles, vocab_tiles = tl.cdiv(tokens, TILE_TOKENS), tl.cdiv(vocab, TILE_VOCAB)
-    together = tokens_together(token_tiles, TILE_TOKENS * hidden_size)
-    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=True):
+    together = tokens_together(token_tiles, TILE_TOKENS * (hidden_size + teacher_size))
+    ONE: tl.constexpr = teacher_weight is None
+    # Two heads' registers leave no room for loads that run under the epilogue.
+    for tile in tl.range(tl.program_id(0), token_tiles * vocab_tiles, PROGRAMS, flatten=ONE):
         token_tile, vocab_tile = tile_place(tile, token_tiles, vocab_tiles, together)
         first_token, start = token_tile * TILE_TOKENS, vocab_tile * TILE_VOCAB
-        logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
-        if bias is not None:
-            column = start + tl.arange(0, TILE_VOCAB)
-            logits += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
         token = first_token + tl.arange(0, TILE_TOKENS)
+        if ONE:
+            logits = product(hidden, weight, first_token, start, hidden_size, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN)
+            logits = _with_bias(logits, bias, start, vocab)
+        else:
+            student, teacher = two_products(
+                hidden, weight, teacher_hidden, teacher_weight, first_token, start,
+                hidden_size, teacher_size, EQUAL, TILE_TOKENS, TILE_VOCAB, TILE_HIDDEN,
+            )  # fmt: skip
+            logits = (_with_bias(student, bias, start, vocab), _with_bias(teacher, teacher_bias, start, vocab))
         target = column_of(targets, token, token < tokens, first + start)
         EPILOGUE(
             logits, token, target, first_token, vocab_tile, tokens, vocab, arguments, (out, second_out), steps,
@@ -76,48 +100,58 @@ def _product_kernel(
 
 def run_product(
     epilogue: JITFunction,  # called as `tile_epilogues.fold_tile`
-    hidden: Tensor,  # (n, H)
-    weight: Tensor,  # (v, H), rows of the vocabulary from id `first` on
-    bias: Tensor | None,  # (v,)
+    head: HeadFactors,
     targets: Tensor,  # (n,) ids of the whole vocabulary
-    transform: LogitTransform,
     arguments: tuple,  # of the epilogue, for its kernel
     *,
+    teacher: HeadFactors | None = None,  # the epilogue gets a tile of each head, TWO_HEADS_VOCAB entries wide
     outs: tuple[Tensor | None, ...] = (None, None),  # (n, v), two at most, whose tiles the epilogue stores
-    first: int = 0,
+    first: int = 0,  # id of the weight's first row
     variant: int = 0,
     whole: bool = False,
     parts: int,
     warps: int = WARPS,
 ) -> None:
-    """Call `epilogue` for every tile of hidden @ weight.T + bias, where `devices.applies` says so."""
-    family, programs = family_of(hidden.device), device_programs(hidden.device)
-    storing = any(out is not None for out in outs)
-    with on(hidden.device):
+    """Call `epilogue` for every tile of the head's hidden @ weight.T + bias, where `devices.applies` says so."""
+    device = head.hidden.device
+    family, programs = family_of(device), device_programs(device)
+    tile_vocab = TILE_VOCAB if teacher is None else TWO_HEADS_VOCAB
+    stages = family.stages if teacher is None and outs == (None, None) else family.storing_stages
+
+    def matrices(factors: HeadFactors | None) -> tuple:
+        if factors is None:
+            return None, None
+        hidden = matrix(factors.hidden, TILE_TOKENS, family.step, tma=family.tma)
+        return hidden, matrix(factors.weight, tile_vocab, family.step, tma=family.tma)
+
+    hidden_size, teacher_size = head.hidden.shape[1], 0 if teacher is None else teacher.hidden.shape[1]
+    with on(device):
         _product_kernel[(programs,)](
-            matrix(hidden, TILE_TOKENS, family.step, tma=family.tma),
-            matrix(weight, TILE_VOCAB, family.step, tma=family.tma),
+            *matrices(head),
+            *matrices(teacher),
             *(
-                None if out is None else matrix(out, TILE_TOKENS, TILE_VOCAB, tma=family.tma, parts=parts)
+                None if out is None else matrix(out, TILE_TOKENS, tile_vocab, tma=family.tma, parts=parts)
                 for out in outs
             ),
-            None if bias is None else bias.contiguous(),
+            *(None if of is None or of.bias is None else of.bias.contiguous() for of in (head, teacher)),
             targets.contiguous(),
             arguments,
-            hidden.shape[0],
-            weight.shape[0],
+            head.hidden.shape[0],
+            head.weight.shape[0],
             first,
-            hidden.shape[1],
-            LogitSteps.of(transform),
+            hidden_size,
+            teacher_size,
+            LogitSteps.of(head.transform),
             EPILOGUE=epilogue,
             VARIANT=variant,
             WHOLE=whole,
+            EQUAL=hidden_size == teacher_size,
             PARTS=parts,
             TILE_TOKENS=TILE_TOKENS,
-            TILE_VOCAB=TILE_VOCAB,
+            TILE_VOCAB=tile_vocab,
             TILE_HIDDEN=family.step,
             PROGRAMS=programs,
-            num_stages=family.storing_stages if storing else family.stages,
+            num_stages=stages,
             num_warps=warps,
         )
 
@@ -182,7 +216,8 @@ def _fold_tiles(
     tiles = Fold.unwritten((triton.cdiv(vocab, TILE_VOCAB), n), target, entropy=entropy, extras=extras)
     levelled = transform.softcap is not None and transform.softcap / transform.temperature <= MOST_LEVELLED
     run_product(
-        fold_tile, hidden, weight, bias, targets, transform, tiles, outs=(None if kept is None else kept.values, None),
+        fold_tile, HeadFactors(hidden, weight, bias, transform), targets, tiles,
+        outs=(None if kept is None else kept.values, None),
         variant=int(levelled), whole=vocab % TILE_VOCAB == 0, parts=family.parts, warps=family.fold_warps,
     )  # fmt: skip
     if kept is not None:
@@ -205,8 +240,8 @@ def gemm_grad(
     # A softcap or an entropy makes a whole tile spill registers. Without either, halves are no faster.
     halved = transform.softcap is not None or tokens.grad_entropy is not None
     run_product(
-        grad_tile, hidden, weight, bias, targets, transform, tokens.contiguous(), outs=(out, None), first=first,
-        parts=max(family_of(hidden.device).parts, 2 if halved else 1),
+        grad_tile, HeadFactors(hidden, weight, bias, transform), targets, tokens.contiguous(),
+        outs=(out, None), first=first, parts=max(family_of(hidden.device).parts, 2 if halved else 1),
     )  # fmt: skip
     return out
 

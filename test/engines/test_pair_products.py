@@ -1,4 +1,4 @@
-"""Two heads where the student's product folds, and makes its gradient, in its own epilogue: as from tiles in memory.
+"""Two heads whose products fold, and make the gradient, in their epilogue: as from tiles in memory.
 
 `test_divergence.py` holds the latter to float64.
 """
@@ -23,7 +23,6 @@ from liger_rl.engines.pair.reference import (
     MIXTURE,
     REVERSE,
     TILE_VOCAB,
-    Factors,
     KeptPair,
     Measure,
     MixtureSums,
@@ -38,6 +37,7 @@ from liger_rl.engines.pair.reference import (
     mix_pair,
 )
 from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.transform import HeadFactors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter makes no bfloat16 products
@@ -69,8 +69,8 @@ class Case:
             other, other_weight = torch.cat([self.hidden, other[:, :8]], 1), torch.cat([self.weight, near], 1)
         self.bias, other_bias = torch.randn(2, vocab).to(DEVICE) if more else (None, None)
         logits = self.hidden.float() @ self.weight.float().T
-        teacher = torch.full((n, -(-vocab // 8) * 8 + 8), torch.nan, device=DEVICE)[:, :vocab]  # rows are longer
-        teacher.copy_(other.float() @ other_weight.float().T)
+        teacher = other.float() @ other_weight.float().T
+        self.others = other, other_weight
         self.targets = torch.randint(vocab, (n,)).to(DEVICE)
         self.student, self.teacher = Tile(logits, self.bias, transforms[0]), Tile(teacher, other_bias, transforms[1])
         state = PairFold.start(n, DEVICE, measure, entropy=more, targets=True)
@@ -89,8 +89,8 @@ class Case:
         """What the epilogue takes of some columns."""
         at = slice(first, last)
         bias, other_bias = (None if bias is None else bias[at] for bias in (self.bias, self.teacher.bias))
-        factors = Factors(self.hidden, self.weight[at], bias, self.student.transform)
-        teacher = Tile(self.teacher.logits[:, at], other_bias, self.teacher.transform)
+        factors = HeadFactors(self.hidden, self.weight[at], bias, self.student.transform)
+        teacher = HeadFactors(self.others[0], self.others[1][at], other_bias, self.teacher.transform)
         return factors, teacher, self.targets, first
 
     def tokens(self):
@@ -313,8 +313,8 @@ def test_engines(kind, wide, way, tiles_and_epilogue, monkeypatch):
     options["mask"] = torch.arange(n).to(DEVICE) % 50 != 7
     ways = {"one pass": {"token_weights": factors}, "fixed shape": {"fixed_shape": True}}
     options |= (ways | {"tolerance": {"grad_tolerance": 1e-3}}).get(way, {})
-    # The teacher's tiles, and chunks of one pass, are smaller than all there is.
-    monkeypatch.setattr(pair_products, "TEACHER_BYTES", 4 * n * 2 * BLOCK_VOCAB)
+    # The spans of copied weights are smaller than all there is.
+    monkeypatch.setattr(pair_products, "COPIED_BYTES", 2 * (32 + 16) * 2 * BLOCK_VOCAB)
     truth, found = tiles_and_epilogue(lambda: step(given, kind, factors=factors, **options))
     for place, (mine, other) in enumerate(zip(found, truth, strict=True)):
         exact = 1e-4 if kind == "jsd" and way == "one pass" else 5e-6

@@ -13,7 +13,6 @@ from liger_rl.engines.pair.reference import (
     FORWARD,
     MIXTURE,
     REVERSE,
-    Factors,
     Measure,
     MixtureSums,
     PairFold,
@@ -24,6 +23,7 @@ from liger_rl.engines.pair.reference import (
     TileSums,
 )
 from liger_rl.kernels.devices import PORTABLE, TMA, family_of
+from liger_rl.kernels.transform import HeadFactors
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from liger_rl.engines.pair import bounds_triton as sparse_pair_triton
@@ -52,12 +52,12 @@ class Case:
 
     def __init__(self, measure: Measure, *, more: bool) -> None:
         self.measure, logits = measure, []
-        self.heads: list[Factors] = []
+        self.heads: list[HeadFactors] = []
         for size, transform in zip(SIZES, TRANSFORMS, strict=True):
             hidden, weight = torch.randn(N, size), 2.0 * torch.randn(V, size) / size**0.5
             bias = torch.randn(V).to(DEVICE, LOW) if more else None
             hidden, weight = hidden.to(DEVICE, LOW), weight.to(DEVICE, LOW)
-            self.heads.append(Factors(hidden, weight, bias, transform if more else LogitTransform()))
+            self.heads.append(HeadFactors(hidden, weight, bias, transform if more else LogitTransform()))
             logits.append(hidden.float() @ weight.float().T)
         logits[0][DEAD] = torch.nan
         self.tiles = [Tile(x, *head[2:]) for x, head in zip(logits, self.heads, strict=True)]

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_rl.engines.pair.reference import FORWARD, MIXTURE, TILE_VOCAB, Factors, Measure, PairGradients, TileSums
+from liger_rl.engines.pair.reference import FORWARD, MIXTURE, TILE_VOCAB, Measure, PairGradients, TileSums
 from liger_rl.engines.pair.tile_epilogues import pair_gradient, per_token
 from liger_rl.engines.sparse.bounds_triton import (
     BOUND_TILES,
@@ -43,7 +43,7 @@ from liger_rl.kernels.devices import family_of, on
 from liger_rl.kernels.matrix_triton import load, load_picked, matrix
 from liger_rl.kernels.softmax import flushed_exp, transformed
 from liger_rl.kernels.statistics import PartBounds, Tail
-from liger_rl.kernels.transform import LogitSteps
+from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
 # Tokens and entries of a program's two products, which are in registers together. One H200, H = 2048, 9.6% kept, in
 # TFLOPS: 428 with four stages, 383 with three, 413 in steps of 128. A student's product of 256 entries that read the
@@ -279,8 +279,8 @@ def _parts_kernel(
 
 
 def make_parts(
-    student: Factors,  # of the whole vocabulary
-    teacher: Factors,
+    student: HeadFactors,  # of the whole vocabulary
+    teacher: HeadFactors,
     targets: Tensor,  # (n,), read if log-probabilities have a gradient
     measure: Measure,
     tokens: PairGradients,  # (n,) each; entropies have no gradient

@@ -1,7 +1,7 @@
-"""Fold and gradient of two heads in the epilogue of the student's product, which reads the teacher's logits.
+"""Fold and gradient of two heads in the epilogue of both products, so that no logit of either reaches memory.
 
-Any product may write the teacher's logits of a tile to memory. The epilogue reads them while the student's tile is in
-registers. `tile_epilogues` has the code of one tile, `reference` the formulas.
+`kernels.epilogue` makes a tile of each head at a time. `tile_epilogues` has the code of one pair of tiles, `reference`
+the formulas.
 """
 
 from typing import NamedTuple
@@ -13,25 +13,22 @@ from torch import Tensor
 
 from liger_rl.engines.pair.reference import (
     FORWARD,
-    PART_ENTRIES,
     TILE_VOCAB,
-    Factors,
     KeptPair,
     Measure,
     PairFold,
     PairGradients,
-    Tile,
     TileSums,
 )
-from liger_rl.engines.pair.tile_epilogues import REVERSE, Teacher, around, fold_pair_tile, grad_pair_tile
+from liger_rl.engines.pair.tile_epilogues import REVERSE, around, fold_pair_tile, grad_pair_tile
 from liger_rl.kernels.devices import empty_rows, on
-from liger_rl.kernels.epilogue import TILE_VOCAB as PRODUCT_VOCAB
+from liger_rl.kernels.epilogue import TWO_HEADS_VOCAB as PRODUCT_VOCAB
 from liger_rl.kernels.epilogue import run_product
 from liger_rl.kernels.merge_triton import MERGE_TILES, MERGE_TOKENS, MERGE_WARPS
 from liger_rl.kernels.softmax import LOWEST
+from liger_rl.kernels.transform import HeadFactors, LogitSteps
 
-# A tile's columns are handled in this many parts. Numbers of both heads are in registers for one part at a time.
-PARTS = PRODUCT_VOCAB // PART_ENTRIES
+PARTS = 2  # of a tile's columns, one after the other
 JOINED_TOKENS, JOINING_WARPS = 128, 4  # of a program that joins a few tiles
 
 
@@ -179,15 +176,15 @@ class KeptPeaks(NamedTuple):
 
 
 def fold_pair(
-    student: Factors,
-    teacher: Tile,  # (n, v); the stride of its rows is a multiple of GROUP
+    student: HeadFactors,
+    teacher: HeadFactors,
     targets: Tensor,  # (n,) ids of the whole vocabulary
-    first: int,  # id of the first row of the student's weight, a multiple of PRODUCT_VOCAB
+    first: int,  # id of the first row of both weights, a multiple of PRODUCT_VOCAB
     measure: Measure,
     tiles: PairFold,  # of the whole vocabulary, from `unwritten_tiles`, written
     kept: KeptPair | None = None,  # of the whole vocabulary, written
 ) -> None:
-    """Fold the student's product with the teacher's tile; `devices.pairs_apply_to` must hold."""
+    """Fold the products of both heads; `devices.pairs_apply_to` must hold for each."""
     assert first % PRODUCT_VOCAB == 0
     tile, vocab = first // PRODUCT_VOCAB, student.weight.shape[0]
     here = PairFold._make(part if part is None or part.dim() == 1 else part[tile:] for part in tiles)
@@ -195,25 +192,23 @@ def fold_pair(
     peaks = KeptPeaks()
     if kept is not None:
         outs = kept.larger[:, first : first + vocab], kept.gaps[:, first : first + vocab]
-        part = tile * PARTS
-        peaks = KeptPeaks(kept.peaks[:, part:], kept.teacher_peaks[:, part:], kept.peaks.stride(0))
+        peaks = KeptPeaks(kept.peaks[:, tile:], kept.teacher_peaks[:, tile:], kept.peaks.stride(0))
     run_product(
-        fold_pair_tile, student.hidden, student.weight, student.bias, targets, student.transform,
-        (Teacher.of(teacher, PRODUCT_VOCAB), here, peaks, student.bias),
-        outs=outs, first=first, variant=measure.kind, whole=vocab % PRODUCT_VOCAB == 0, parts=PARTS,
+        fold_pair_tile, student, targets,
+        (LogitSteps.of(teacher.transform), here, peaks, student.bias, teacher.bias),
+        teacher=teacher, outs=outs, first=first, variant=measure.kind, whole=vocab % PRODUCT_VOCAB == 0,
+        parts=PARTS,
     )  # fmt: skip
 
 
 def grad_pair(
-    student: Factors, teacher: Tile, targets: Tensor, first: int, measure: Measure, tokens: PairGradients
+    student: HeadFactors, teacher: HeadFactors, targets: Tensor, first: int, measure: Measure, tokens: PairGradients
 ) -> Tensor:
     """-> (n, v) dL/d(hidden @ weight.T) in the dtype of `hidden`, with the arguments of `fold_pair`."""
-    hidden, weight, bias, transform = student
-    vocab = weight.shape[0]
-    out = empty_rows(hidden.shape[0], vocab, hidden.dtype, hidden.device)
+    hidden = student.hidden
+    out = empty_rows(hidden.shape[0], student.weight.shape[0], hidden.dtype, hidden.device)
     run_product(
-        grad_pair_tile, hidden, weight, bias, targets, transform,
-        (Teacher.of(teacher, PRODUCT_VOCAB), tokens.contiguous(), measure.beta),
-        outs=(out, None), first=first, variant=measure.kind, whole=vocab % PRODUCT_VOCAB == 0, parts=PARTS,
+        grad_pair_tile, student, targets, (LogitSteps.of(teacher.transform), tokens.contiguous(), measure.beta),
+        teacher=teacher, outs=(out, None), first=first, variant=measure.kind, parts=PARTS,
     )  # fmt: skip
     return out

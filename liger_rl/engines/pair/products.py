@@ -1,8 +1,4 @@
-"""One head of a pair (`Side`), and folds and gradients in the epilogue of the student's product (`PairProducts`).
-
-The teacher's logits of a tile are made first. The student's product reads them in its epilogue, so no tile of the
-student's logits is written to memory.
-"""
+"""One head of a pair (`Side`), and folds and gradients in the epilogue of both heads' products (`PairProducts`)."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +11,6 @@ from liger_rl.call.options import EngineOptions
 from liger_rl.engines.interface import Head
 from liger_rl.engines.pair.reference import (
     FORWARD,
-    Factors,
     KeptPair,
     Measure,
     PairFold,
@@ -35,11 +30,11 @@ from liger_rl.engines.tiles import (
 )
 from liger_rl.kernels import devices, gemm
 from liger_rl.kernels.statistics import BLOCK_VOCAB
+from liger_rl.kernels.transform import HeadFactors
 
-# Bytes of the teacher's logits and of copies of weights that a fold has in memory at a time. Tokens whose folds of
-# tiles, 24 bytes for each tile, are merged at a time.
-TEACHER_BYTES, MERGED_TOKENS = 128 << 20, 4096
-ROW_MULTIPLE = 8  # the rows of logits have a stride of a multiple of 8 numbers
+# Bytes of copies of weights that a fold has in memory at a time. Tokens whose folds of tiles, 24 bytes for each tile of
+# 128 entries, are merged at a time.
+COPIED_BYTES, MERGED_TOKENS = 128 << 20, 4096
 # Bytes of a `KeptPair` for each entry, and for a chunk of one pass. Chunks are large, because each chunk reads and
 # writes the sum of the weight's gradient.
 KEPT_BYTES, KEPT_MOST_BYTES = 4, 5 << 28
@@ -79,10 +74,10 @@ class Side:
     def bias_tile(self, first: int, last: int) -> Tensor | None:
         return None if self.rows.bias is None else self.rows.bias[first:last]
 
-    def factors(self, part: slice, first: int, last: int) -> Factors:
+    def factors(self, part: slice, first: int, last: int) -> HeadFactors:
         """Without a low-rank term."""
         bias = self.bias_tile(first, last)
-        return Factors(self.factor[part], self.weight_tile(first, last), bias, self.options.transform)
+        return HeadFactors(self.factor[part], self.weight_tile(first, last), bias, self.options.transform)
 
     def width(self, vocab: int) -> int:
         """Columns of a product, if products cover the whole vocabulary one after the other."""
@@ -90,20 +85,16 @@ class Side:
 
     def whole_tile(self, part: slice, vocab: int) -> Tile:
         """The tokens' float32 logits over the whole vocabulary, without a low-rank term."""
-        logits = self._unwritten(part, vocab)
+        logits = torch.empty(part.stop - part.start, vocab, dtype=torch.float32, device=self.factor.device)
         for first, last in spans(vocab, self.width(vocab)):
             gemm.write(logits[:, first:last], self.factor[part], self.weight_tile(first, last).T)
         return Tile(logits, self.bias_tile(0, vocab), self.options.transform)
 
     def tile(self, part: slice, factor_tile: Tensor, first: int) -> Tile:
-        logits = self._unwritten(part, factor_tile.shape[0])
-        gemm.write(logits, self.factor[part], factor_tile.T)
-        return Tile(logits, self.bias_tile(first, first + logits.shape[1]), self.options.transform)
-
-    def _unwritten(self, part: slice, columns: int) -> Tensor:
-        width = -(-columns // ROW_MULTIPLE) * ROW_MULTIPLE
-        n, device = part.stop - part.start, self.factor.device
-        return torch.empty(n, width, dtype=torch.float32, device=device)[:, :columns]
+        rows, columns = self.factor[part], factor_tile.shape[0]
+        logits = torch.empty(rows.shape[0], columns, dtype=torch.float32, device=rows.device)
+        gemm.write(logits, rows, factor_tile.T)
+        return Tile(logits, self.bias_tile(first, first + columns), self.options.transform)
 
 
 # The statistics of n tokens, and a function that turns their gradients into dL/dlogits (n, V). It may be called once.
@@ -111,7 +102,7 @@ ValuesAndGradient = tuple[PairStatistics, Callable[[PairGradients], Tensor]]
 
 
 class PairProducts:
-    """Folds and gradients of the student's product, whose epilogue reads the teacher's tiles."""
+    """Folds and gradients in the epilogue of both heads' products."""
 
     def __init__(self, epilogue: ModuleType, student: Side, teacher: Side, vocab: int, measure: Measure) -> None:
         self.epilogue, self.student, self.teacher = epilogue, student, teacher
@@ -119,46 +110,41 @@ class PairProducts:
         self.copied_bytes = student.bytes_per_entry + teacher.bytes_per_entry  # for each entry of the vocabulary
 
     @staticmethod
-    def applies_to(student: Head, options: EngineOptions) -> bool:
-        """Whether the student's product has the epilogue; `student` need not be gathered."""
-        if student.low_inputs is not None or options.names_chunk:
-            return False
-        tokens, hidden_size = student.live.count, student.hidden.shape[1]
-        return devices.pairs_apply_to(tokens, hidden_size, options.compute_dtype, student.weight)
+    def applies_to(student: Head, teacher: Head, options: EngineOptions, teacher_options: EngineOptions) -> bool:
+        """Whether both products have the epilogue; neither head need be gathered."""
+        return not options.names_chunk and all(
+            head.low_inputs is None
+            and devices.pairs_apply_to(student.live.count, head.hidden.shape[1], of_head.compute_dtype, head.weight)
+            for head, of_head in ((student, options), (teacher, teacher_options))
+        )
 
     @classmethod
     def of(cls, student: Side, teacher: Side, vocab: int, measure: Measure) -> "PairProducts | None":
         """None if the epilogue does not apply, for example on a rank whose part of the vocabulary is padding only."""
-        if not vocab or not cls.applies_to(student.rows, student.options) or not devices.aligned(student.factor):
+        if not vocab or not cls.applies_to(student.rows, teacher.rows, student.options, teacher.options):
+            return None
+        if not all(devices.aligned(side.factor) for side in (student, teacher)):
             return None
         from liger_rl.engines.pair import epilogue
 
         return cls(epilogue, student, teacher, vocab, measure)
 
-    def _tile(self, part: slice, first: int, last: int) -> tuple[Factors, Tile, Tensor, int, Measure]:
+    def _tile(self, part: slice, first: int, last: int) -> tuple[HeadFactors, HeadFactors, Tensor, int, Measure]:
         """Arguments of the epilogue for tokens `part` and entries `first` to `last` - 1."""
-        student = self.student.factors(part, first, last)
-        teacher = self.teacher.tile(part, self.teacher.factor_tile(first, last), first)
+        student, teacher = (side.factors(part, first, last) for side in (self.student, self.teacher))
         return student, teacher, self.student.rows.targets[part], first, self.measure
-
-    def _columns(self, tokens: int, bytes_per_column: int, most_bytes: int) -> int:
-        """Entries of a tile of `tokens` tokens, so that the teacher's float32 logits fit `most_bytes` with the rest."""
-        from liger_rl.kernels.epilogue import device_programs
-
-        programs = device_programs(self.student.factor.device)
-        bytes_per_column += self.copied_bytes + 4 * tokens
-        most = min(most_bytes // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
-        return min(whole_waves(tokens, most, programs), self.vocab)
 
     def gradient_tiles(self, tokens: int) -> Tiles:
         """The tiles of calls of `gradient` for `tokens` tokens in all."""
-        kind = kind_of(self.student.factor.device)
+        from liger_rl.kernels.epilogue import device_programs
+
+        kind, hidden_size = kind_of(self.student.factor.device), self.student.factor.shape[1]
         chunk = max(min(tokens, MAX_CHUNK_TOKENS[kind]), 1)
-        # The student's products copy its weight once more.
+        # The student's products copy its weight once more. Chunks add up the gradient of a tile's weight in float32.
         bytes_per_column = self.student.options.compute_dtype.itemsize * chunk + self.student.bytes_per_entry
-        if tokens > chunk:  # chunks add up the gradient of a tile's weight in float32
-            bytes_per_column += 4 * self.student.factor.shape[1]
-        return Tiles(chunk, self._columns(chunk, bytes_per_column, WORKSPACE_BYTES[kind]))
+        bytes_per_column += self.copied_bytes + (4 * hidden_size if tokens > chunk else 0)
+        most = min(WORKSPACE_BYTES[kind] // bytes_per_column, -(-self.vocab // BLOCK_VOCAB) * BLOCK_VOCAB)
+        return Tiles(chunk, min(whole_waves(chunk, most, device_programs(self.student.factor.device)), self.vocab))
 
     def _fold(
         self, part: slice, *, targets: bool, sums: TileSums | None = None, kept: KeptPair | None = None
@@ -168,7 +154,8 @@ class PairProducts:
         tiles = self.epilogue.unwritten_tiles(
             n, self.vocab, device, self.measure, entropy=options.entropy, targets=targets, squares=sums is not None
         )
-        for first, last in spans(self.vocab, self._columns(n, 0, TEACHER_BYTES)):
+        columns = COPIED_BYTES // self.copied_bytes // BLOCK_VOCAB * BLOCK_VOCAB if self.copied_bytes else self.vocab
+        for first, last in spans(self.vocab, max(columns, BLOCK_VOCAB)):
             self.epilogue.fold_pair(*self._tile(part, first, last), tiles, kept)
         if sums is not None:
             self.epilogue.write_tile_sums(tiles, self.measure, sums)
@@ -191,7 +178,11 @@ class PairProducts:
         measure = self.measure
         known = PairStatistics.of(self._fold(part, targets=targets, kept=kept), measure)
         if measure.kind != FORWARD:
-            known = known.with_sums(measure, kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse))
+            sums = kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
+            if known.divergence is not None:
+                # A `KeptPair` has no infinite log ratio. A finite mean would make a finite gradient of an infinite value.
+                sums = sums._replace(student=torch.where(known.divergence.isinf(), torch.inf, sums.student))
+            known = known.with_sums(measure, sums)
         options, ids = self.student.options, self.student.rows.targets[part]
 
         def gradient(tokens: PairGradients) -> Tensor:

@@ -28,7 +28,7 @@ from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import LogitTransform
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2
-PART_ENTRIES = 32  # entries of a part of a `KeptPair`
+PART_ENTRIES = BLOCK_VOCAB // 2  # entries of a part of a `KeptPair`, and of a tile of a product of two heads
 TILE_VOCAB = 1024  # entries of a tile of `TileSums`, and of a block of `tiles_triton`
 
 
@@ -55,15 +55,6 @@ class PairTile(NamedTuple):
     targets: Tensor  # (n,) token ids of the whole vocabulary
     first: int  # vocabulary id of the first column
     measure: Measure
-
-
-class Factors(NamedTuple):
-    """The factors of columns of one head's logits: transform(hidden @ weight.T + bias)."""
-
-    hidden: Tensor  # (n, H)
-    weight: Tensor  # (v, H)
-    bias: Tensor | None  # (v,)
-    transform: LogitTransform
 
 
 class PairFold(NamedTuple):
@@ -219,7 +210,7 @@ class KeptPair(NamedTuple):
 
     larger: Tensor  # (n, V) float16
     gaps: Tensor  # (n, V) float16
-    # (n, parts) float32. A part has PART_ENTRIES entries. Its peak may be over more columns of the same tile, too.
+    # (n, parts) float32. A part has PART_ENTRIES entries.
     peaks: Tensor
     teacher_peaks: Tensor  # (n, parts) float32, over the same columns
 

@@ -275,9 +275,10 @@ def paired(global_call: DivergenceCall) -> Iterator[tuple[DivergenceCall, Pair]]
         options = resolved(call.options, dtype)
         # Kernels of kept parts read weights in the products' dtype, without a copy.
         as_they_are = (call.weight.dtype, call.teacher_weight.dtype) == (dtype, teacher_dtype)
-        if not (call.auto_tolerance and as_they_are and PairProducts.applies_to(student, options)):
-            options = replace(options, grad_tolerance=call.options.named_tolerance)
         teacher_options = replace(options, transform=call.teacher_transform, compute_dtype=teacher_dtype)
+        epilogue = PairProducts.applies_to(student, teacher, options, teacher_options)
+        if not (call.auto_tolerance and as_they_are and epilogue):
+            options = replace(options, grad_tolerance=call.options.named_tolerance)
         yield call, Pair(student, teacher, here, options, teacher_options, call.measure, call.targets is not None)
 
 

@@ -312,7 +312,9 @@ def _add_products(totals: Totals, student: Side, tile: Tensor, part: slice, live
 
 def _keeps_pairs(pair: Pair) -> bool:
     """Whether one pass keeps a `KeptPair`. Not under a softcap: if both numbers underflow, its derivative is lost."""
-    return pair.options.transform.softcap is None and PairProducts.applies_to(pair.student, pair.options)
+    return pair.options.transform.softcap is None and PairProducts.applies_to(
+        pair.student, pair.teacher, pair.options, pair.teacher_options
+    )
 
 
 def one_pass_tokens(pair: Pair) -> int:
