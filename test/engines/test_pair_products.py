@@ -36,6 +36,7 @@ from liger_rl.engines.pair.reference import (
     grad_pair,
     mix_pair,
 )
+from liger_rl.kernels import epilogue as product_epilogue
 from liger_rl.kernels.statistics import BLOCK_VOCAB
 from liger_rl.kernels.transform import HeadFactors
 
@@ -420,7 +421,7 @@ def test_families_agree(kind, transforms, monkeypatch):
     tokens, results = case.tokens(), []
     for family in (TMA, PORTABLE[0], PORTABLE[2]):
         with monkeypatch.context() as context:
-            context.setattr(pair_epilogue, "family_of", lambda device, family=family: family)
+            context.setattr(product_epilogue, "family_of", lambda device, family=family: family)
             results.append(everything(case, tokens))
     for found in results[1:]:
         assert_the_same(found, results[0])

@@ -180,7 +180,7 @@ class PairProducts:
         if measure.kind != FORWARD:
             sums = kept_triton.sum_kept(kept, measure, known.lse, known.teacher_lse)
             if known.divergence is not None:
-                # No log ratio of a `KeptPair` is infinite. A finite mean would make an infinite value's gradient finite.
+                # A finite mean of finite log ratios would make the gradient of an infinite value finite.
                 sums = sums._replace(student=torch.where(known.divergence.isinf(), torch.inf, sums.student))
             known = known.with_sums(measure, sums)
         options, ids = self.student.options, self.student.rows.targets[part]
