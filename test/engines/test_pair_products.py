@@ -341,7 +341,8 @@ def test_ids_that_one_head_bans(kind, banned, passes, tiles_and_epilogue):
     for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine.isfinite(), other.isfinite())
         mine, other = (part.nan_to_num(0.0, 0.0, 0.0) for part in (mine, other))
-        assert (mine - other).norm() <= 2e-3 * other.norm()
+        # Where both are rounded to bfloat16, small differences become whole units in the last place.
+        assert (mine - other).norm() <= max(0.7 * torch.finfo(DTYPE).eps, 2e-3) * other.norm()
 
 
 @pytest.mark.parametrize("ban", [-1e5, -1e9])
